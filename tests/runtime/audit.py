@@ -33,9 +33,14 @@ def audit_pages(pool: PagePool, tables: list[list[int]]) -> None:
     assert len(free) == pool.num_free, f"{len(free)} free pages, counted {pool.num_free}"
     kept = [pool.cached[page] for page in free]
     assert kept == sorted(kept), "a page with a prefix goes before one without"
-    end, links = pool.num_pages, [pool.num_pages, *free, pool.num_pages]
-    for before, after in pairwise(links):
-        assert pool._next[before] == after and pool._prev[after] == before, f"links around {before % (end + 1)}"
+    for end, pages in pool.free_lists().items():
+        for before, after in pairwise([end, *pages, end]):
+            assert pool._next[before] == after and pool._prev[after] == before, f"links around {before}"
+    by_end = {own.end: (tenant, own.length) for tenant, own in pool._lists.items()}
+    for end, pages in list(pool.free_lists().items())[1:]:
+        tenant, length = by_end[end]
+        assert pages and len(pages) == length, f"{tenant} has {len(pages)} free pages with prefixes, counted {length}"
+        assert all(pool._tenants[page] == tenant for page in pages), f"another tenant's page is on the list of {tenant}"
 
 
 def audit_prefixes(scheduler: Scheduler) -> None:

@@ -47,9 +47,9 @@ def hit_on_the_page_beside(right: Any) -> Any:
 
 def published_before_it_is_full(right: Any) -> Any:
     def publish(
-        self: PrefixCache, chain: list[bytes], tokens: list[int], pages: list[int], start: int, stop: int
+        self: PrefixCache, chain: list[bytes], tokens: list[int], pages: list[int], start: int, stop: int, *tenant: str
     ) -> None:
-        right(self, chain, tokens, pages, start, min(stop + 1, len(pages), len(tokens) // self.page_size))
+        right(self, chain, tokens, pages, start, min(stop + 1, len(pages), len(tokens) // self.page_size), *tenant)
 
     return publish
 

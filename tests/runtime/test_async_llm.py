@@ -76,6 +76,34 @@ def test_the_pieces_joined_are_the_whole_and_stop_strings_end_it() -> None:
     run(both())
 
 
+def test_outputs_wait_to_be_read_together_but_never_those_of_a_stream() -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    asked: list[float] = []
+
+    def pause() -> float:
+        asked.append(0.03)
+        return asked[-1]
+
+    async def both() -> None:
+        async with fake(0.002) as llm:
+            want = await last(llm, {"prompt_token_ids": [50, 51]}, params)
+            llm.output_pause = pause
+            got = await last(llm, {"prompt_token_ids": [50, 51]}, params, "final_only")
+            assert got.outputs == want.outputs
+            assert 0 < len(asked) < 60, "the outputs of several steps are read together"
+            prompt = {"prompt_token_ids": [52, 53]}
+            whole = asyncio.create_task(last(llm, prompt, params, "final_only"))
+            counts = [len(asked) async for _ in llm.generate(prompt, params, "stream")]
+            assert len(counts) > 20 and len(set(counts)) == 1, "a stream is open"
+            assert len((await whole).outputs[0].token_ids) == 60
+            await settled(llm)
+            before = len(asked)
+            await last(llm, prompt, params, "final_only")
+            assert len(asked) > before, "the stream has ended"
+
+    run(both())
+
+
 def test_leaving_the_iterator_frees_the_pages_within_two_steps() -> None:
     pace = 0.2
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

@@ -71,6 +71,21 @@ def test_output_weighs_more_than_prompts_and_cached_prompts_nothing() -> None:
     assert again.num_cached == 8 and service.service == before + 1 + OUTPUT_WEIGHT
 
 
+@pytest.mark.parametrize("flood", ["other", "same"])
+def test_many_prompts_of_one_tenant_leave_the_prefixes_of_another(flood: str) -> None:
+    rig = Rig(max_num_seqs=2, num_pages=32)
+    prompt = add(rig, "p", 41, "same", max_tokens=1).prompt_token_ids
+    rig.drain()
+    for i in range(8):
+        add(rig, f"f{i}", 41, flood, max_tokens=1)
+        rig.drain()
+    again = Request("q", prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), tenant="same")
+    rig.engine.add(again)
+    rig.expected["q"] = Expected(again, rig.config)
+    rig.drain()
+    assert again.num_cached == (40 if flood == "other" else 0)
+
+
 def test_scored_prompts_weigh_as_output_does() -> None:
     rig = Rig(max_num_seqs=1)
     add(rig, "p", 9, "a", max_tokens=1, prompt_logprobs=2)

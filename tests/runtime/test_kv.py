@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from draw import of_test
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from llmc_runtime.kv.pages import PageError, PagePool
+from llmc_runtime.kv.pages import MAX_AGE, PageError, PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 
 from tests.runtime.audit import audit_pages
@@ -21,15 +25,15 @@ def cache(num_pages: int, size: int = SIZE) -> tuple[PagePool, PrefixCache]:
     return pool, PrefixCache(pool, size, "model")
 
 
-def table(pool: PagePool, prefix: PrefixCache, tokens: list[int]) -> list[int]:
+def table(pool: PagePool, prefix: PrefixCache, tokens: list[int], tenant: str = "") -> list[int]:
     """A computed table of all full pages of `tokens`, published."""
-    chain = [prefix.root()]
+    chain = [prefix.root(tenant)]
     hits = prefix.match(chain, [*tokens, 0])
     for page in hits:
         pool.share(page)
     full = len(tokens) // prefix.page_size
     pages = hits + pool.take(full - len(hits))
-    prefix.publish(chain, tokens, pages, len(hits), full)
+    prefix.publish(chain, tokens, pages, len(hits), full, tenant)
     return pages
 
 
@@ -116,6 +120,60 @@ def test_the_second_copy_of_a_prefix_stays_private() -> None:
     assert pool.free_list()[0] == two[0] and pool.free_list()[-1] == one[0]
 
 
+def shares(pool: PagePool) -> dict[str, list[int]]:
+    """The free pages with prefixes of each tenant, in the order in which they are taken."""
+    lists = pool.free_lists()
+    return {tenant: lists[own.end] for tenant, own in pool._lists.items()}
+
+
+def test_pages_are_taken_from_the_tenant_that_has_most() -> None:
+    rng = random.Random(of_test())
+    lost = Counter[str]()
+    for _ in range(20):
+        pool, tables, names = PagePool(rng.randrange(20, 200)), list[list[int]](), "abcd"[: rng.randrange(1, 5)]
+        for _ in range(200):
+            free, before, evictions = pool.free_lists()[pool.num_pages], shares(pool), pool._evictions
+            pages = pool.take(rng.randrange(1 + min(pool.num_free, rng.choice([3, 30]))))
+            after = shares(pool)
+            assert pages[: len(free)] == free[: len(pages)], "pages without prefixes come first"
+            evicted = pages[len(free) :]
+            for name, own in before.items():
+                left = after.get(name, [])
+                assert own[len(own) - len(left) :] == left, "the least recently used of a tenant come first"
+                taken = own[: len(own) - len(left)]
+                fresh = [page for page in taken if evictions - pool._last_used[page] <= MAX_AGE * pool.num_pages]
+                if fresh:
+                    lost[name] += len(fresh)
+                    assert len(left) + 1 >= max(map(len, after.values()), default=0), f"{name} had fewer than others"
+            kept = set(itertools.chain.from_iterable(after.values()))
+            assert set(evicted) == set(itertools.chain.from_iterable(before.values())) - kept
+            for page in rng.sample(pages, rng.randrange(len(pages) + 1)):
+                pool.mark_cached(page, rng.choice(names))
+            tables += [pages]
+            while tables and rng.random() < 0.55:
+                pool.release(reversed(tables.pop(rng.randrange(len(tables)))))
+            audit_pages(pool, tables)
+    assert len(lost) == 4
+
+
+def test_a_tenant_that_has_left_keeps_nothing() -> None:
+    pool, prefix = cache(8)
+    pool.release(reversed(table(pool, prefix, [1, 2, 3, 4], "left")))
+    for turn in range(MAX_AGE * 8 + 16):
+        assert turn > MAX_AGE * 8 or len(shares(pool)["left"]) == 2
+        pool.release(table(pool, prefix, [turn + 10, 0], "present"))
+    assert set(shares(pool)) == {"present"} and len(prefix) == 8
+
+
+def test_with_one_tenant_the_least_recently_used_goes_first() -> None:
+    pool, prefix = cache(6)
+    tables = [table(pool, prefix, [i, i], "a") for i in range(6)]
+    for pages in tables[::-1]:
+        pool.release(pages)
+    for (page,) in tables[::-1]:
+        assert pool.take(1) == [page]
+
+
 def test_reset_only_when_idle() -> None:
     pool, prefix = cache(2)
     pages = table(pool, prefix, [1, 2])
@@ -173,7 +231,7 @@ class Sharing(RuleBasedStateMachine):
         for index in range(len(hits), full):
             self.memory[pages[index]] = (salt, tuple(tokens[: (index + 1) * SIZE]))
         if publish:
-            self.prefix.publish(chain, tokens, pages, len(hits), full)
+            self.prefix.publish(chain, tokens, pages, len(hits), full, salt)
             for index in range(len(hits), full):
                 self.public.setdefault((salt, tuple(tokens[: (index + 1) * SIZE])), pages[index])
         self.tables.append(pages)
@@ -188,6 +246,7 @@ class Sharing(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.prefix.reset()
+        assert not self.pool._lists
         self.public.clear()
 
     @invariant()

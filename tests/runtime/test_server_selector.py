@@ -13,6 +13,8 @@ from llmc_runtime.server.http.fair_selector import (
     BATCHING_SECONDS,
     EXPECTED_SECONDS,
     LONG_SECONDS,
+    MAX_BATCH_CLIENTS,
+    MAX_BATCH_SECONDS,
     MAX_BODIES,
     MAX_CLIENTS,
     MAX_PROBES,
@@ -109,6 +111,22 @@ def test_input_of_watched_clients_is_reported_together(ready: tuple[FairSelector
     assert {key.fd for key, _ in fair.select(0)} == rest | {registered.fileno()} and not found
     for sock in (plain, peer):
         sock.close()
+
+
+def test_outputs_may_wait_for_the_next_batch(ready: tuple[FairSelector, Pairs], clock: Clock) -> None:
+    fair, pairs = ready
+    for left, _ in pairs:
+        fair.add_client(left.fileno())
+    assert fair.batches.remaining() == 0
+    fair.batches.refused(2)
+    assert len(fair.select(0)) == MAX_BATCH_CLIENTS and fair.batches.remaining() == 0, "more clients are ready"
+    for left, _ in pairs:
+        left.recv(1)
+    assert fair.select(0) == [] and fair.batches.remaining() == pytest.approx(MAX_BATCH_SECONDS)
+    clock.now += BATCH_SECONDS
+    assert fair.batches.remaining() == pytest.approx(MAX_BATCH_SECONDS - BATCH_SECONDS)
+    clock.now += BATCHING_SECONDS
+    assert fair.batches.remaining() == 0
 
 
 def test_few_are_reported_at_once(ready: tuple[FairSelector, Pairs]) -> None:

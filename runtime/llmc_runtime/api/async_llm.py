@@ -49,7 +49,8 @@ class AsyncLLM(AsyncPoolingAPI):
     request fails with LlmcError E661 or E662, and the process is replaced.
 
     `text_turn` returns a context in which the long bad words of a tenant are tokenized: servers limit how many are at
-    a time.
+    a time. `output_pause` returns how many seconds outputs of the engine may wait to be read, while no reader of a
+    request gets each of them at once.
     """
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
@@ -62,6 +63,8 @@ class AsyncLLM(AsyncPoolingAPI):
         self._started = self._stopped = False
         self._starting: asyncio.Task[Ready] | None = None  # the start that requests wait for
         self.text_turn: Callable[[str], AbstractAsyncContextManager[None]] = lambda tenant: contextlib.nullcontext()
+        self.output_pause: Callable[[], float] = lambda: 0.0
+        self._num_streams = 0  # open requests whose readers get each output at once
         self._waiting_for_bad_words = 0
         self._recent_bad_words: tuple[Any, asyncio.Task[list[list[int]]]] | None = None
 
@@ -103,6 +106,8 @@ class AsyncLLM(AsyncPoolingAPI):
         step_timeout = args.step_timeout or front.step_timeout
         kind = Supervisor if args.data_parallel_size == 1 else Instances
         self._supervisor = kind(front.command, front.opening, args, step_timeout, self._say)
+        for engine in self._supervisor.engines:
+            engine.pause = lambda: 0.0 if self._num_streams else self.output_pause()
         if self._stopped:
             await self._supervisor.stop(0.0)
         ready = await self._supervisor.start()
@@ -173,6 +178,7 @@ class AsyncLLM(AsyncPoolingAPI):
         engine, timer = self._running().route(request), None
         outputs = engine.outputs
         outputs.add(request, state)
+        self._num_streams += state.streams
         try:
             if timeout is not None:
                 timer = asyncio.get_running_loop().call_later(timeout, outputs.expire, state, timeout)
@@ -181,6 +187,7 @@ class AsyncLLM(AsyncPoolingAPI):
         finally:
             if timer is not None:
                 timer.cancel()
+            self._num_streams -= state.streams
             outputs.drop(state)
 
     async def abort(self, request_id: str) -> int:

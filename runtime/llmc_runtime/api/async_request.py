@@ -37,6 +37,11 @@ class AsyncRequestState(RequestState):
         self._texts = [""] * len(self.parts)
         self._ids = list(self.prompt_ids)
 
+    @property
+    def streams(self) -> bool:
+        """Whether the reader is notified of each output at once."""
+        return self._kind != "final_only" and not self._interval
+
     def notify(self) -> None:
         """Wake the reader if there is something to return and its interval is over, or if the request has ended."""
         if self.error is None and not self.finished and not self._due():

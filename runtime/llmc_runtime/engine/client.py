@@ -63,6 +63,8 @@ class EngineClient:
     on_deltas:  called with the deltas of requests
     on_reply:   called with the replies to control requests
     say:        called with log lines about opening
+    pause:      returns how many seconds further outputs may wait, so that those of several steps are read together;
+                called when all that have arrived are read
 
     Raises LlmcError E100 if the process or the sockets cannot be made.
     """
@@ -74,7 +76,9 @@ class EngineClient:
         on_deltas: Callable[[list[Delta]], None],
         on_reply: Callable[[ControlReply], None],
         say: Callable[[str], None],
+        pause: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._pause_reading = pause
         self._on_deltas, self._on_reply, self._say = on_deltas, on_reply, say
         self._decoder, self._encode = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Encoder().encode
         self._error: LlmcError | None = None
@@ -194,8 +198,18 @@ class EngineClient:
 
     def _on_readable(self) -> None:
         """Handle messages. The file descriptor is signalled once, so the rest is handled in another turn."""
-        if self._release.alive and self._receive(_CHUNK):
+        if not self._release.alive:
+            return
+        if self._receive(_CHUNK):
             self._loop.call_soon(self._on_readable)
+        elif (seconds := self._pause_reading()) > 0:
+            self._loop.remove_reader(self._fd)
+            self._loop.call_later(seconds, self._resume_reading)
+
+    def _resume_reading(self) -> None:
+        if self._release.alive:
+            self._loop.add_reader(self._fd, self._on_readable)
+            self._on_readable()
 
     def _receive(self, budget: float) -> bool:
         """Handle up to `budget` messages and deltas. Return whether there may be more."""

@@ -35,6 +35,7 @@ class Supervisor:
     restarts:      number of processes that were replaced
     startup:       durations of the last start, in seconds
     gave_up:       set when the engine has failed too often
+    pause:         see EngineClient
     `opening` is the first message to each process; `step_timeout` is in seconds; `say` is called with log lines.
     """
 
@@ -50,6 +51,7 @@ class Supervisor:
         self._command, self._opening, self._args = command, opening, args
         self._step_timeout, self._say = step_timeout, say
         self.outputs = outputs(self._abort)
+        self.pause: Callable[[], float] = lambda: 0.0
         self._control = ControlClient()
         self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
@@ -187,7 +189,9 @@ class Supervisor:
     async def _open(self) -> Ready:
         heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
         began = time.monotonic()
-        client = EngineClient(self._command, heartbeat, self._take, self._control.deliver, self._say)
+        client = EngineClient(
+            self._command, heartbeat, self._take, self._control.deliver, self._say, lambda: self.pause()
+        )
         try:
             self.ready = await client.open(self._opening, self._args.start_timeout)
         except BaseException:

@@ -1,17 +1,35 @@
-"""Reference-counted pages of the KV cache and the free list.
+"""Reference-counted pages of the KV cache and the lists of free ones.
 
-A page is a number. A page used by n tables has n references; a page without references is on the free list. Pages are
-taken from the head of the list: first those whose content is of no further use, then pages of cached prefixes, least
-recently used first. Every operation takes O(1) time per page.
+A page is a number. A page used by n tables has n references; a page without references is free. Free pages without
+cached content are taken first. The pages of a cached prefix belong to the tenant that computed it. They are taken from
+the tenant with the most free ones, least recently used first, so that one tenant's prompts do not take the place of all
+prefixes of others. A tenant that has left keeps nothing: once MAX_AGE times as many pages as the pool has were evicted
+since a page was last used, it goes before all others.
+
+With one tenant, this is the order of last use. Every operation takes O(1) time per page; to choose the tenant whose
+pages are taken takes O(n log n) for n tenants with such pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+MAX_AGE = 4  # evictions since a cached page was last used, in sizes of the pool, after which it goes first
 
 
 class PageError(RuntimeError):
     """An operation that violates the pool's contract, such as freeing a page twice: a bug in the caller."""
+
+
+@dataclass(eq=False, slots=True)
+class _CachedList:
+    """The free pages with a tenant's cached prefixes: a ring whose sentinel is `end`."""
+
+    tenant: str
+    end: int
+    length: int = 0
 
 
 class PagePool:
@@ -28,9 +46,15 @@ class PagePool:
         self.forget = forget
         self.refs = [0] * num_pages
         self.cached = bytearray(num_pages)  # 1 if the page's content belongs to a cached prefix
-        # The free list is a ring with a sentinel, whose number is num_pages: next[sentinel] is the head.
+        self._tenants = [""] * num_pages  # whose prefix a cached page belongs to
+        self._evictions = 0
+        self._last_used = [0] * num_pages  # number of evictions when a cached page became free
+        # Lists of free pages are rings with sentinels. That of pages without cached content is num_pages; those of
+        # tenants follow.
         self._next = [*range(1, num_pages + 1), 0]
         self._prev = [num_pages, *range(num_pages)]
+        self._lists: dict[str, _CachedList] = {}  # by tenant; none is empty
+        self._unused_ends: list[int] = []
 
     @property
     def num_used(self) -> int:
@@ -38,33 +62,27 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """Take `count` pages from the head of the free list, with one reference each. Raises PageError if there are
-        fewer.
-        """
+        """Take `count` free pages, with one reference each. Raises PageError if there are fewer."""
         if count > self.num_free:
             raise PageError(f"{count} pages requested; {self.num_free} are free")
-        following, refs, cached, end = self._next, self.refs, self.cached, self.num_pages
-        allocated = []
+        following, end = self._next, self.num_pages
+        allocated = list[int]()
         page = following[end]
-        for _ in range(count):
-            if cached[page]:
-                cached[page] = 0
-                if self.forget is not None:
-                    self.forget(page)
-            refs[page] = 1
+        while page != end and len(allocated) < count:
             allocated.append(page)
             page = following[page]
-        following[end] = page
-        self._prev[page] = end
+        following[end], self._prev[page] = page, end
+        while len(allocated) < count:
+            allocated += self._evict(count - len(allocated))
+        for page in allocated:
+            self.refs[page] = 1
         self.num_free -= count
         return allocated
 
     def share(self, page: int) -> None:
-        """Add a reference to a page, whether it is in use or cached on the free list."""
+        """Add a reference to a page, whether it is in use or cached and free."""
         if not self.refs[page]:
-            before, after = self._prev[page], self._next[page]
-            self._next[before] = after
-            self._prev[after] = before
+            self._unlink(page)
             self.num_free -= 1
         self.refs[page] += 1
 
@@ -82,29 +100,107 @@ class PagePool:
             refs[page] = count
             if count:
                 continue
-            # Cached pages go to the tail, others to the head, from which pages are taken.
-            before, after = (previous[end], end) if cached[page] else (end, following[end])
+            # Cached pages go to the tail of their tenant's list, others to the head, from which pages are taken.
+            if cached[page]:
+                after = self._list_of(page).end
+                before = previous[after]
+                self._last_used[page] = self._evictions
+            else:
+                before, after = end, following[end]
             following[before] = previous[after] = page
             previous[page], following[page] = before, after
             self.num_free += 1
 
-    def mark_cached(self, page: int) -> None:
-        """Mark the content of a page in use as cached: once free, the page goes to the tail of the free list."""
+    def mark_cached(self, page: int, tenant: str = "") -> None:
+        """Mark the content of a page in use as cached: once free, it goes to the tail of the tenant's list."""
         if not self.refs[page]:
             raise PageError(f"page {page} is free: its content cannot be cached")
-        self.cached[page] = 1
+        self.cached[page], self._tenants[page] = 1, tenant
 
     def drop_all(self) -> None:
         """Forget all cached content. Raises PageError if a page is in use."""
         if self.num_used:
             raise PageError(f"{self.num_used} pages are in use")
+        ring = [self.num_pages, *self.free_list(), self.num_pages]
         self.cached = bytearray(self.num_pages)
+        self._lists.clear()
+        self._unused_ends.clear()
+        self._next, self._prev = [0] * (self.num_pages + 1), [0] * (self.num_pages + 1)
+        for before, after in pairwise(ring):
+            self._next[before], self._prev[after] = after, before
 
     def free_list(self) -> list[int]:
-        """Return the free pages in the order of allocation. Takes O(pages) time; for audits."""
-        pages: list[int] = []
-        page = self._next[self.num_pages]
-        while page != self.num_pages and len(pages) <= self.num_pages:
-            pages.append(page)
-            page = self._next[page]
-        return pages
+        """Return the free pages: those without cached content, then those of each tenant, each list in the order of
+        allocation. Takes O(pages) time; for audits.
+        """
+        return [page for pages in self.free_lists().values() for page in pages]
+
+    def free_lists(self) -> dict[int, list[int]]:
+        """Return the lists of free pages by their sentinels. Takes O(pages) time; for audits."""
+        lists: dict[int, list[int]] = {}
+        for end in (self.num_pages, *(own.end for own in self._lists.values())):
+            pages = lists[end] = []
+            page = self._next[end]
+            while page != end and len(pages) <= self.num_pages:
+                pages.append(page)
+                page = self._next[page]
+        return lists
+
+    def _evict(self, count: int) -> list[int]:
+        """Take up to `count` pages of cached prefixes from a tenant's list, at least one."""
+        own, most = self._victim()
+        following, cached, evicted = self._next, self.cached, list[int]()
+        page = following[own.end]
+        for _ in range(min(count, most)):
+            cached[page] = 0
+            if self.forget is not None:
+                self.forget(page)
+            evicted.append(page)
+            page = following[page]
+        following[own.end], self._prev[page] = page, own.end
+        self._evictions += len(evicted)
+        own.length -= len(evicted)
+        if not own.length:
+            self._remove(own)
+        return evicted
+
+    def _victim(self) -> tuple[_CachedList, int]:
+        """Return the list from which pages are taken next, and how many may be until another one has to be chosen."""
+        lists = self._lists.values()
+        if len(lists) == 1:
+            (own,) = lists
+            return own, own.length
+        own = min(lists, key=lambda one: self._last_used[self._next[one.end]])
+        if self._evictions - self._last_used[self._next[own.end]] > MAX_AGE * self.num_pages:
+            return own, 1
+        second, own = sorted(lists, key=lambda one: one.length)[-2:]
+        return own, max(1, own.length - second.length)
+
+    def _list_of(self, page: int) -> _CachedList:
+        """Return the list that a cached page is about to be appended to."""
+        tenant = self._tenants[page]
+        own = self._lists.get(tenant)
+        if own is None:
+            if not self._unused_ends:
+                end = len(self._next)
+                self._next.append(end)
+                self._prev.append(end)
+                self._unused_ends.append(end)
+            own = self._lists[tenant] = _CachedList(tenant, self._unused_ends.pop())
+        own.length += 1
+        return own
+
+    def _unlink(self, page: int) -> None:
+        """Remove a free page from its list."""
+        before, after = self._prev[page], self._next[page]
+        self._next[before], self._prev[after] = after, before
+        if self.cached[page]:
+            own = self._lists[self._tenants[page]]
+            own.length -= 1
+            if not own.length:
+                self._remove(own)
+
+    def _remove(self, own: _CachedList) -> None:
+        """Remove an empty list."""
+        del self._lists[own.tenant]
+        self._unused_ends.append(own.end)

@@ -67,8 +67,10 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def publish(self, chain: list[bytes], tokens: Sequence[int], pages: Sequence[int], start: int, stop: int) -> None:
-        """Add the pages `start` to `stop` of a table to the cache. They must be full and computed.
+    def publish(
+        self, chain: list[bytes], tokens: Sequence[int], pages: Sequence[int], start: int, stop: int, tenant: str = ""
+    ) -> None:
+        """Add the pages `start` to `stop` of a table of `tenant` to the cache. They must be full and computed.
 
         If another page already caches the same prefix, that page stays, and this table's copy remains private.
         """
@@ -79,7 +81,7 @@ class PrefixCache:
         for index in range(start, stop):
             digest, page = chain[index + 1], pages[index]
             if digest not in self._page and page not in self._content:
-                self.pool.mark_cached(page)
+                self.pool.mark_cached(page, tenant)
                 self._page[digest] = page
                 self._content[page] = (digest, tuple(tokens[index * size : (index + 1) * size]))
 

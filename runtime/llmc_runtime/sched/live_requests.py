@@ -110,7 +110,8 @@ class LiveRequests:
 
     def _publish(self, request: Request, full: int) -> None:
         """Publish the first `full` pages of a running request, which are computed."""
-        self.prefix.publish(request.chain, request.tokens, request.pages, request.num_published, full)
+        start, tenant = request.num_published, request.tenant
+        self.prefix.publish(request.chain, request.tokens, request.pages, start, full, tenant)
         request.num_published = full
 
     def _end_guided(self) -> None:

@@ -172,6 +172,7 @@ async def _run(
     if isinstance(loop, ServerLoop):
         loop.light = light_connections(loop, protocol, server.server_state, options.keep_alive)
         loop.handshakes_allowed = protocol.limit.handshakes
+        llm.output_pause = loop.fair.batches.remaining
     failed = loop.create_task(_end_with_engine(llm, server, say))
     try:
         await server.serve([bound])

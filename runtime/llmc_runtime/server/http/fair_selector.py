@@ -5,7 +5,7 @@ time, that takes tens of milliseconds, during which no tokens are forwarded. The
 objects:
 
 - `_probes` watches clients whose last request was a health probe; `select` takes at most MAX_PROBES of its events.
-- `_clients` watches other client connections; `select` takes at most MAX_CLIENTS of its events.
+- `_clients` watches other client connections; `select` takes at most MAX_CLIENTS of its events, or MAX_BATCH_CLIENTS.
 - `_bodies` watches clients that are sending a body; `select` takes at most MAX_BODIES of its events.
 - `_main` watches all other descriptors, and the three objects above.
 
@@ -28,7 +28,8 @@ from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
 MAX_PROBES = 4  # events of `_probes` per call
-MAX_CLIENTS = 16  # events of `_clients` per call
+MAX_CLIENTS = 16  # events of `_clients` per call, but in batches
+MAX_BATCH_CLIENTS = 32  # events of `_clients` per batch
 MAX_BODIES = 4  # events of `_bodies` per call; one after an iteration of the event loop that took LONG_SECONDS
 LONG_SECONDS = 0.002  # a body in chunks of a byte takes 3 ms to parse for each read
 BATCH_SECONDS = 0.008  # minimum time between two batches
@@ -75,6 +76,10 @@ class BatchTimer:
     def due(self) -> bool:
         """Return whether the next batch may be polled now."""
         return time.monotonic() >= self._earliest
+
+    def remaining(self) -> float:
+        """Return the seconds until the next batch, at most; 0 while clients are not polled in batches."""
+        return max(0.0, self._latest - time.monotonic()) if self.active() else 0.0
 
     def limit(self, timeout: float | None) -> float:
         """Return the timeout of a `select` call that must not miss the next batch."""
@@ -194,8 +199,9 @@ class FairSelector(selectors.BaseSelector):
 
     def _ready_clients(self) -> list[tuple[int, int]]:
         """Return descriptors of clients with their events, up to the limits of one call."""
-        clients, bodies = self._clients.poll(0, MAX_CLIENTS), self._bodies.poll(0, self._most_bodies)
-        self.batches.polled(more=bool(bodies) or len(clients) == MAX_CLIENTS)
+        most = MAX_BATCH_CLIENTS if self.batching else MAX_CLIENTS
+        clients, bodies = self._clients.poll(0, most), self._bodies.poll(0, self._most_bodies)
+        self.batches.polled(more=bool(bodies) or len(clients) == most)
         return clients + bodies
 
     def _events(self, ready: list[tuple[int, int]]) -> Events:

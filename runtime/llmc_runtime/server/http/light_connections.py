@@ -347,7 +347,7 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         end = data.find(b"\r\n\r\n") + 4
         full = requests == _MAX_REQUESTS
         checks = refuse is not None and end >= 4 and not full
-        refusal = refuse(data[:end]) if refuse is not None and checks else None
+        refusal, missing = refuse(data[:end]) if refuse is not None and checks else None, 0
         if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
             data += receive_now(light.sock, missing)
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
@@ -356,6 +356,9 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         responses += refusal.data
         if refusal.closes:
             return _State.CLOSED, responses
-        light.skip, light.used, light.deadline, data = refusal.length, True, deadline, data[end:]
+        light.used, light.deadline = True, deadline
+        if missing == 0:  # most clients wait for the response
+            return _State.LIGHT, responses
+        light.skip, data = refusal.length, data[end:]
         requests += 1
     return _State.LIGHT, responses
