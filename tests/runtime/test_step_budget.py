@@ -104,6 +104,13 @@ def test_steps_of_one_kind_have_no_budget() -> None:
     assert budget.tokens(decoding(1), True) == (1 + FIRST) // 64 * 64
 
 
+def test_large_steps_fill_tiles_of_128_tokens() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(5e-3, 0.0, 2e-5)
+    random.seed(1)
+    sizes = [3 + step(budget, machine, 3, 0 if i < 5 else LIMIT)[0] for i in range(100)]
+    assert set(sizes[50:]) <= {640, 768}, "750 tokens of prompts fit the target"
+
+
 def test_durations_of_steps_that_overlap() -> None:
     timer = StepTimer()
     timer.planned(1.0)
