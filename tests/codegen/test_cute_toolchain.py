@@ -91,7 +91,7 @@ def test_what_a_launch_passes() -> None:
     assert offsets(source)[8:12] == [128, 256, 384, 512]
     assert (source.threads, source.shared, source.pdl) == (384, 164864, True)
     env = {"T": 300, "R": 3, "P": 70}
-    assert [g.subs(env).const for g in source.grid] == [8 * ((4 * 300 + 3 * 127) // 128), 1, 1]
+    assert [g.subs(env).const for g in source.grid] == [8 * (4 * 300 // 128 + 3), 1, 1]
     queries, keys, values = source.maps
     assert [str(d) for d in queries.shape] == ["T", "32", "128"] and queries.box == (32, 4, 64)
     assert [str(d) for d in keys.shape] == ["P", "8", "16", "128"] and keys.box == values.box == (1, 1, 16, 64)
@@ -104,7 +104,7 @@ def test_unpacked_tiles_belong_to_one_head() -> None:
     (queries, *_), strides = source.maps, source.maps[0].strides
     assert [str(d) for d in queries.shape] == ["32", "T", "128"] and queries.box == (1, 128, 64)
     assert [str(d) for d in strides] == ["128", "4096"]
-    assert source.grid[0].subs({"T": 300, "R": 3}).const == 32 * ((300 + 3 * 127) // 128)
+    assert source.grid[0].subs({"T": 300, "R": 3}).const == 32 * (300 // 128 + 3)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
+from gpu.compile_lock import alone  # noqa: E402
 from models.cases import SMALL, Case  # noqa: E402
 
 FOLDER = ROOT / "build" / "gpu" / "deterministic"
@@ -62,9 +63,8 @@ def make(case: Case) -> None:
 
 def make_all() -> None:
     """Compile all missing artifacts, several at a time if there are enough cores."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
     jobs = max(1, (os.cpu_count() or 1) // 4)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with alone(FOLDER), ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(make, (MANY, *CASES)))
 
 

@@ -21,6 +21,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
 from gpu.borrowed import borrowed_cases  # noqa: E402
+from gpu.compile_lock import alone  # noqa: E402
 from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 
@@ -107,12 +108,23 @@ def launch_options(case: Case, number: int) -> Iterator[Schedule]:
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:
     """Return key -> binary or error message; sources in the cache are not compiled again."""
-    distinct = {j.key: (j.source, target.name, cache) for j in jobs}
+    toolchain = TritonToolchain.find(target)
+    sources = {j.key: j.source for j in jobs}
+    with alone(cache):
+        missing = {key: s for key, s in sources.items() if not toolchain.cached(key, cache)}
+        compiled = dict(zip(missing, _compile_all(list(missing.values()), target, cache), strict=True))
+    cached = [(source, "") for key, source in sources.items() if key not in compiled]
+    return compiled | toolchain.compile(cached, cache, jobs=1)
+
+
+def _compile_all(sources: Sequence[Source], target: Target, cache: Path) -> list[Compiled | str]:
+    """Compile sources in as many processes as there are CPUs."""
+    if not sources:
+        return []
     workers = os.cpu_count() or 1
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        found = pool.map(_one, distinct.values(), chunksize=max(1, len(distinct) // (workers * 8)))
-        return dict(zip(distinct, found, strict=True))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        work = [(source, target.name, cache) for source in sources]
+        return list(pool.map(_one, work, chunksize=max(1, len(work) // (workers * 8))))
 
 
 def _one(work: tuple[Source, str, Path]) -> Compiled | str:

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
+from gpu.compile_lock import alone  # noqa: E402
 from models.cases import LISTED, ROPES, UNLISTED, Case  # noqa: E402
 
 FOLDER = ROOT / "build" / "gpu" / "models"
@@ -129,11 +130,10 @@ def make(pair: Pair) -> str:
 
 def make_all(found: Sequence[Pair], jobs: int) -> list[str]:
     """Compile the missing artifacts of all pairs in `jobs` processes; return the errors."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    missing = [p for p in found if not p.made]
-    if not missing:
+    if all(p.made for p in found):
         return []
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with alone(FOLDER), ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        missing = [p for p in found if not p.made]
         shared = {p.path("cpu"): p for p in missing}  # one of those that share artifacts for a CPU is made first
         first = [*pool.map(make, shared.values())]
         return [why for why in (*first, *pool.map(make, (p for p in missing if p not in shared.values()))) if why]

@@ -34,9 +34,9 @@ from llmc.ir.dim import D  # noqa: E402
 from llmc.targets.gpu_targets import sm_90  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-TABLE = (40, 320)  # device rows, and pages of each
+TABLE = (300, 320)  # device rows, and pages of each
 LONGEST = 2500
-KINDS = ("prompt", "single", "mixture")
+KINDS = ("prompt", "single", "mixture", "many")
 UNUSED = 30.0  # the kernel multiplies unused slots of pages by 0: they must be finite
 
 
@@ -76,12 +76,17 @@ VARIANTS: tuple[tuple[Step, int, dict[str, int]], ...] = (
 def spans_of(rng: np.random.Generator, kind: str) -> list[tuple[int, int] | None]:
     """Draw (new tokens, tokens in all) of rows: one prompt, single tokens, or these, chunks and padding in any order.
 
-    The numbers of pairs of a query and a key are small enough for the reference.
+    "many" are more rows than the kernel's search divides in one round, 32. The numbers of pairs of a query and a key
+    are small enough for the reference.
     """
     if kind == "prompt":
         return [(n := int(rng.integers(1, 400)), n)]
     if kind == "single":
         return [(1, int(n)) for n in rng.integers(1, 700, int(rng.integers(1, 12)))]
+    if kind == "many":
+        lengths = rng.integers(1, 60, int(rng.integers(33, TABLE[0] - 2)))
+        spans = [(int(n) if rng.random() < 0.1 else 1, int(n)) for n in lengths]
+        return [None if rng.random() < 0.05 else span for span in spans]
     totals = [1, 16, 17, *rng.integers(1, 300, 2).tolist(), int(rng.integers(1000, LONGEST))]
     spans = [(1 if rng.random() < 0.4 else int(rng.integers(1, min(40, n) + 1)), int(n)) for n in totals]
     return [spans[i] if i < len(spans) else None for i in rng.permutation(len(spans) + 2)]

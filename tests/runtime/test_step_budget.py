@@ -104,6 +104,37 @@ def test_steps_of_one_kind_have_no_budget() -> None:
     assert budget.tokens(decoding(1), True) == (1 + FIRST) // 64 * 64
 
 
+def test_large_steps_fill_tiles_of_128_tokens() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(5e-3, 0.0, 2e-5)
+    random.seed(1)
+    sizes = [3 + step(budget, machine, 3, 0 if i < 5 else LIMIT)[0] for i in range(100)]
+    assert set(sizes[50:]) <= {640, 768}, "750 tokens of prompts fit the target"
+
+
+@dataclass
+class Stairs(Machine):
+    """A machine on which steps of more than `small` tokens run slower kernels, by a fifth."""
+
+    small: int = 640
+
+    def seconds(self, prompt: int) -> float:
+        """Draw the duration of a step of three decoding requests."""
+        return super().seconds(prompt) * (1.2 if prompt + 3 > self.small else 1.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_size_that_misses_the_target_is_seldom_tried(seed: int) -> None:
+    random.seed(seed)
+    budget, machine = StepBudget(TARGET, LIMIT), Stairs(5e-3, 0.0, 1.9e-5)
+    steps = [step(budget, machine, 3, 0 if i < 5 else LIMIT) for i in range(600)][100:]
+    slow = [seconds for _, seconds in steps if seconds > 1.1 * TARGET]
+    assert len(slow) <= 0.02 * len(steps)
+    assert sum(tokens + 3 == 640 for tokens, _ in steps) > 0.95 * len(steps)
+    machine.small = LIMIT  # for example, another process has ended
+    sizes = [3 + step(budget, machine, 3, LIMIT)[0] for _ in range(700)]
+    assert sizes[600:].count(768) > 80, "it is tried again"
+
+
 def test_durations_of_steps_that_overlap() -> None:
     timer = StepTimer()
     timer.planned(1.0)

@@ -4,6 +4,9 @@ A step that computes a long chunk of a prompt delays the next token of every dec
 modelled as that of a step that only decodes, plus a time for each token of a prompt; both are running means of measured
 steps. The budget is the number of prompt tokens that fits the target. Steps in which no request decodes have no budget.
 
+Kernels compute tiles of tokens, and other sizes run other kernels, so that the time of large steps grows in stairs: the
+budget of a large step is a whole number of tiles, and a size that was measured to miss the target is left out.
+
 If decoding is much faster than the target, a shorter step loses little: a step with prompts then takes at most EASE
 times as long as one that only decodes, but SHORTEST of the target.
 """
@@ -21,7 +24,11 @@ EASE = 4.0  # a step need not take more than this many times as long as one that
 SHORTEST = 0.4  # of the target, which a step may always take
 FEWEST = 16  # prompt tokens that every step may compute
 FIRST = 256  # prompt tokens of a step before any was measured
-_ROUND = ((256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second: kernels have tiles
+LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
+_ROUND = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
+_TOLERANCE = 1.05  # of the target, by which steps of a size may miss it
+_RETRY = 0.999  # of the time of a size, each time that it is left out: it is tried again after some 100 steps
+_TRIAL = 1.5  # largest ratio of the time of a size to what was known of it, that counts
 _WEIGHT = 0.2  # of a measurement in a running mean
 _OUTLIER = 4.0  # largest ratio of a measurement to the mean, and of the mean to it, that counts
 _SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
@@ -63,6 +70,7 @@ class StepBudget:
         self.latest = limit  # the last budget
         self._decode = _Mean()  # seconds of a step that only decodes
         self._token = _Mean()  # further seconds for each prompt token
+        self._sizes: dict[int, _Size] = {}  # further seconds of large steps, by their tokens
 
     def tokens(self, running: Sequence[Request], waiting: bool) -> int:
         """Return the maximum number of tokens of the next step; `waiting`: whether requests may be admitted."""
@@ -72,6 +80,8 @@ class StepBudget:
         prompt = self._prompt_tokens()
         total = rows + prompt
         total -= next((total % size for least, size in _ROUND if prompt >= least), 0)
+        if prompt >= LARGE:
+            total = self._measured_size(total)
         self.latest = min(self.limit, total)
         return self.latest
 
@@ -85,7 +95,24 @@ class StepBudget:
         if not prompts:
             self._decode.add(seconds)
         elif len(prompts) < len(work) and (prompt := sum(prompts)) >= self._prompt_tokens() // 2:
-            self._token.add((seconds - self._decode.value) / prompt)
+            further = seconds - self._decode.value
+            self._learn_size(sum(item.num_tokens for item in work), further, prompt * self._token.value)
+            self._token.add(further / prompt)
+
+    def _learn_size(self, total: int, further: float, expected: float) -> None:
+        """Take the further seconds of a step of `total` tokens, for which the time per token lets expect `expected`."""
+        if total >= LARGE:
+            size = -(-total // TILE) * TILE
+            known = self._sizes.setdefault(size, _Size(expected or further))
+            known.add(further)
+
+    def _measured_size(self, total: int) -> int:
+        """Return the largest size up to `total` that was not measured to miss the target, or LARGE."""
+        limit = _TOLERANCE * step_seconds(self.target, self._decode.value) - self._decode.value
+        while total > LARGE and (known := self._sizes.get(total)) is not None and known.seconds > limit:
+            known.leave_out()
+            total -= TILE
+        return total
 
     def _prompt_tokens(self) -> int:
         if not self._token.value:
@@ -113,3 +140,22 @@ class _Mean:
             self.value += _WEIGHT * (measured - self.value)
         else:
             self.value = measured
+
+
+class _Size:
+    """The further seconds of steps of one size: as expected, as measured when it is tried, and then a running mean."""
+
+    def __init__(self, expected: float) -> None:
+        self.seconds = expected
+        self._tried = False
+
+    def add(self, measured: float) -> None:
+        """Take a measurement; a single outlier counts as little as possible."""
+        measured = max(_SMALLEST, min(measured, _TRIAL * self.seconds))
+        self.seconds += (_WEIGHT if self._tried else 1.0) * (measured - self.seconds)
+        self._tried = True
+
+    def leave_out(self) -> None:
+        """Record that the size was not used because of its time, which is forgotten by and by."""
+        self.seconds *= _RETRY
+        self._tried = False

@@ -139,7 +139,7 @@ class FlashAttention(Kernel):
         lines = [f"# {head}", *(f"{name} = {value!r}" for name, value in constants.items())]
         text = resources.files("llmc.codegen.backends.cute.kernels").joinpath(FILE).read_text()
         queries = p.tokens * (p.group if packed else 1)
-        tiles = (queries + p.rows * (tile - 1) - (tile - 1)).ceildiv(tile)  # rounds down
+        tiles = (queries + p.rows * tile - (tile - 1)).ceildiv(tile)  # queries // tile + rows
         return Source(
             "llmc_paged_attention_0", self.language, "\n".join(lines) + "\n\n" + text, threads=2 * tile + 128,
             shared=ALIGN + 2 * p.size * (tile + 2 * STAGES * keys), license=DISTRIBUTION, pdl=target.has(PDL),

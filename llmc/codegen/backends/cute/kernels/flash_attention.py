@@ -15,13 +15,14 @@ from types import MappingProxyType
 import cutlass
 import cutlass.cute as cute
 import flash_attn.cute.flash_fwd_sm90 as published
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
-from flash_attn.cute.tile_scheduler import SingleTileVarlenScheduler
+from flash_attn.cute.tile_scheduler import SingleTileVarlenScheduler, WorkTileInfo
 from flash_attn.cute.utils import create_softcap_scoremod
 
 ELEMENT = MappingProxyType({"bf16": cutlass.BFloat16, "f16": cutlass.Float16, "f32": cutlass.Float32})
 PAGES = TILE_N // PAGE  # pages of a tile of keys
+GROUP = HEADS // KV_HEADS if PACKED else 1  # query heads of a tile
 ABSENT = -1  # a page number that no pool has; the copy of such a page consists of zeros
 ALIGN = 16  # bytes, of every pointer
 
@@ -47,8 +48,45 @@ class Rows:
         return replace(made, seqlen_k=keys)
 
 
+class FirstTiles:
+    """The number of the first tile of each row, and of the end, as a table that is computed when it is read.
+
+    Row i has as many tiles as fit into its queries, rounded up, or one more, which is then empty: its first tile is
+    known from starts[i] alone, without the lengths of the rows before.
+    """
+
+    def __init__(self, starts):
+        self.starts = starts
+
+    def __getitem__(self, row):
+        return self.starts[row] * GROUP // TILE_M + row
+
+
+class RowOfTile:
+    """The row of each tile, or the number of rows if it is behind the last one; a table that is searched."""
+
+    def __init__(self, first_tiles, count):
+        self.first_tiles, self.count = first_tiles, count
+
+    @cute.jit
+    def __getitem__(self, tile):
+        """Search with one warp: each round divides the rows into 32 parts and keeps the last that begins by `tile`."""
+        low, part = Int32(0), self.count + 1
+        while part > 1:
+            part = cute.ceil_div(part, cute.arch.WARP_SIZE)
+            row = low + cute.arch.lane_idx() * part
+            begins = row <= self.count
+            if begins:
+                begins = self.first_tiles[row] <= tile
+            low += (cute.arch.popc(cute.arch.vote_ballot_sync(begins)) - 1) * part
+        return low
+
+
 class Scheduler(SingleTileVarlenScheduler):
-    """Finds the tiles from the lengths starts[i+1] - starts[i]; waits for the previous launch before it reads them."""
+    """Finds the row of a block's only tile by a search; waits for the previous launch before it reads the lengths.
+
+    The published scheduler adds up the tiles of all rows, 31 at a time, and does so again after the tile.
+    """
 
     @staticmethod
     def to_underlying_arguments(args, **other):
@@ -63,7 +101,24 @@ class Scheduler(SingleTileVarlenScheduler):
         if DEPENDENT:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        return super().initial_work_tile_info(loc=loc, ip=ip)
+        return self.first_work()
+
+    @cute.jit
+    def first_work(self):
+        decoder = self.params.decoder
+        starts, count = decoder.mCuSeqlensQ, decoder.num_batch
+        first_tiles = FirstTiles(starts)
+        searched = replace(
+            decoder, cu_total_m_blocks_ptr=first_tiles, blocks_to_batch_idx_ptr=RowOfTile(first_tiles, count)
+        )
+        block, head, row, _, _, _, found = searched.decode(self._tile_idx, Int32(0), Int32(0))
+        if found:
+            found = block * TILE_M < (starts[row + 1] - starts[row]) * GROUP
+        return WorkTileInfo((Int32(block), Int32(head), Int32(row), Int32(0)), found)
+
+    def get_current_work(self, *, loc=None, ip=None):
+        nothing = Int32(0)
+        return WorkTileInfo((nothing, nothing, nothing, nothing), Boolean(False))
 
 
 class TilePages:
