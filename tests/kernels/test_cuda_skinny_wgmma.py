@@ -21,17 +21,24 @@ from llmc.ir.text import parse
 from llmc.targets.gpu_targets import sm_90, sm_100
 
 SILU = "mul(mul(mul(a0, a2), sigmoid(mul(a0, a2))), mul(a1, a2))"
-TEXT = f"""
+
+
+def text(k: int = 1040, parts: int = 2, body: str = SILU) -> str:
+    """A product of `parts` times 136 rows of the weight, of k columns."""
+    return f"""
 sym T in [1, 4096]
-graph @main(%x: f8e4m3[T, 1040], %w: weight f8e4m3[272, 1040], %s: f32[T, 1]) {{
-  %y = linear_map(%x, %w, %s) {{parts=2, body="{SILU}", dtype="bf16"}} : bf16[T, 136]
+graph @main(%x: f8e4m3[T, {k}], %w: weight f8e4m3[{136 * parts}, {k}], %s: f32[T, 1]) {{
+  %y = linear_map(%x, %w, %s) {{parts={parts}, body="{body}", dtype="bf16"}} : bf16[T, 136]
   return %y
 }}
 """
 
 
-def product(text: str = TEXT) -> Node:
-    return next(iter(parse(text, OPS).graphs["main"].nodes))
+TEXT = text()
+
+
+def product(source: str = TEXT) -> Node:
+    return next(iter(parse(source, OPS).graphs["main"].nodes))
 
 
 @pytest.mark.parametrize(("dtype", "instruction"), [("f8e4m3", "QGMMA"), ("i8", "IGMMA")])
@@ -70,10 +77,7 @@ def test_every_block_of_a_cluster_has_columns() -> None:
     """Random depths: the last block has the rest of the steps."""
     for _ in range(300):
         k, parts = 16 * random.randrange(1, 1200), random.randrange(1, 5)
-        node = product(
-            TEXT.replace("1040", str(k)).replace("272", str(136 * parts)).replace("parts=2", f"parts={parts}")
-            .replace(SILU, "mul(a0, a1)" if parts == 1 else "a0")
-        )  # fmt: skip
+        node = product(text(k, parts, "a0"))
         p, found = CodeProduct.of(node), SKINNY_WGMMA.schedules(node, sm_90())
         assert found and SKINNY_WGMMA.reject(node, sm_90()) is None
         for s in found:

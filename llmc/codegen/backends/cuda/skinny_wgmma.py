@@ -149,7 +149,7 @@ def _schedules(p: CodeProduct, target: Target) -> Iterator[Schedule]:
 def _rings(p: CodeProduct, s: Schedule, most: int, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
     seen = set()
-    stage = p.shared({**s, "stages": 101}) - p.shared({**s, "stages": 100})
+    stage = s["chunks"] * WIDTH * (p.parts * s["rows"] + max(TOKENS[1], s["tokens"]))
     for resident in RESIDENT:
         stages = min(most, (target.limits.shared // resident - 2 * ALIGN) // stage)
         found = {**s, "stages": stages}
