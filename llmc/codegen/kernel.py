@@ -120,7 +120,7 @@ class Source:
 # programmatic dependent launch, a kernel waits for the grids before it, and triggers the launch of the next kernel.
 SETTLED = "settled"  # no launch that may still run writes the operands that `Kernel.early` returns
 LATE = "late"  # the next kernel `fills_multiprocessors`: trigger it after this kernel's last loads
-EAGER = "eager"  # the next kernel `preloads` weights: trigger it before this kernel waits
+EAGER = "eager"  # the next kernel `preloads` weights, or leads to one that does: trigger it before this kernel waits
 
 
 @dataclass(frozen=True)

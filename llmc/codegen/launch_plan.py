@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from llmc_runtime.format.group_memory import group_bytes
@@ -41,7 +40,7 @@ def emit_graph(
     if missing := next((n for n in nodes if not n.choice.get("kernel")), None):
         raise Diagnostic("E433", "no kernel was selected for the node", "run the pass `select` first", node=missing)
     chosen = [kernels[n.choice["kernel"]] for n in nodes]
-    triggers_early = [a.can_trigger_early and b.preloads for a, b in pairwise(chosen)] + [False] * bool(nodes)
+    triggers_early = early_triggers(chosen)
     waits_first = [k.waits_first and not early for k, early in zip(chosen, triggers_early, strict=True)]
     sources: list[Source] = []
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
@@ -95,6 +94,18 @@ def may_read_early(early: Sequence[int], n: Node, running: Sequence[Node], stora
     """Whether `n` may read these operands before it waits, while the launches `running` may still run."""
     written = {storage.root[r] for before in running for r in before.results}
     return bool(early) and not any(storage.root[n.operands[i]] in written for i in early)
+
+
+def early_triggers(chosen: Sequence[Kernel]) -> list[bool]:
+    """Return for each launch whether it triggers the next one before it waits.
+
+    The next one preloads weights, or triggers early itself: behind a chain of short kernels, the kernel that preloads
+    begins while the kernel in front of the chain still runs.
+    """
+    early = [False] * len(chosen)
+    for i in range(len(chosen) - 2, -1, -1):
+        early[i] = chosen[i].can_trigger_early and (chosen[i + 1].preloads or early[i + 1])
+    return early
 
 
 def triggers_filling_kernel(launch: int, chosen: Sequence[Kernel], triggers_early: Sequence[bool]) -> bool:

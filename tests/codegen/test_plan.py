@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 
 import pytest
 
 from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source
-from llmc.codegen.launch_plan import emit_graph, may_read_early, may_run
+from llmc.codegen.launch_plan import early_triggers, emit_graph, may_read_early, may_run
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
@@ -123,3 +124,13 @@ def test_a_launch_before_one_that_preloads_is_eager(eager: bool, preloads: bool,
     both = eager and preloads
     expected = [f"a {[LATE] * (both and crowds)}", f"b {[EAGER] * both}", f"c {[SETTLED] * (not both)}"]
     assert [s.text for s in made.sources] == expected
+
+
+def test_short_launches_before_one_that_preloads_are_a_chain() -> None:
+    """Every launch of random programs is early if only early ones lie between it and one that preloads."""
+    for _ in range(200):
+        early, preloads = ([random.random() < 0.6 for _ in range(8)] for _ in range(2))
+        chosen = [Said("k", can_trigger_early=e, preloads=p) for e, p in zip(early, preloads, strict=True)]
+        for i, found in enumerate(early_triggers(chosen)):
+            behind = next((j for j in range(i + 1, 8) if preloads[j] or not early[j]), None)
+            assert found == (early[i] and behind is not None and preloads[behind]), (early, preloads)

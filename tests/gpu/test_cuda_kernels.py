@@ -24,6 +24,7 @@ from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
+from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA
 from llmc.codegen.kernel import SETTLED, Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
@@ -137,6 +138,53 @@ graph @main(
     stored = [x if x.dtype.kind == "i" else x.astype(np.float32) for x in inputs]
     name = f"{m}x{n}x{k} parts={parts} group={group} zeros={zeros} {scale}{' normed' * normed}"
     return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, stored)
+
+
+# Codes of 8 bits: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of the result. Sizes
+# are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens are several tiles.
+EIGHT_BITS = (
+    (1, 8, 16, 1, False, "bf16"),
+    (3, 264, 208, 1, True, "bf16"),
+    (8, 128, 4096, 2, False, "bf16"),
+    (11, 72, 1168, 2, False, "f32"),
+    (16, 4096, 2048, 1, True, "bf16"),
+    (19, 96, 400, 3, False, "f16"),
+    (33, 328, 1024, 2, False, "bf16"),
+    (64, 192, 14336, 1, True, "bf16"),
+    (70, 456, 640, 1, True, "f32"),
+)
+MOST_WAYS = 24  # schedules of a product of codes of 8 bits that are drawn
+
+
+def eight_bits(m: int, n: int, k: int, parts: int, residual: bool, out: str, code: str) -> Case:
+    """A product of m tokens, a run-time size, with scales of columns and tokens as in a model. Results are near 1."""
+    sums = [f"mul(mul(a{i}, a{parts + i}), a{2 * parts})" for i in range(parts)]
+    body = f"mul(mul({sums[0]}, sigmoid({sums[0]})), {sums[1]})" if parts == 2 else sums[0]
+    for other in sums[1:] if parts > 2 else ():
+        body = f"add({body}, {other})"
+    scales = [f"%s{i}: weight f32[{n}]" for i in range(parts)]
+    more = [*scales, "%t: f32[T, 1]", *([f"%r: bf16[T, {n}]"] if residual else [])]
+    body = f"add(a3, {body})" if residual else body
+    names = ", ".join(x.partition(":")[0] for x in more)
+    text = f"""
+sym T in [1, 4096]
+graph @main(%x: {code}[T, {k}], %w: weight {code}[{n * parts}, {k}], {", ".join(more)}) {{
+  %y = linear_map(%x, %w, {names}) {{parts={parts}, body="{body}", dtype="{out}"}} : {out}[T, {n}]
+  return %y
+}}
+"""
+    rng = generator()
+    factors = [rng.standard_normal(s) for s in ((m, k), (n * parts, k))]
+    if code == "i8":
+        factors = [np.clip(np.rint(x * 40), -127, 127) for x in factors]
+    unit = (40.0**2 if code == "i8" else 1.0) * np.sqrt(k)
+    inputs = [*factors, *(rng.uniform(0.5, 1.5, n) / unit for _ in range(parts)), rng.uniform(0.5, 1.5, (m, 1))]
+    inputs += [rng.standard_normal((m, n))] * residual
+    name = f"{m}x{n}x{k} parts={parts} {code} {out}"
+    stored = [x.astype(np.float32) for x in inputs]
+    # Hopper's tensor cores keep about 14 bits of a sum of products of e4m3.
+    tolerance = 1e-2 if code == "f8e4m3" else 4e-3
+    return Case(name, parse(text, OPS).graphs["main"], SKINNY_WGMMA, {}, stored, atol=tolerance)
 
 
 def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) -> Case:
@@ -258,6 +306,16 @@ def test_4_bit_codes_few_tokens(
         [replace(case, kernel=kernel, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
         card, tmp_path,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("code", ["f8e4m3", "i8"])
+@pytest.mark.parametrize("problem", EIGHT_BITS, ids=str)
+def test_8_bit_codes_few_tokens(problem: tuple[Any, ...], code: str, card: Card) -> None:
+    case = eight_bits(*problem, code)
+    found = SKINNY_WGMMA.schedules(case.node, sm_90())
+    assert found and SKINNY_WGMMA.reject(case.node, sm_90()) is None
+    drawn = generator().permutation(len(found))[:MOST_WAYS]
+    check([replace(case, schedule=found[i], name=f"{case.name} {found[i]}") for i in drawn], card, CACHE)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])

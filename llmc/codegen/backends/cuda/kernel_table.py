@@ -12,5 +12,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",
         "cuda/skinny_fixed": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_FIXED",
         "cuda/skinny_gemm": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_GEMM",
+        "cuda/skinny_wgmma": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA",
     }
 )

@@ -5,6 +5,11 @@ wgmma are the matrix instructions of warpgroups on Hopper, which read their fact
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from llmc.ir.dtype import DTYPES
 from llmc.targets.target import Target
 
 WARPGROUP = 128  # threads
@@ -21,23 +26,46 @@ def lacks_wgmma(target: Target) -> str | None:
     return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
 
 
-def multiply(columns: int) -> str:
-    """Return the function `multiply(d, a, b, add)`: d[64, columns] = a[64, 16] @ b[columns, 16].T, plus d if `add`.
+class Instruction(NamedTuple):
+    """A product of two matrices in shared memory: its depth and types in PTX, the type of a sum, its constraint in
+    inline assembly, and the last operands."""
 
-    One warpgroup executes it asynchronously. a, b: descriptors of matrices in shared memory. columns: a multiple of 8.
+    shape: str
+    sum: str
+    constraint: str
+    last: str
+
+
+# By the dtype of both factors. An instruction multiplies 32 bytes of the depth.
+INSTRUCTIONS: Mapping[str, Instruction] = MappingProxyType(
+    {
+        "bf16": Instruction("k16.f32.bf16.bf16", "float", "f", ", 1, 1, 0, 0"),
+        "f8e4m3": Instruction("k32.f32.e4m3.e4m3", "float", "f", ", 1, 1"),
+        "i8": Instruction("k32.s32.s8.s8", "int", "r", ""),
+    }
+)
+
+
+def multiply(columns: int, dtype: str = "bf16") -> str:
+    """Return the function `multiply(d, a, b, add)`: d[64, columns] = a[64, k] @ b[columns, k].T, plus d if `add`.
+
+    One warpgroup executes it asynchronously. a, b: descriptors of matrices of `dtype` in shared memory, of 32 bytes a
+    row. columns: a multiple of 8; for i8, 8, 24 or a multiple of 16.
     """
-    if columns % 8 or not 8 <= columns <= MAX_COLUMNS:
-        raise ValueError(f"{columns} columns; an instruction has a multiple of 8, at most {MAX_COLUMNS}")
-    count = columns // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    taken = f"float (&d)[{count}], unsigned long long a, unsigned long long b, int add"
+    if columns % 8 or not 8 <= columns <= MAX_COLUMNS or (dtype == "i8" and columns % 16 and columns not in (8, 24)):
+        raise ValueError(f"{columns} columns of {dtype}; an instruction has a multiple of 8, at most {MAX_COLUMNS}")
+    count, i = columns // 2, INSTRUCTIONS[dtype]
+    depth = 32 // (DTYPES[dtype].bits // 8)
+    sums = ", ".join(f"%{j}" for j in range(count))
+    outputs = ", ".join(f'"+{i.constraint}"(d[{j}])' for j in range(count))
+    taken = f"{i.sum} (&d)[{count}], unsigned long long a, unsigned long long b, int add"
     return (
-        f"// d[64, {columns}] = a[64, 16] @ b[{columns}, 16].T by one warpgroup, asynchronously, plus d if `add`.\n"
+        f"// d[64, {columns}] = a[64, {depth}] @ b[{columns}, {depth}].T by one warpgroup, asynchronously, "
+        "plus d if `add`.\n"
         f"__device__ inline void multiply({taken}) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
-        f'               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, "\n'
-        f'               "%{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"\n'
+        f'               "wgmma.mma_async.sync.aligned.m64n{columns}{i.shape} {{{sums}}}, "\n'
+        f'               "%{count}, %{count + 1}, p{i.last};\\n}}"\n'
         f'               : {outputs} : "l"(a), "l"(b), "r"(add));\n'
         f"}}"
     )

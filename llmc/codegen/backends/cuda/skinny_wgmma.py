@@ -1,0 +1,169 @@
+"""The binding of `kernels/skinny_wgmma.cu`: few tokens times weights of 8 bits on Hopper's tensor cores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.cuda import nvrtc_toolchain
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_operands
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.wgmma import ALIGN, INSTRUCTIONS, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
+from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.product import ProductNode
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.passes.analysis import Origin, origin
+from llmc.targets.target import Target
+
+CODES = ("f8e4m3", "i8")
+TOKENS = (8, 16, 32, 64)  # of a tile
+HEIGHT = 64  # rows of the weight of a consumer
+WIDTH = 128  # columns of a box
+ROWS = (64, 128, 192, 256)  # of a tile in all parts
+MOST_ROWS = 128  # of each part
+SPLITS = (1, 2, 4)  # blocks that share the columns of a tile
+CHUNKS = (1, 2)  # boxes of a step
+RESIDENT = (2, 3, 1, 4)  # blocks per multiprocessor that a schedule leaves room for
+MOST_STAGES, FEWEST_STAGES, MAX_PARTS = 24, 3, 4
+PRODUCER = 32  # threads
+PADDING = 4  # floats after a token's sums in shared memory
+# Fitted to measurements on an H200: the share of the bandwidth that is reached; what a byte of x costs of a byte of the
+# weight; microseconds of a launch, of a step, of a token, of a cluster, and of tiles of more rows.
+_READ, _X, _START, _STEP, _TOKEN, _CLUSTER, _TALL = 0.9, 0.22, 1.2, 0.03, 0.02, 0.15, 0.7
+
+
+@dataclass(frozen=True)
+class CodeProduct(ProductNode):
+    """y[m, n] = epilogue(x @ w_0.T, x @ w_1.T, .., others) of k columns of codes."""
+
+    n: int
+    k: int
+
+    @staticmethod
+    def of(node: Node) -> CodeProduct:
+        """Read the problem from a node whose weight has constant sizes."""
+        parts, w = node.attrs.get("parts", 1), node.operands[1].type
+        return CodeProduct(node, parts, int(w.shape[0]) // parts, int(w.shape[1]))
+
+    def steps(self, s: Schedule) -> int:
+        """Steps of a tile, of all blocks of a cluster."""
+        return -(-self.k // (s["chunks"] * WIDTH))
+
+    def tiles(self, s: Schedule) -> int:
+        """Tiles along the columns of the result."""
+        return -(-self.n // int(s["rows"]))
+
+    def shared(self, s: Schedule) -> int:
+        """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
+        rows = self.parts * s["rows"]
+        ring = s["stages"] * s["chunks"] * WIDTH * (rows + s["tokens"])
+        return int(max(ring, s["tokens"] * (rows + PADDING) * 4)) + ALIGN
+
+
+@dataclass(frozen=True)
+class SkinnyWgmma(CudaKernel):
+    """linear and linear_map of few tokens over codes of 8 bits, e4m3 or i8, on sm_90.
+
+    More tokens than a tile read the weights again.
+    """
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := lacks_wgmma(target):
+            return why
+        x, w = (v.type for v in node.operands[:2])
+        if x.dtype != w.dtype or x.dtype not in CODES or w.format is not None:
+            return f"factors of {x} and {w}; two of {' or of '.join(CODES)} are supported"
+        parts, (rows, k) = node.attrs.get("parts", 1), (d.const for d in w.shape)
+        if not 1 <= parts <= MAX_PARTS:
+            return f"{parts} parts; the maximum is {MAX_PARTS}"
+        if not rows or not k or rows % (8 * parts) or k % 16:
+            return f"the weight's sizes {rows} x {k} are not constant multiples of {8 * parts} and 16"
+        if origin(node.operands[1]) is Origin.INPUTS:
+            return "the weight is not known before the previous kernel has completed"
+        if node.result.type.dtype not in FLOATS:
+            return f"a result of {node.result.type.dtype}"
+        p = CodeProduct.of(node)
+        if p.m.const is not None and p.m.const > TOKENS[-1]:
+            return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
+        return reject_operands(p.extras, node.result.type)
+
+    def missing(self) -> str:
+        return nvrtc_toolchain.missing()
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return list(_schedules(CodeProduct.of(node), target))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: reading the weights, which bytes in flight bound, and what each step and round adds."""
+        p, s, units = CodeProduct.of(node), schedule, target.limits.units
+        tiles = -(-int(p.m.subs(env)) // s["tokens"])
+        rows, steps = p.parts * s["rows"], -(-p.steps(s) // s["split"])
+        blocks, seats = tiles * p.tiles(s) * s["split"], units * max(1, target.limits.shared // (p.shared(s) + ALIGN))
+        ahead = min(blocks, seats) * s["stages"] * s["chunks"] * WIDTH * rows
+        busy = min(1.0, 1.6 * min(blocks, units) / units, ahead / (target.bandwidth * 1e-6))
+        of_x = blocks * steps * s["chunks"] * WIDTH * s["tokens"]  # bytes that all blocks read
+        moved = tiles * p.parts * p.n * p.k / (_READ * busy) + _X * of_x
+        us = moved / target.bandwidth * 1e6 + _START * (1 + -(-blocks // seats)) / 2 + _STEP * steps
+        us += _TOKEN * s["tokens"]
+        return us + _CLUSTER * (s["split"] > 1) + _TALL * (s["rows"] > HEIGHT)
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, s, dtype = CodeProduct.of(node), schedule, node.operands[1].type.dtype
+        body = node.attrs.get("body", "a0")
+        return Binding(
+            grid=(p.m.ceildiv(s["tokens"]) * (p.tiles(s) * s["split"]),),
+            threads=p.parts * s["rows"] // HEIGHT * WARPGROUP + PRODUCER,
+            constants={
+                "N": p.n, "K": p.k, "PARTS": p.parts, "TOKENS": s["tokens"], "ROWS": s["rows"], "CHUNKS": s["chunks"],
+                "STAGES": s["stages"], "SPLIT": s["split"],
+                "SUM": INSTRUCTIONS[dtype].sum, "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=p.shared(s),
+            sizes=(p.m,),
+            maps=(
+                Map(0, (p.m, D(p.k)), (s["tokens"], WIDTH), SWIZZLE),
+                Map(1, (D(p.parts * p.n), D(p.k)), (s["rows"], WIDTH), SWIZZLE),
+            ),
+            cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
+            text="\n\n".join(
+                (multiply(s["tokens"], dtype), pair_epilogue(body, p.parts, p.extras, node.result.type))
+            ),
+        )  # fmt: skip
+
+
+def _schedules(p: CodeProduct, target: Target) -> Iterator[Schedule]:
+    """Yield tiles of the smallest sufficient number of tokens, with the deepest rings that fit."""
+    counts = TOKENS if p.m.const is None else [next(t for t in TOKENS if t >= p.m.const)]
+    for tokens, rows, split, chunks in itertools.product(counts, ROWS, SPLITS, CHUNKS):
+        if rows % (8 * p.parts) or rows // p.parts > MOST_ROWS or (rows == 192 and p.parts != 3):
+            continue
+        s = {"tokens": tokens, "rows": rows // p.parts, "chunks": chunks, "split": split, "stages": 1}
+        steps = -(-p.steps(s) // split)  # of a block
+        if split > 1 and (steps < 4 or (split - 1) * steps >= p.steps(s)):
+            continue
+        yield from _rings(p, s, min(MOST_STAGES, steps), target)
+
+
+def _rings(p: CodeProduct, s: Schedule, most: int, target: Target) -> Iterator[Schedule]:
+    """Yield the deepest ring for each number of resident blocks per multiprocessor."""
+    seen = set()
+    stage = s["chunks"] * WIDTH * (p.parts * s["rows"] + max(TOKENS[1], s["tokens"]))
+    for resident in RESIDENT:
+        stages = min(most, (target.limits.shared // resident - 2 * ALIGN) // stage)
+        found = {**s, "stages": stages}
+        if stages >= min(FEWEST_STAGES, most) and stages not in seen and p.shared(found) <= target.limits.shared:
+            seen.add(stages)
+            yield found
+
+
+SKINNY_WGMMA = SkinnyWgmma(
+    "cuda/skinny_wgmma",
+    ("linear", "linear_map"),
+    fills_multiprocessors=True,
+    preloads=True,
+    file="llmc.codegen.backends.cuda.kernels:skinny_wgmma.cu",
+    entry="llmc_skinny_codes",
+    headers=(HOPPER, SCALAR_MATH, PAIRS),
+)

@@ -1,0 +1,112 @@
+"""The CUDA C++ product of few tokens and codes of 8 bits: its binaries, what it refuses, and where it is chosen.
+
+tests/gpu/test_cuda_kernels.py runs it.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA, CodeProduct
+from llmc.codegen.backends.cuda.wgmma import multiply
+from llmc.codegen.cubin import read_entry
+from llmc.extension import load
+from llmc.ir.graph import Node
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
+from llmc.targets.gpu_targets import sm_90, sm_100
+
+SILU = "mul(mul(mul(a0, a2), sigmoid(mul(a0, a2))), mul(a1, a2))"
+
+
+def text(k: int = 1040, parts: int = 2, body: str = SILU) -> str:
+    """A product of `parts` times 136 rows of the weight, of k columns."""
+    return f"""
+sym T in [1, 4096]
+graph @main(%x: f8e4m3[T, {k}], %w: weight f8e4m3[{136 * parts}, {k}], %s: f32[T, 1]) {{
+  %y = linear_map(%x, %w, %s) {{parts={parts}, body="{body}", dtype="bf16"}} : bf16[T, 136]
+  return %y
+}}
+"""
+
+
+TEXT = text()
+
+
+def product(source: str = TEXT) -> Node:
+    return next(iter(parse(source, OPS).graphs["main"].nodes))
+
+
+@pytest.mark.parametrize(("dtype", "instruction"), [("f8e4m3", "QGMMA"), ("i8", "IGMMA")])
+def test_schedules_become_binaries_of_sm_90(dtype: str, instruction: str, tmp_path: Path) -> None:
+    """Every fourth one: all weights have a block, what a block copies fits, and the tensor cores multiply the codes."""
+    node, target = product(TEXT.replace("f8e4m3", dtype)), sm_90()
+    tool = load().toolchains["cuda"](target)
+    found = SKINNY_WGMMA.schedules(node, target)
+    assert {s["tokens"] for s in found} == {8, 16, 32, 64} and {s["split"] for s in found} == {1, 2}
+    assert len({tuple(s.items()) for s in found}) == len(found)
+    drawn = random.sample(found, 4)
+    sources = [SKINNY_WGMMA.emit(node, s, target) for s in drawn]
+    made = tool.compile([(s, "") for s in sources], tmp_path, jobs=1)
+    for s, source in zip(drawn, sources, strict=True):
+        binary = made[tool.key(source)]
+        assert binary.shared <= target.limits.shared and binary.threads == s["rows"] * 2 // 64 * 128 + 32
+        assert binary.boxes == (((s["tokens"], 128), 3), ((s["rows"], 128), 3))
+        assert source.cluster == ((s["split"], 1, 1) if s["split"] > 1 else ())
+        blocks = -(-136 // s["rows"]) * s["split"]
+        assert source.grid[0].subs({"T": 65}).const == -(-65 // s["tokens"]) * blocks
+        assert read_entry(binary.binary, source.entry).sizes == (128, 128, 8, 8, 4)
+    assembly = disassembled(made[tool.key(sources[0])].binary, tmp_path)
+    assert assembly.count(instruction) > 0 and "HMMA" not in assembly and "STL" not in assembly
+
+
+def disassembled(binary: bytes, folder: Path) -> str:
+    """Return the machine code of a cubin as text, by the disassembler that comes with Triton."""
+    import triton
+
+    tool, path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm", folder / "kernel.cubin"
+    path.write_bytes(binary)
+    return subprocess.run([str(tool), "-c", str(path)], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_every_block_of_a_cluster_has_columns() -> None:
+    """Random depths: the last block has the rest of the steps."""
+    for _ in range(300):
+        k, parts = 16 * random.randrange(1, 1200), random.randrange(1, 5)
+        node = product(text(k, parts, "a0"))
+        p, found = CodeProduct.of(node), SKINNY_WGMMA.schedules(node, sm_90())
+        assert found and SKINNY_WGMMA.reject(node, sm_90()) is None
+        for s in found:
+            steps = -(-p.steps(s) // s["split"])
+            assert steps * s["split"] >= p.steps(s) > steps * (s["split"] - 1)
+            assert s["rows"] * parts % 64 == 0 and 1 <= s["stages"] <= steps and s["tokens"] % s["split"] == 0
+            assert p.shared(s) <= sm_90().limits.shared
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("f8e4m3", "bf16"), "factors of bf16"),
+        (("weight f8e4m3", "weight i8"), "factors of f8e4m3"),
+        (("1040", "1032"), "272 x 1032 are not constant multiples of 16 and 16"),
+        (("%w: weight", "%w:"), "the weight is not known before"),
+        (("[T,", "[65,"), "65 tokens; at most 64"),
+    ],
+)
+def test_what_it_refuses(change: tuple[str, str], why: str) -> None:
+    assert why in str(SKINNY_WGMMA.reject(product(TEXT.replace(*change)), sm_90()))
+
+
+def test_only_hopper_has_wgmma() -> None:
+    assert "does not have wgmma" in str(SKINNY_WGMMA.reject(product(), sm_100()))
+
+
+def test_instructions_by_dtype() -> None:
+    assert "m64n16k32.s32.s8.s8" in multiply(16, "i8") and "int (&d)[8]" in multiply(16, "i8")
+    assert "m64n8k32.f32.e4m3.e4m3" in multiply(8, "f8e4m3")
+    with pytest.raises(ValueError, match="12 columns"):
+        multiply(12, "i8")
