@@ -59,8 +59,8 @@ def is_runnable(pid: int) -> bool:
 
 
 def shared_counters(memory: int) -> np.ndarray:
-    """Return the heartbeats that each rank has sent, u64[n], in the memory with this file descriptor."""
-    return np.frombuffer(mmap.mmap(memory, SHARED_BYTES), np.uint64)
+    """Return the heartbeats that each rank has sent, u32[n], in the memory with this file descriptor."""
+    return np.frombuffer(mmap.mmap(memory, SHARED_BYTES), np.uint32)
 
 
 class RankHeartbeats(threading.Thread):
