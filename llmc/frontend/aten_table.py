@@ -23,7 +23,6 @@ def attention(
     the width of a key.
     """
 
-
     def filled(x: Value) -> Value:
         if lack <= 0:
             return x

@@ -21,7 +21,6 @@ from llmc.ir.ops import OPS
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
 
-
 ATTENTION = ("attention", "alibi_attention")  # the attention ops of a trace
 
 
@@ -185,9 +184,9 @@ class _Lowering:
     def _write(self, call: Call, n: Any, value: Value, name: str) -> None:
         """Make later readers of the target of the in-place op `n` see `value`.
 
-        The target is a tensor, a slice of a tensor, or a piece of a split one. A view that was made before the write and
-        is read after it would change, too, as would the tensor of which the target is a view: a functional graph cannot
-        express that, and it raises Diagnostic E311.
+        The target is a tensor, a slice of a tensor, or a piece of a split one. A view that was made before the write
+        and is read after it would change, too, as would the tensor of which the target is a view: a functional graph
+        cannot express that, and it raises Diagnostic E311.
         """
         target = n.args[0]
         whole = target.args[0] if str(target.target) == "aten.slice.Tensor" else target

@@ -66,7 +66,9 @@ def _xglm_attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 METHODS: Mapping[str, Mapping[str, Callable[[Any], Callable[..., Any]]]] = MappingProxyType(
     {
-        **dict.fromkeys(("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer"), {"forward": _every_key}),
+        "AXK2Indexer": {"forward": _every_key},
+        "DeepseekV32Indexer": {"forward": _every_key},
+        "GlmMoeDsaIndexer": {"forward": _every_key},
         "Gemma3nTextMLP": {"_gaussian_topk": _sparse},
         "XGLMAttention": {"forward": _xglm_attention},
         "XGLMSinusoidalPositionalEmbedding": {"forward": _xglm_positions},

@@ -55,7 +55,8 @@ TESTED = (
     "minimax_m2", "minimax_m3_vl_text", "qwen2_moe", "solar_open", "axk1", "dots1", "ctrl", "fuyu", "deepseek_v2",
     "falcon", "gptj", "granitemoehybrid", "gpt-sw3", "gpt_neo", "gpt_neox_japanese", "codegen", "bitnet",
     "mistral3", "internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llama4_text",
-    "llama4", "dbrx", "gemma3n_text",
+    "llama4", "dbrx", "gemma3n_text", "gemma3n", "bloom", "mpt", "xglm", "aria_text", "aria", "deepseek_v32",
+    "glm_moe_dsa", "axk2",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

@@ -137,12 +137,14 @@ def trace(
 
 
 def notes_of(traced: Traced) -> Iterator[str]:
-    """Yield notes about a part that is left out, an adapter, and a generation_config.json."""
+    """Yield notes about a part that is left out, a shorter limit, an adapter, and a generation_config.json."""
     from llmc.frontend.model_class import sees
 
     config = traced.model.config
     if sees(config.model_type) and config.get_text_config() is not config:
         yield f"{config.model_type} reads images: its language model is compiled, and requests with images are rejected"
+    if (dense := dense_limit(config.get_text_config())) and dense[0] == traced.facts.max_positions:
+        yield f"sequences have at most {dense[0]} tokens, {dense[1]}"
     if note := adapter_note(traced.source.folder):
         yield note
     if traced.facts.pooling is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_cache import CACHE, with_kernels
 from llmc_runtime import LLM, SamplingParams
-from models.cases import LISTED, SEED, Case, sample
+from models.cases import FURTHER, LISTED, SEED, Case, sample
 from models.hub_stand_in import COMMIT, HubStandIn, serving
 from models.kit import loaded, save
 
@@ -68,6 +68,12 @@ def test_listed(case: Case, tmp_path: Path) -> None:
 def test_sampled_from_the_others(case: Case, tmp_path: Path) -> None:
     """Without the long set of frequencies: transformers itself takes the short one for prompts this short."""
     run_case(case, tmp_path, torch.float32, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-alibi-one-key"])
+def test_a_bias_by_distance(name: str, tmp_path: Path) -> None:
+    """In chunks, from the prefix cache, and beside other rows: heads have their own slopes."""
+    run_case(next(c for c in FURTHER if c.name == name), tmp_path, torch.float32, 1e-3)
 
 
 def test_another_target(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from safetensors.numpy import load_file, save_file
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.model_folder import TESTED
-from llmc.frontend.trace_model import Traced, trace
+from llmc.frontend.trace_model import Traced, notes_of, trace
 from llmc.ir.ops.moe import SWIGLU
 
-BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED)}
+BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED, *FURTHER)}
 FILE = "model.safetensors"
 
 
@@ -177,15 +177,24 @@ def test_positions(tmp_path: Path) -> None:
     (tmp_path / "llama4" / "config.json").write_text(json.dumps(llama4))
     fails("E305", "chunk", "64", "65", do=lambda: trace(tmp_path / "llama4", max_positions=65))
     assert trace(tmp_path / "llama4").facts.max_positions == 64
+    (tmp_path / "sparse").mkdir()
+    sparse = {"model_type": "deepseek_v32", **BY_NAME["deepseek_v32"].config}
+    (tmp_path / "sparse" / "config.json").write_text(json.dumps(sparse))
+    fails("E305", "index_topk", "64", "65", do=lambda: trace(tmp_path / "sparse", max_positions=65))
+    traced = trace(tmp_path / "sparse")
+    assert traced.facts.max_positions == 64 and any("index_topk" in note for note in notes_of(traced))
+    (tmp_path / "bloom").mkdir()
+    bloom = {"model_type": "bloom", **BY_NAME["bloom"].config, "seq_length": 128}
+    (tmp_path / "bloom" / "config.json").write_text(json.dumps(bloom))
+    assert trace(tmp_path / "bloom").facts.max_positions == 128
 
 
 VOCAB = {"vocab_size": 320}
 ODD = {
-    "bloom": ({**VOCAB, "hidden_size": 64, "n_layer": 1, "n_head": 4}, "ALiBi"),
-    "falcon": (SMALL | {"alibi": True}, "ALiBi"),
-    "xglm": (VOCAB, "does not use transformers. AttentionInterface"),
+    "mpt": ({**VOCAB, "d_model": 64, "n_layers": 1, "n_heads": 4, "attn_config": {"alibi": False}}, "MPT ignores"),
+    "doge": (SMALL, "a weight of each key"),
     "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
-    "axk2": (SMALL, "bypasses"),
+    "big_bird": (SMALL | {"is_decoder": True}, "bypasses"),
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no position_ids"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
     "bamba": (SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [0]}, "recurrent"),
@@ -380,7 +389,8 @@ def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
     entries = {"model_type": "aria_text", **SMALL, "head_dim": 16, "moe_num_experts": 4, "moe_topk": 2}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     code = (
-        "import sys\nfrom llmc.diagnostics import Diagnostic\nfrom llmc.frontend.trace_model import trace\n"
+        "import sys\nfrom llmc.diagnostics import Diagnostic\nfrom llmc.frontend import legacy_experts\n"
+        "from llmc.frontend.trace_model import trace\nlegacy_experts.TABLE = {}\n"
         "try: trace(sys.argv[1])\nexcept Diagnostic as e: assert 'experts' in str(e), e\nelse: raise SystemExit(1)"
     )
     out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)

@@ -21,7 +21,7 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.token_guide import mask_of
 from models import test_artifacts as artifacts
-from models.cases import LISTED, SEED, UNLISTED, Case, sample
+from models.cases import FURTHER, LISTED, SEED, UNLISTED, Case, sample
 from models.eagle import save_head, tensors
 from models.kit import eager_logits, relative_error, save
 
@@ -116,6 +116,15 @@ def test_latent_attention(tmp_path: Path, device: InterpretDevice) -> None:
     ran = {op for op, _ in device.launches}
     assert {"head_matmul", "page_put", "paged_latent_attention", "paged_latent_attention_split"} <= ran
     assert not {"paged_attention", "kv_append"} & ran
+
+
+def test_a_bias_by_distance(tmp_path: Path, device: InterpretDevice) -> None:
+    """Prompts, chunks and single tokens by one kernel."""
+    case = next(c for c in FURTHER if c.name == "mpt")
+    config = case.config | {"n_layers": 1}
+    run_case(dataclasses.replace(case, config=config), tmp_path, device, (1, 19), torch.float32)
+    ran = {op for op, _ in device.launches}
+    assert "paged_alibi_attention" in ran and not {"paged_attention", "paged_attention_single"} & ran
 
 
 def test_products_by_tensor_maps(tmp_path: Path, device: InterpretDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from models.cases import FURTHER, SMALL, UNLISTED
 from models.kit import build, fails
 from safetensors.torch import load_file, save_file
@@ -105,6 +107,26 @@ def test_first_layers_are_the_decoders(tmp_path: Path) -> None:
         assert {n.split(".")[3] for n in names if ".layers." in n} == {"0"}
         for name in names:
             np.testing.assert_array_equal(checkpoint.read(name), model.state_dict()[name].numpy(), err_msg=name)
+
+
+def test_a_tower_that_needs_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3n's vision tower needs timm. It is left out, and its weights are not read."""
+    build = transformers.AutoModel.from_config
+
+    def without_timm(config: Any, **options: Any) -> Any:
+        if config.model_type == "gemma3n_vision":
+            raise ImportError("no timm")
+        return build(config, **options)
+
+    monkeypatch.setattr(transformers.AutoModel, "from_config", without_timm)
+    model = write("gemma3n", tmp_path, {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check(model, tmp_path)
+    tensors["model.another_tower.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fails("E324", "another_tower", do=lambda: Checkpoint(trace(tmp_path)))
 
 
 def test_a_lost_weight_is_reported(tmp_path: Path) -> None:

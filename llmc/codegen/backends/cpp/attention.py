@@ -72,7 +72,8 @@ class PagedAttention(CppKernel):
         h, g, page, d, e = self.heads(node)
         s, a = schedule, node.attrs
         align = s["kt"] if target.deterministic else 1
-        q, kv, sinks = _ctype(node, 0), _ctype(node, 1 + self.latent), "" if self.latent or self.alibi else _ctype(node, 6)
+        q, kv = _ctype(node, 0), _ctype(node, 1 + self.latent)
+        sinks = "" if self.latent or self.alibi else _ctype(node, 6)
         return (
             f"struct Shape {{\n  typedef {q or 'float'} Q;\n  typedef {kv or 'float'} KV;\n"
             f"  typedef {sinks or 'float'} S;\n"
@@ -93,7 +94,8 @@ class PagedAttention(CppKernel):
         table = sizes(types[pool + 1].shape[1])
         last = "x6" if not self.latent and len(types) > 6 else "nullptr"
         sinks, slopes = ("nullptr", last) if self.alibi else (last, "nullptr")
-        operands = ", ".join(["x0", "x1" if self.latent else "nullptr", *(f"x{pool + i}" for i in range(5)), sinks, slopes])
+        rotary = "x1" if self.latent else "nullptr"
+        operands = ", ".join(["x0", rotary, *(f"x{pool + i}" for i in range(5)), sinks, slopes])
         return (
             f"{pointers(node)}\n"
             f"const attention_args a = {{{operands}, y0, {tokens}, {count}, {table}}};\n"
