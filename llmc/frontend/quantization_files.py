@@ -26,7 +26,7 @@ MLX_KEY, MLX = "quantization", "mlx"  # in config.json; MLX repeats it as KEY, w
 MARKS = frozenset(
     (
         "qweight", "qzeros", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "SCB", "absmax",
-        "weight_scales", "embedding_quantized", "biases", "qbiases",
+        "weight_scales", "embedding_quantized", "biases", "qbiases", "_data", "_scale",
     )
 )  # fmt: skip
 # The keys that change how weights are read, with their synonyms.

@@ -53,11 +53,10 @@ class Decoder:
         found: dict[str, dict[str, Value]] = {}
         metadata = cache(metadata)
         for name, value in tensors.items():
-            if name.rpartition(".")[2] in KV_SCALES:
-                continue
             split = self.scheme.split(name)
             if split is None:
-                out[name] = value
+                if name.rpartition(".")[2] not in KV_SCALES:
+                    out[name] = value
             else:
                 found.setdefault(split[0], {})[split[1]] = value
         for name, parts in found.items():
@@ -70,7 +69,7 @@ class Decoder:
 
     def kv_scales(self, names: Iterable[str], read: Callable[[str], np.ndarray]) -> Mapping[int, Scales]:
         """See `WeightDecoder.kv_scales`. Raises Diagnostic E341 or E342."""
-        return kv_scales_of(names, read)
+        return kv_scales_of((name for name in names if self.scheme.split(name) is None), read)
 
     def _weight(self, stored: Stored) -> Value:
         if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:

@@ -194,7 +194,8 @@ def changed(source: str, folder: Path, tensors: Callable[[Tensors], Any], **conf
     tensors(found)
     save_file({k: v.contiguous() for k, v in found.items()}, folder / FILE)
     facts = json.loads((folder / "config.json").read_text())
-    facts["quantization_config"] |= config
+    if config:
+        facts["quantization_config"] |= config
     (folder / "config.json").write_text(json.dumps(facts))
 
     def run() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from llmc.frontend.truncate import layer_lists
 from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.model_source import ExpertWeight, ModelSource
 
+OLD_CACHE = "layer_past"  # the argument of some models' layers, such as GPT-NeoX's, for the KV cache
 NO_WEIGHTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -178,9 +180,11 @@ class LayerRuns:
         for name, part in module.named_modules():
             self._fill(".".join(filter(None, (path, name))), part)
         args, kwargs = self.arguments[i]
+        takes = signature(module.forward).parameters
+        cached = OLD_CACHE if OLD_CACHE in takes else "past_key_values"
 
         def call(hidden: Tensor, weights: Mapping[str, Tensor] = NO_WEIGHTS, cache: KvRanges | None = None) -> Tensor:
-            given = kwargs if cache is None else {**kwargs, "past_key_values": cache}
+            given = kwargs if cache is None else {**kwargs, cached: cache}
             out = functional_call(module, dict(weights), (hidden, *args), given)
             return out[0] if isinstance(out, tuple) else out
 

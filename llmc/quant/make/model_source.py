@@ -66,9 +66,12 @@ class ModelSource:
             raise Diagnostic("E350", cause, "quantise the original checkpoint")
         self.source = source
         self.config = load_config(source)
+        auto: Any = auto_class(self.config.model_type)
+        # Attention with sinks, such as gpt-oss's, has no such implementation; eager takes memory for all scores.
+        attention = "sdpa" if auto._model_mapping[type(self.config)]._supports_sdpa else "eager"
         with quiet(), torch.device("meta"):
-            self.model: Any = auto_class(self.config.model_type).from_config(
-                self.config, attn_implementation="sdpa", experts_implementation="eager", dtype=torch.float32
+            self.model: Any = auto.from_config(
+                self.config, attn_implementation=attention, experts_implementation="eager", dtype=torch.float32
             )
         self.model.eval()
         self.files = TensorFiles(source.folder)
@@ -125,6 +128,12 @@ class ModelSource:
                 for value in inputs(self.values[name]):
                     if EXPERT.search(value.name) and value.type.rank == 2:
                         yield value.name
+
+    def stacks(self) -> Iterator[str]:
+        """Yield the stored stacks [experts, n, k] of weights, which are not quantised."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim == 3 and name in self.values:
+                yield from (v.name for v in inputs(self.values[name]) if v.type.rank == 3)
 
     def experts_of(self, layer: str) -> Iterator[ExpertWeight]:
         """Yield the stored weights of a layer's experts; not those that stacks do not hold row by row."""

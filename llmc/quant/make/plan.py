@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -75,8 +75,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Plan:
-    """The weights to quantise. weights: stored name -> module, as the checkpoint names it. ignored: linear modules that
-    are not quantised. experts: names among `weights` that are experts of a mixture. kv: see `Settings.kv`."""
+    """The weights to quantise.
+
+    weights: stored name -> module, as the checkpoint names it. ignored: linear modules that are not quantised. experts:
+    names among `weights` that are experts of a mixture. stacks: stored names of stacks of experts, which stay as they
+    are. kv: see `Settings.kv`.
+    """
 
     recipe: Recipe
     weights: dict[str, str]
@@ -85,6 +89,7 @@ class Plan:
     bytes_before: int
     bytes_after: int
     kv: str = ""
+    stacks: tuple[str, ...] = ()
 
     def lines(self, source: ModelSource) -> list[str]:
         """Describe the plan."""
@@ -103,6 +108,16 @@ class Plan:
             lines.append(f"rounded to nearest, because SmoothQuant leaves experts: {len(self.experts)} weights")
         elif self.experts and self.recipe.calibrated:
             lines.append(f"experts: {len(self.experts)} weights, each calibrated with the tokens that are routed to it")
+        if self.stacks:
+            size = sum(prod(source.shape(name)) * DTYPES[tensors[name].dtype].bits // 8 for name in self.stacks)
+            some = f"{len(self.stacks)} tensors ({size_text(size)}), such as {self.stacks[0]}"
+            lines.append(f"not quantised, because they are stacks of experts: {some}")
+        tiles = self.recipe.block[1] if self.recipe.strategy == "block" else 0
+        if tiles and (ragged := [name for name in self.weights if source.shape(name)[1] % tiles]):
+            lines.append(
+                f"columns that are no multiple of {tiles}: {len(ragged)} weights, which transformers cannot multiply; "
+                f"--scheme fp8 has no such limit"
+            )
         if self.kv:
             lines.append(f"KV cache: scales of 8-bit floats for keys and values of each {self.kv}")
         return lines
@@ -119,14 +134,16 @@ def make_plan(source: ModelSource, recipe: Recipe, ignore: Sequence[str], kv: st
     if not chosen and not unchanged:
         cause = f"{source.source.folder} has no linear modules to quantise{' besides those ignored' if dropped else ''}"
         raise Diagnostic("E350", cause, "see docs/quantization.md for what is quantised")
+    _check_groups({name: source.shape(name) for name in chosen}, recipe)
     before = after = 0
     for name, t in source.files.tensors.items():
         size = prod(t.shape) * DTYPES[t.dtype].bits // 8
         before += size
-        after += _size(name, t.shape, recipe, source.dtype(name).itemsize) if name in chosen else size
+        after += _size(t.shape, recipe, source.dtype(name).itemsize) if name in chosen else size
     head = {path for path, m in source.model.named_modules() if m is source.model.get_output_embeddings()}
     ignored = () if unchanged else tuple(sorted({*dropped, *head, *_routers(source, candidates)}))
-    return Plan(recipe, chosen, ignored, experts & chosen.keys(), before, after, kv)
+    stacks = () if unchanged else tuple(source.stacks())
+    return Plan(recipe, chosen, ignored, experts & chosen.keys(), before, after, kv, stacks)
 
 
 def path_of(stored: str) -> str:
@@ -162,16 +179,31 @@ def _routers(source: ModelSource, candidates: dict[str, str]) -> set[str]:
     }
 
 
-def _size(name: str, shape: tuple[int, ...], recipe: Recipe, scale: int) -> int:
-    """The bytes of a quantised weight; raises Diagnostic E352 if its columns are not whole groups."""
-    n, k = shape
+def _check_groups(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> None:
+    """Raise Diagnostic E352 if the columns of a weight are not whole groups.
+
+    The remedy is a size that fits all weights, or to leave out those of the module's name, if all of them do not fit.
+    """
     group = recipe.block[1]
-    if recipe.strategy == "group" and k % group:
-        sizes = [g for g in (128, 64, 32, 16) if k % g == 0]
-        remedy = f"use --group-size {sizes[0]}, or " if sizes else "use "
-        cause = f"{name} is [{n}, {k}]: its {k} columns are not groups of {group}"
-        raise Diagnostic("E352", cause, f"{remedy}--ignore {path_of(name)}")
-    blocks = -(-n // (recipe.block[0] or n)) * -(-k // (group or k))
+    wrong = [name for name, (_, k) in shapes.items() if recipe.strategy == "group" and k % group]
+    if not wrong:
+        return
+    n, k = shapes[wrong[0]]
+    sizes = [g for g in (128, 64, 32, 16) if not any(columns % g for _, columns in shapes.values())]
+    kinds = {path_of(name).rpartition(".")[2] for name in wrong}
+    same = [name for name in shapes if path_of(name).rpartition(".")[2] in kinds]
+    only = (
+        f"'re:.*\\.({'|'.join(sorted(kinds))})$'" if len(wrong) > 1 and len(same) == len(wrong) else path_of(wrong[0])
+    )
+    more = f" ({len(wrong)} weights have such columns)" if len(wrong) > 1 else ""
+    cause = f"{wrong[0]} is [{n}, {k}]: its {k} columns are not groups of {group}{more}"
+    raise Diagnostic("E352", cause, (f"use --group-size {sizes[0]}, or " if sizes else "use ") + f"--ignore {only}")
+
+
+def _size(shape: tuple[int, ...], recipe: Recipe, scale: int) -> int:
+    """The bytes of a quantised weight."""
+    n, k = shape
+    blocks = -(-n // (recipe.block[0] or n)) * -(-k // (recipe.block[1] or k))
     return n * k * recipe.bits // 8 + blocks * scale + (0 if recipe.symmetric else blocks * recipe.bits // 8)
 
 
