@@ -30,8 +30,10 @@ MOST_STAGES, FEWEST_STAGES, MAX_PARTS = 24, 3, 4
 PRODUCER = 32  # threads
 PADDING = 4  # floats after a token's sums in shared memory
 # Fitted to measurements on an H200: the share of the bandwidth that is reached; what a byte of x costs of a byte of the
-# weight; microseconds of a launch, of a step, of a token, of a cluster, and of tiles of more rows.
-_READ, _X, _START, _STEP, _TOKEN, _CLUSTER, _TALL = 0.9, 0.22, 1.2, 0.03, 0.02, 0.15, 0.7
+# weight; microseconds of a launch behind a short kernel, of another round of blocks, of a step, of a token, of each
+# further block of a cluster, and of tiles of more rows; the share of the multiprocessors that clusters of four can use.
+_READ, _X, _START, _ROUND, _STEP, _TOKEN, _CLUSTER, _TALL = 0.9, 0.22, 0.2, 2.5, 0.03, 0.02, 0.15, 0.7
+_FOURS = 0.9
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,14 @@ class SkinnyWgmma(CudaKernel):
         p, s, units = CodeProduct.of(node), schedule, target.limits.units
         tiles = -(-int(p.m.subs(env)) // s["tokens"])
         rows, steps = p.parts * s["rows"], -(-p.steps(s) // s["split"])
-        blocks, seats = tiles * p.tiles(s) * s["split"], units * max(1, target.limits.shared // (p.shared(s) + ALIGN))
+        blocks, fit = tiles * p.tiles(s) * s["split"], max(1, target.limits.shared // (p.shared(s) + ALIGN))
+        seats = int(units * fit * (_FOURS if s["split"] == SPLITS[-1] else 1))
         ahead = min(blocks, seats) * s["stages"] * s["chunks"] * WIDTH * rows
         busy = min(1.0, 1.6 * min(blocks, units) / units, ahead / (target.bandwidth * 1e-6))
         of_x = blocks * steps * s["chunks"] * WIDTH * s["tokens"]  # bytes that all blocks read
         moved = tiles * p.parts * p.n * p.k / (_READ * busy) + _X * of_x
-        us = moved / target.bandwidth * 1e6 + _START * (1 + -(-blocks // seats)) / 2 + _STEP * steps
-        us += _TOKEN * s["tokens"]
-        return us + _CLUSTER * (s["split"] > 1) + _TALL * (s["rows"] > HEIGHT)
+        us = moved / target.bandwidth * 1e6 + _START + _ROUND * (-(-blocks // seats) - 1) + _STEP * steps
+        return us + _TOKEN * s["tokens"] + _CLUSTER * (s["split"] - 1) + _TALL * (s["rows"] > HEIGHT)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s, dtype = CodeProduct.of(node), schedule, node.operands[1].type.dtype
