@@ -17,7 +17,7 @@ from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
 _SHARE = 0.005  # of the decoding time that trials may cost
-_CREDIT = 6.0  # initial credit, and its limit
+_CREDIT, _LIMIT = 6.0, 12.0  # initial credit, and its limit
 _FRESH, _FRESH_SHARE = 2.5, 0.01  # minimum credit of a new request: at most, and per token that it may generate
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _TRIAL = 1.0  # what a trial is expected to cost
@@ -59,7 +59,7 @@ class Trials:
 
     def ran(self, plan: int) -> None:
         """Add to the credit what the plans up to this one, after the last call, are worth."""
-        self.credit = min(_CREDIT, self.credit + _SHARE * (plan - self._paid))
+        self.credit = min(_LIMIT, self.credit + _SHARE * (plan - self._paid))
         self._paid = plan
 
     def affords(self, plan: int) -> int:
@@ -69,7 +69,7 @@ class Trials:
 
     def gained(self, tokens: float, steps: float) -> None:
         """Record a step with drafts that gave `tokens` tokens a row and took as long as `steps` steps without."""
-        self.credit = min(_CREDIT, self.credit + max(-_WORST, tokens - steps))
+        self.credit = min(_LIMIT, self.credit + max(-_WORST, tokens - steps))
 
     def began(self, plan: int, tokens: int) -> None:
         """Begin to count plans: from this plan on, a request runs alone that may generate `tokens` tokens."""
