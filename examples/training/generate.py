@@ -1,19 +1,31 @@
-"""Text that a Llama of `model.py` generates, many sequences at a time."""
+"""Generate text with a Llama of `model.py`, many sequences at a time.
+
+    python generate.py --model MODEL_DIR --out TEXT.npz --sequences 65536
+
+The file has the arrays ``ids``, i16[sequences, length], ``temperature``,
+f32[sequences], 0 for greedy ones, and ``prose``, bool[sequences]: whether a
+sequence begins with prose, not with a chat.
+"""
 
 from __future__ import annotations
 
+import argparse
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from chat import BOS, EOS, SPECIAL_TOKENS, SYSTEM, USER
-from model import Attention, Llama, rotate
+from model import CONFIGS, Attention, Llama, load, rotate
 from torch import Tensor
 from torch.nn import functional as F
 
 BOS_ID, EOS_ID, SYSTEM_ID, USER_ID = (SPECIAL_TOKENS.index(token) for token in (BOS, EOS, SYSTEM, USER))
 ENDLESS = 0.5  # share of the sequences beginning with prose that are one document
 VARIED, HOT = 2, 2.0  # first tokens of prose, and their temperature, so that documents of every kind begin
-OPENING = 12  # first tokens of a greedy sequence, which are sampled at temperature 0.7
+OPENING = (4, 20)  # fewest and most first tokens of a greedy sequence, which are sampled at temperature 1
+TOGETHER = 16384  # sequences that are generated at once
 
 
 @dataclass(frozen=True)
@@ -45,16 +57,38 @@ class Cache:
         return attention.o_proj(out.reshape(len(x), 1, -1))
 
 
+@dataclass(frozen=True)
+class Text:
+    """Generated sequences, each beginning with <|bos|>.
+
+    ids: i16[count, length]. temperature: f32[count], 0 for greedy sequences. prose: bool[count], whether a sequence
+    begins with prose.
+    """
+
+    ids: Tensor
+    temperature: Tensor
+    prose: Tensor
+
+    def save(self, path: Path) -> None:
+        """Write a file that `read` reads."""
+        np.savez(path, **{name: x.cpu().numpy() for name, x in vars(self).items()})
+
+    @classmethod
+    def read(cls, path: Path, device: torch.device) -> Text:
+        """Read a file that `save` wrote."""
+        with np.load(path) as arrays:
+            return cls(**{name: torch.from_numpy(arrays[name]).to(device) for name in arrays})
+
+
 @torch.no_grad()
-def generated(
-    model: Llama, count: int, length: int, generator: torch.Generator, shares: Shares
-) -> tuple[Tensor, Tensor]:
-    """Sequences that the model generates, i64[count, length], each beginning with <|bos|>, and which are greedy."""
+def generated(model: Llama, count: int, length: int, generator: torch.Generator, shares: Shares) -> Text:
+    """Generate `count` sequences of `length` tokens."""
     device = model.model.embed_tokens.weight.device
-    draw = torch.rand(2, count, 1, generator=generator, device=device)
+    draw = torch.rand(3, count, 1, generator=generator, device=device)
     prose, endless, kind = draw[0] < shares.prose, draw[0] < shares.prose * ENDLESS, draw[1]
-    greedy = kind < shares.greedy
-    temperature = torch.where(greedy, 0.0, torch.where(kind < shares.greedy + shares.cool, 0.7, 1.0))
+    temperature = torch.where(kind < shares.greedy + shares.cool, 0.7, 1.0)
+    temperature = torch.where(kind < shares.greedy, 0.0, temperature)
+    opening = OPENING[0] + (draw[2] * (OPENING[1] - OPENING[0] + 1)).long()
     ids = torch.full((count, length), BOS_ID, device=device)
     caches = [Cache(count, length, layer.self_attn, device) for layer in model.model.layers]
     every = torch.arange(model.config.vocab_size, device=device)
@@ -64,11 +98,11 @@ def generated(
         if at == 0:
             logits = logits.masked_fill(chat == prose, float("-inf"))
         logits[:, EOS_ID] = torch.where(endless[:, 0], float("-inf"), logits[:, EOS_ID])
-        warm = temperature if at >= OPENING else temperature.clamp(min=0.7)
+        warm = torch.where((temperature == 0) & (at < opening), 1.0, temperature)
         warm = torch.where(prose, HOT, warm) if at < VARIED else warm
         gumbel = -torch.log(torch.empty_like(logits).exponential_(generator=generator))
         ids[:, at + 1] = (logits + warm * gumbel).argmax(-1)
-    return ids, greedy[:, 0]
+    return Text(ids.short(), temperature[:, 0], prose[:, 0])
 
 
 def _next(model: Llama, caches: list[Cache], ids: Tensor, at: int) -> Tensor:
@@ -79,3 +113,29 @@ def _next(model: Llama, caches: list[Cache], ids: Tensor, at: int) -> Tensor:
         x = x + cache.attend(layer.self_attn, layer.input_layernorm(x), at, cos, sin)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return F.linear(model.model.norm(x), model.model.embed_tokens.weight)[:, 0]
+
+
+def main() -> None:
+    """Command line entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sequences", type=int, default=65536, help="generated sequences")
+    parser.add_argument("--length", type=int, default=320, help="tokens of a sequence")
+    for name, share in vars(Shares()).items():
+        parser.add_argument(f"--{name}", type=float, default=share, help="share of such sequences (see Shares)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    device, began = torch.device(args.device), time.monotonic()
+    model = load(args.model, CONFIGS["main"], device)
+    generator, shares = torch.Generator(device).manual_seed(args.seed), Shares(args.prose, args.greedy, args.cool)
+    sizes = [min(TOGETHER, args.sequences - at) for at in range(0, args.sequences, TOGETHER)]
+    parts = [generated(model, size, args.length, generator, shares) for size in sizes]
+    Text(*(torch.cat(each) for each in zip(*(vars(part).values() for part in parts), strict=True))).save(args.out)
+    print(f"{args.sequences} sequences of {args.length} tokens in {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,20 +51,23 @@ class Muon(torch.optim.Optimizer):
                 state["momentum"] = torch.zeros_like(grads)
             state["momentum"].lerp_(grads, 1 - group["momentum"])
             update = orthogonalise(grads.lerp(state["momentum"], group["momentum"]))
-            scale = 0.2 * max(params[0].shape) ** 0.5 * group["lr"]
+            update = update * (0.2 * max(params[0].shape) ** 0.5 * group["lr"])
             deltas = [u.T if t else u for u, t in zip(update.unbind(), tall, strict=True)]
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, deltas, alpha=-scale)
+            torch._foreach_sub_(params, deltas)
 
 
-def optimizers(model: nn.Module, lr: float, kind: str) -> list[torch.optim.Optimizer]:
-    """The optimizers of a model: Muon with AdamW, or AdamW alone."""
+def optimizers(model: nn.Module, lr: float, kind: str, captured: bool = False) -> list[torch.optim.Optimizer]:
+    """The optimizers of a model: Muon with AdamW, or AdamW alone.
+
+    captured: on a GPU, their steps are captured in a CUDA graph.
+    """
     inner = ("layers", "midlayer", "fc")  # of the model, or of a head
     inside = {name: bool(set(name.split(".")) & set(inner)) for name, _ in model.named_parameters()}
     matrices = [p for name, p in model.named_parameters() if inside[name] and p.ndim == 2]
     others = [p for name, p in model.named_parameters() if not inside[name] or p.ndim < 2]
     fused = next(model.parameters()).is_cuda
-    adam = {"lr": lr, "betas": (0.9, 0.95), "fused": fused}
+    adam = {"lr": lr, "betas": (0.9, 0.95), "fused": fused, "capturable": fused and captured}
     if kind == "muon":
         return [Muon(matrices, lr), torch.optim.AdamW(others, weight_decay=0.0, **adam)]
     return [torch.optim.AdamW(matrices, weight_decay=0.1, **adam), torch.optim.AdamW(others, weight_decay=0.0, **adam)]

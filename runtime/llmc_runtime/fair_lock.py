@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # its functions do not convert handlers to enums, which takes ten times as long as setting one
 import os
 import signal
 import threading
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from types import FrameType
 
 from llmc_runtime.format.errors import LlmcError
+
+_SIGINT = int(signal.SIGINT)
 
 
 class FairLock:
@@ -108,15 +111,15 @@ class _DeferredInterrupt:
     def hold(self) -> None:
         """Record interrupts instead of handling them."""
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_SIGINT, self._note)
 
     def release(self) -> None:
         """Restore the handler, and call it if an interrupt was received."""
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(_SIGINT, self._handler)
             if self._received:
                 self._handler(signal.SIGINT, None)
 

@@ -260,7 +260,7 @@ class Scheduler(LiveRequests):
         if self.step_budget is not None:
             budget = self.step_budget.tokens(running, bool(self.waiting))
         self._spare = self.config.logits - len(running)
-        if self.speculation is not None:
+        if self.speculation is not None and not self.speculation.begin_idle():
             self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
         if self.host_drafts is not None and self.host_drafts.wanted:
             self.host_drafts.propose(running)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
-from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
+from llmc_runtime.sched.draft_trials import SEVERAL, Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -31,6 +31,7 @@ _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE = 16  # the same if prompt lookup finds no drafts
+_PROMISING = 0.8  # rate of acceptance of a row whose drafts need no credit
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -82,7 +83,9 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._idle = False  # prompt lookup has found nothing for any row of this plan
+        self._idle = self._looks_up  # no row has drafts in this plan, or they cannot be afforded
+        self._found = False  # prompt lookup has found drafts for a row of the last step
+        self._again = _AGAIN  # the plan at which costs are measured again
         self._model, self._memory = config.max_rows > 0, _MEMORY
         if config.stops:
             self._memory = _BRIEF_MEMORY
@@ -95,30 +98,36 @@ class Speculation:
         self._trials = TrialsByKind(lambda: self._soon)
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
+        self._verified = self._proposed = 0  # drafts of the last step that was measured
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
+
+    def begin_idle(self) -> bool:
+        """Begin a plan if prompt lookup has found nothing for it; otherwise return False, and leave it to `begin`."""
+        if self._found or not self._looks_up:
+            return False
+        self.plans += 1
+        self._idle = True
+        return True
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
         rows = len(running)
-        if self.plans % _AGAIN == 0:
+        if self.plans >= self._again:
             self.count.again(rows)
+            self._again = self.plans + _AGAIN
         if self.plans < self._wake and rows == 1 and running[0].id == self._request:
             return
         self._probes = self._wake = 0
         if self.plans % _REFRESH == 0 or rows != self._rows:
             self._slope, self._verification = 0.0, []
-        if self._looks_up:
-            self._idle = True
-            for request in running:
-                if request.num_drafts:
-                    self._idle = False
-                    break
-            else:
-                return
         if rows == 1 and self._model:
             self._choose_single(running[0], room)
             return
+        if not self._model:
+            self._idle = (self._looks_up and not any(r.num_drafts for r in running)) or not self._affords_found(running)
+            if self._idle:
+                return
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
@@ -132,6 +141,30 @@ class Speculation:
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
 
+    def _affords(self, request: Request | None) -> bool:
+        """Whether drafts have not cost too much lately, or those of the only row were accepted just now."""
+        if self._kind.credit >= 0:
+            return True
+        weight, accepted = (0.0, 0.0) if request is None else request.draft_trials
+        return 0 < weight * _PROMISING <= accepted or not self._kind.affords(self.plans)
+
+    def _affords_found(self, running: Sequence[Request]) -> bool:
+        """Whether drafts that no draft model makes can be afforded in this plan."""
+        if len(running) == 1:
+            if running[0].id != self._request:
+                self._begin_alone(running[0])
+            return self._affords(running[0])
+        if self._kind is not self._trials[SEVERAL]:
+            self._request, self._kind = "", self._trials[SEVERAL]
+            self._kind.began(self.plans, 0)
+        return self._affords(None)
+
+    def _begin_alone(self, request: Request) -> None:
+        """Let the drafts of a request that runs alone from this plan on count as those of its kind."""
+        self._kind = self._trials[kind_of(request)]
+        self._kind.began(self.plans, 0 if request.id == self._request else request.limit - len(request.tokens))
+        self._request = request.id
+
     def _next_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of a draft model."""
         self._probe = self.plans + wait
@@ -141,9 +174,8 @@ class Speculation:
         if self._rows != 1 or request.id != self._request:
             if self._rows == 1:
                 self._kind.ran(self.plans)
-            self._rows, self._request, self._choice = 1, request.id, Choice(0, measures=True)
-            self._kind = self._trials[kind_of(request)]
-            self._kind.began(self.plans)
+            self._rows, self._choice = 1, Choice(0, measures=True)
+            self._begin_alone(request)
             if self.config.head:
                 self._wait_for_probe(max(self._soon, self._kind.wait // 16))  # it may differ from those before it
         self._choose_rate(request, room)
@@ -169,7 +201,7 @@ class Speculation:
         if (trials is self._known or not self.config.head) and not refreshes and not self._choice.measures:
             return  # nothing was learned since the last plan
         self._known = trials
-        if self._kind.credit < 0 and self._kind.affords(self.plans):
+        if not self._affords(request):
             self._choice = Choice(0)
             return
         if refreshes:
@@ -281,6 +313,14 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
+        if self._looks_up:
+            self._found = False
+            for request, proposed in zip(requests, output.proposed):
+                request.num_drafts = proposed
+                if proposed:
+                    self._found = True
+            if self._idle and self.plans % _IDLE and not output.accepted:
+                return
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
         wait = _IDLE if self._idle else 1 if self._choice.measures else _SELDOM
@@ -291,9 +331,6 @@ class Speculation:
                 self._calibrate(requests[index], work[index].drafts, len(more))
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
-        if self._looks_up:
-            for request, proposed in zip(requests, output.proposed):
-                request.num_drafts = proposed
 
     def _measure(self, work: Sequence[Work], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt."""
@@ -307,12 +344,18 @@ class Speculation:
         rows = len(work)
         if not self._model:
             self.count.costs.add(rows, verified / rows, seconds)
+            if verified and not self._choice.measures:
+                gained = sum(map(len, output.accepted.values())) / rows
+                self._kind.gained(1 + gained, self.count.steps(rows, verified / rows, verified / rows))
             return
-        if not fill:
+        # A program that did not run in the step before is not in the caches, so its duration is not typical.
+        cold = self.config.stops and ((verified and not self._verified) or (proposed and not self._proposed))
+        self._verified, self._proposed = verified, proposed
+        if not fill and not cold:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
         if rows == 1 and (verified or proposed or fill) and not self._choice.measures:
             steps = self.count.steps(1, verified, proposed)
-            if fill and (plain := self.count.costs.seconds(1, 0)):
+            if (fill or cold) and (plain := self.count.costs.seconds(1, 0)):
                 steps = seconds / plain
             self._kind.gained(1 + sum(map(len, output.accepted.values())), steps)
 
