@@ -159,6 +159,18 @@ def test_actors_sample_the_tokens_of_processes(
             assert failed.value.code == "E119" and f"the actor of rank 1, process {pids[0]}" in failed.value.cause
 
 
+def test_an_actor_that_stops_is_noticed_and_ended(
+    artifact: Path, two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(two_nodes.variables, monkeypatch)
+    with opened(artifact, heartbeat_timeout=0.4) as llm:
+        (pid,) = running("ray::RankActor")
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(LlmcError, match="rank 1 sent no heartbeat") as failed:
+            tokens_of(llm)
+        assert failed.value.code == "E119" and ended([pid])
+
+
 def test_groups_of_two_engines_are_on_two_nodes_and_one_returns(
     artifact: Path, two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

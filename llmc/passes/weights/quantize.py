@@ -48,6 +48,7 @@ class Quantize(Pass):
         known = weight_only(g)
         products = [n for n in g.nodes if n.op.name in PRODUCTS and n.operands[1] in known]
         done: dict[tuple[Value, QFormat], Value] = {}
+        uneven: dict[Value, str] = {}  # weights that are not whole groups, and the reasons
         for n in products:
             recipe = head if n is products[-1] else body
             if recipe is None or not ctx.allows(n):
@@ -55,6 +56,8 @@ class Quantize(Pass):
             format = recipe.weight_format(n.operands[1].type.dtype)
             if why := _refuse(n, format):
                 ctx.miss("quantize", n, why)
+                if why == _uneven_groups(n.operands[1], format):
+                    uneven[n.operands[1]] = why
                 continue
             if not ctx.spend():
                 break
@@ -62,6 +65,8 @@ class Quantize(Pass):
             if (w, format) not in done:
                 done[w, format] = _quantized(g, n, w, format, ctx)
             g.set_operands(n, [n.operands[0], done[w, format], *n.operands[2:]])
+        for why, count in Counter(uneven.values()).items():
+            ctx.notes[f"{count} weights are not quantised: {why}; --group-size sets the size of groups"] = None
         return len(done) + (self._experts(g, known, body, ctx) if body else 0)
 
     def _experts(self, g: Graph, known: set[Value], recipe: Recipe, ctx: Ctx) -> int:
@@ -101,6 +106,11 @@ def _refuse_weight(w: Value, f: QFormat) -> str | None:
     """The reason why a weight [*stack, n, k] is not quantised, or None."""
     if w.type.format is not None:
         return f"its weight is quantised already ({w.type.format.name})"
+    return _uneven_groups(w, f)
+
+
+def _uneven_groups(w: Value, f: QFormat) -> str | None:
+    """The reason why the columns of a weight are not whole groups of one row, or None."""
     columns = w.type.shape[-1]
     if f.block[0] == 1 and f.block[1] and not columns.divisible(f.block[1]):
         return f"{columns} columns are not groups of {f.block[1]}"
