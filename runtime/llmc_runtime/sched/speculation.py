@@ -31,6 +31,7 @@ _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE = 16  # the same if prompt lookup finds no drafts
+_LIMIT, _LOOKUP_LIMIT = 32.0, 12.0  # of the credit for trials, in steps: with a draft model, and without one
 _PROMISING = 0.8  # rate of acceptance of a row whose drafts need no credit
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
@@ -95,10 +96,9 @@ class Speculation:
         self._slope, self._verification = 0.0, list[float]()  # costs of drafts in this period; empty: not computed yet
         self._request, self._known = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
         self._soon, self._late = (SOON, LATE) if config.head else (MODEL_SOON, MODEL_PROBE)
-        self._trials = TrialsByKind(lambda: self._soon)
+        self._trials = TrialsByKind(lambda: self._soon, _LIMIT if self._model else _LOOKUP_LIMIT)
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
-        self._verified = self._proposed = 0  # drafts of the last step that was measured
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
 
     def begin_idle(self) -> bool:
@@ -125,7 +125,7 @@ class Speculation:
             self._choose_single(running[0], room)
             return
         if not self._model:
-            self._idle = (self._looks_up and not any(r.num_drafts for r in running)) or not self._affords_found(running)
+            self._idle = (self._looks_up and not any(r.num_drafts for r in running)) or not self._affords(running)
             if self._idle:
                 return
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
@@ -141,29 +141,18 @@ class Speculation:
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
 
-    def _affords(self, request: Request | None) -> bool:
-        """Whether drafts have not cost too much lately, or those of the only row were accepted just now."""
-        if self._kind.credit >= 0:
+    def _affords(self, running: Sequence[Request]) -> bool:
+        """Whether drafts that no draft model makes have not cost too much lately, or are accepted just now."""
+        alone = running[0] if len(running) == 1 else None
+        kind, name = self._trials[SEVERAL if alone is None else kind_of(alone)], "" if alone is None else alone.id
+        if kind is not self._kind or name != self._request:
+            kind.began(self.plans)
+            if alone is not None and name != self._request:
+                kind.admit(alone.limit - len(alone.tokens))
+            self._kind, self._request = kind, name
+        if kind.credit >= 0 or not kind.affords(self.plans):
             return True
-        weight, accepted = (0.0, 0.0) if request is None else request.draft_trials
-        return 0 < weight * _PROMISING <= accepted or not self._kind.affords(self.plans)
-
-    def _affords_found(self, running: Sequence[Request]) -> bool:
-        """Whether drafts that no draft model makes can be afforded in this plan."""
-        if len(running) == 1:
-            if running[0].id != self._request:
-                self._begin_alone(running[0])
-            return self._affords(running[0])
-        if self._kind is not self._trials[SEVERAL]:
-            self._request, self._kind = "", self._trials[SEVERAL]
-            self._kind.began(self.plans, 0)
-        return self._affords(None)
-
-    def _begin_alone(self, request: Request) -> None:
-        """Let the drafts of a request that runs alone from this plan on count as those of its kind."""
-        self._kind = self._trials[kind_of(request)]
-        self._kind.began(self.plans, 0 if request.id == self._request else request.limit - len(request.tokens))
-        self._request = request.id
+        return alone is not None and 0 < alone.draft_trials[0] * _PROMISING <= alone.draft_trials[1]
 
     def _next_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of a draft model."""
@@ -174,8 +163,9 @@ class Speculation:
         if self._rows != 1 or request.id != self._request:
             if self._rows == 1:
                 self._kind.ran(self.plans)
-            self._rows, self._choice = 1, Choice(0, measures=True)
-            self._begin_alone(request)
+            self._rows, self._request, self._choice = 1, request.id, Choice(0, measures=True)
+            self._kind = self._trials[kind_of(request)]
+            self._kind.began(self.plans)
             if self.config.head:
                 self._wait_for_probe(max(self._soon, self._kind.wait // 16))  # it may differ from those before it
         self._choose_rate(request, room)
@@ -201,7 +191,7 @@ class Speculation:
         if (trials is self._known or not self.config.head) and not refreshes and not self._choice.measures:
             return  # nothing was learned since the last plan
         self._known = trials
-        if not self._affords(request):
+        if self._kind.credit < 0 and self._kind.affords(self.plans):
             self._choice = Choice(0)
             return
         if refreshes:
@@ -348,14 +338,11 @@ class Speculation:
                 gained = sum(map(len, output.accepted.values())) / rows
                 self._kind.gained(1 + gained, self.count.steps(rows, verified / rows, verified / rows))
             return
-        # A program that did not run in the step before is not in the caches, so its duration is not typical.
-        cold = self.config.stops and ((verified and not self._verified) or (proposed and not self._proposed))
-        self._verified, self._proposed = verified, proposed
-        if not fill and not cold:
+        if not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
         if rows == 1 and (verified or proposed or fill) and not self._choice.measures:
             steps = self.count.steps(1, verified, proposed)
-            if (fill or cold) and (plain := self.count.costs.seconds(1, 0)):
+            if fill and (plain := self.count.costs.seconds(1, 0)):
                 steps = seconds / plain
             self._kind.gained(1 + sum(map(len, output.accepted.values())), steps)
 
