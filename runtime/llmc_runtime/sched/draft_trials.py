@@ -2,8 +2,7 @@
 
 The unit is the duration of a step that decodes one row without drafts. A step with drafts gains its tokens less its
 duration. Trials are paid from a credit, to which every plan adds _SHARE: drafts thus cost at most this share of the
-decoding time, and the initial credit once. Gains add to it up to the limit. Without a draft model, a new request has a
-small credit in any case, because a text that is easy to predict may follow one that is not.
+decoding time, and the initial credit once. Gains add to it up to the limit.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
 _SHARE = 0.005  # of the decoding time that trials may cost
-_CREDIT = 6.0  # initial credit
-_FRESH, _FRESH_SHARE = 2.5, 0.01  # credit of a new request: at most, and per token that it may generate
+_CREDIT, _LIMIT = 6.0, 32.0  # initial credit, and its limit
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _TRIAL = 1.0  # what a trial is expected to cost
-SEVERAL = -2  # the kind of several requests that run together
 _WORST = 4.0  # maximum loss of a step that counts; a longer one was interrupted
 
 
@@ -36,12 +33,11 @@ def kind_of(request: Request) -> int:
 class Trials:
     """What is known of requests of one kind, over all of them.
 
-    trials, accepted: drafts verified lately, and accepted. wait: plans from the last trial to the next. credit, and its
-    limit: see above. chances: how often drafts are accepted by their probabilities.
+    trials, accepted: drafts verified lately, and accepted. wait: plans from the last trial to the next. credit: see
+    above. chances: how often drafts are accepted by their probabilities.
     """
 
     wait: int
-    limit: float
     trials: float = 0.0
     accepted: float = 0.0
     credit: float = _CREDIT
@@ -59,7 +55,7 @@ class Trials:
 
     def ran(self, plan: int) -> None:
         """Add to the credit what the plans up to this one, after the last call, are worth."""
-        self.credit = min(self.limit, self.credit + _SHARE * (plan - self._paid))
+        self.credit = min(_LIMIT, self.credit + _SHARE * (plan - self._paid))
         self._paid = plan
 
     def affords(self, plan: int) -> int:
@@ -67,26 +63,22 @@ class Trials:
         self.ran(plan)
         return max(0, ceil((_TRIAL - self.credit) / _SHARE))
 
-    def gained(self, tokens: float, steps: float) -> None:
-        """Record a step with drafts that gave `tokens` tokens a row and took as long as `steps` steps without."""
-        self.credit = min(self.limit, self.credit + max(-_WORST, tokens - steps))
+    def gained(self, tokens: int, steps: float) -> None:
+        """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""
+        self.credit = min(_LIMIT, self.credit + max(-_WORST, tokens - steps))
 
     def began(self, plan: int) -> None:
         """Begin to count plans: a request of this kind runs alone from this plan on."""
         self._paid = plan
 
-    def admit(self, tokens: int) -> None:
-        """Ensure that a new request that generates up to `tokens` tokens has a credit."""
-        self.credit = max(self.credit, min(_FRESH, _FRESH_SHARE * tokens))
-
 
 class TrialsByKind(dict[int, Trials]):
-    """The trials of each kind of request; those of a new kind wait for `first()` plans. limit: see Trials."""
+    """The trials of each kind of request; those of a new kind wait for `first()` plans."""
 
-    def __init__(self, first: Callable[[], int], limit: float) -> None:
+    def __init__(self, first: Callable[[], int]) -> None:
         super().__init__()
-        self._first, self._limit = first, limit
+        self._first = first
 
     def __missing__(self, kind: int) -> Trials:
-        made = self[kind] = Trials(self._first(), self._limit)
+        made = self[kind] = Trials(self._first())
         return made

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
-from llmc_runtime.sched.draft_trials import SEVERAL, Trials, TrialsByKind, kind_of
+from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -31,8 +31,6 @@ _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE = 16  # the same if prompt lookup finds no drafts
-_LIMIT, _LOOKUP_LIMIT = 32.0, 12.0  # of the credit for trials, in steps: with a draft model, and without one
-_PROMISING = 0.8  # rate of acceptance of a row whose drafts need no credit
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -84,7 +82,7 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._idle = self._looks_up  # no row has drafts in this plan, or they cannot be afforded
+        self._idle = self._looks_up  # prompt lookup has found nothing for any row of this plan
         self._found = False  # prompt lookup has found drafts for a row of the last step
         self._again = _AGAIN  # the plan at which costs are measured again
         self._model, self._memory = config.max_rows > 0, _MEMORY
@@ -96,7 +94,7 @@ class Speculation:
         self._slope, self._verification = 0.0, list[float]()  # costs of drafts in this period; empty: not computed yet
         self._request, self._known = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
         self._soon, self._late = (SOON, LATE) if config.head else (MODEL_SOON, MODEL_PROBE)
-        self._trials = TrialsByKind(lambda: self._soon, _LIMIT if self._model else _LOOKUP_LIMIT)
+        self._trials = TrialsByKind(lambda: self._soon)
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
@@ -121,13 +119,13 @@ class Speculation:
         self._probes = self._wake = 0
         if self.plans % _REFRESH == 0 or rows != self._rows:
             self._slope, self._verification = 0.0, []
+        if self._looks_up:
+            self._idle = not any(request.num_drafts for request in running)
+            if self._idle:
+                return
         if rows == 1 and self._model:
             self._choose_single(running[0], room)
             return
-        if not self._model:
-            self._idle = (self._looks_up and not any(r.num_drafts for r in running)) or not self._affords(running)
-            if self._idle:
-                return
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
@@ -140,19 +138,6 @@ class Speculation:
                 self._next_probe(MODEL_PROBE)
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
-
-    def _affords(self, running: Sequence[Request]) -> bool:
-        """Whether drafts that no draft model makes have not cost too much lately, or are accepted just now."""
-        alone = running[0] if len(running) == 1 else None
-        kind, name = self._trials[SEVERAL if alone is None else kind_of(alone)], "" if alone is None else alone.id
-        if kind is not self._kind or name != self._request:
-            kind.began(self.plans)
-            if alone is not None and name != self._request:
-                kind.admit(alone.limit - len(alone.tokens))
-            self._kind, self._request = kind, name
-        if kind.credit >= 0 or not kind.affords(self.plans):
-            return True
-        return alone is not None and 0 < alone.draft_trials[0] * _PROMISING <= alone.draft_trials[1]
 
     def _next_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of a draft model."""
@@ -334,9 +319,6 @@ class Speculation:
         rows = len(work)
         if not self._model:
             self.count.costs.add(rows, verified / rows, seconds)
-            if verified and not self._choice.measures:
-                gained = sum(map(len, output.accepted.values())) / rows
-                self._kind.gained(1 + gained, self.count.steps(rows, verified / rows, verified / rows))
             return
         if not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
