@@ -33,9 +33,7 @@ FLOOR = 0.25  # weight of a draft whose predecessors were rejected, with --reach
 BEGIN = 16  # positions of a sequence that reports leave out
 
 
-def loss_of(
-    head: Head, model: Llama, ids: Tensor, hard: Tensor, reached: bool
-) -> tuple[Tensor, list[Tensor]]:
+def loss_of(head: Head, model: Llama, ids: Tensor, hard: Tensor, reached: bool) -> tuple[Tensor, list[Tensor]]:
     """The loss of all passes, and where each pass's most likely id is the model's, bool[batch, length - 1].
 
     hard: the weight of the model's most likely token in the targets of each sequence, f32[batch]; that of its
@@ -81,7 +79,8 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate
         self.picked = torch.zeros(args.batch, dtype=torch.long, device=device)
-        self.new_share, self.loss = (torch.zeros((), device=device) for _ in range(2))  # of the last weights in the mean
+        self.new_share = torch.zeros((), device=device)  # of the last weights in the mean
+        self.loss = torch.zeros((), device=device)
         self.count, self._update = 0, captured(self._eager) if device.type == "cuda" else self._eager
 
     def step(self, picked: Tensor, factor: float) -> None:
@@ -147,7 +146,8 @@ def score(right: list[Tensor]) -> str:
     if not length:
         return "none"
     chain = torch.stack([x[:, n : n + length] for n, x in enumerate(right)]).float().cumprod(0)
-    return f"{' '.join(f'{float(x.float().mean()):.4f}' for x in right)} tokens a step {float(1 + chain.mean((1, 2)).sum()):.4f}"
+    shares = " ".join(f"{float(x.float().mean()):.4f}" for x in right)
+    return f"{shares} tokens a step {float(1 + chain.mean((1, 2)).sum()):.4f}"
 
 
 def fit(trainer: Trainer, args: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from llmc_runtime.sched.speculation import (
 from llmc_runtime.sched.step import StepOutput, Work
 
 DRAFT, HEAD = SpeculationConfig(4, max_rows=4), SpeculationConfig(4, max_rows=4, head="eagle")
+LOOKUP = SpeculationConfig(4, min_ngram=3, max_ngram=5)
 SECONDS = (1.0, 1.35, 1.7, 2.1, 2.5)  # of a step by its drafts: the demonstration model and its head, relative
 
 
@@ -97,6 +98,43 @@ def test_what_trials_cost(config: SpeculationConfig, length: int) -> None:
         driver.behind = 0
     print(f"{tokens} tokens, {seconds - tokens:.1f} steps lost")
     assert 1.0 < seconds - tokens < 0.01 * tokens + 12
+
+
+@pytest.mark.parametrize("lures", [0, 2, 5])
+def test_what_drafts_of_prompt_lookup_cost(lures: int) -> None:
+    """Drafts are found for every step and rejected, but for `lures` accepted ones in a row from time to time."""
+    draw, counters = random.Random(SEED + lures), Counters()
+    policy, seconds, tokens = Speculation(LOOKUP), 0.0, 0
+    counters.drafted_at_most(4)
+    for number in range(60):
+        request, made = Request(f"r{number}", [1], SamplingParams(temperature=1.0, max_tokens=256)), 0
+        request.limit, lured = 257, 0
+        while made < 255:
+            if not policy.begin_idle():
+                policy.begin([request], 100)
+            drafts = policy.drafts(request, 4) if request.num_drafts and policy.wants else 0
+            lured = lures if not lured and draw.random() < 0.02 else lured
+            accepted, lured = (drafts, lured - bool(drafts)) if lured else (0, 0)
+            work = Work(0, 1 + drafts, True, drafts=drafts)
+            output = StepOutput([5], [None], accepted={0: [(5, None)] * accepted} if drafts else {}, proposed=[4])
+            policy.learn([work], [request], output, SECONDS[drafts], counters)
+            seconds, made = seconds + SECONDS[drafts], made + 1 + accepted
+        tokens += made
+    drafts = counters.spec_decode_num_draft_tokens
+    print(f"{SEED = } {tokens} tokens, {seconds - tokens:.1f} steps lost, {drafts} drafts")
+    assert drafts > 50
+    assert seconds - tokens < 0.02 * tokens + 18  # 12 of these are spent to measure what verification costs
+
+
+def test_prompt_lookup_without_drafts_is_idle() -> None:
+    """A plan for which nothing was found is a plain one, and the next one with drafts is not."""
+    policy, request = Speculation(LOOKUP), Request("r", [1], SamplingParams())
+    for proposed, idle in ((0, True), (0, True), (3, False), (0, True), (1, False)):
+        policy.learn([request.decode], [request], StepOutput([5], [None], proposed=[proposed]), 1.0, Counters())
+        assert policy.begin_idle() is idle and request.num_drafts == proposed
+        if not idle:
+            policy.begin([request], 100)
+        assert not (idle and policy.wants)
 
 
 def test_kinds_of_requests_are_told_apart() -> None:

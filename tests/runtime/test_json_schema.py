@@ -137,3 +137,12 @@ def test_options_with_a_discriminator() -> None:
     assert json.dumps(schema) == before
     with pytest.raises(Refused, match="options of oneOf that do not exclude each other; use anyOf"):
         accepts({name: value for name, value in schema.items() if name != "discriminator"}, {})
+
+
+@pytest.mark.parametrize("kind", ["json", "json_object"])
+def test_white_space_between_parts_has_a_limit(kind: str) -> None:
+    """Up to 32 characters, without options: a model could continue more up to the end of its budget."""
+    text = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}}) if kind == "json" else ""
+    for spaces, allowed in ((0, True), (32, True), (33, False), (1000, False)):
+        matcher = compile_matcher(llguidance, BYTES, Definition(kind, text, False, False, None))
+        assert matcher.consume_tokens(list(b"{" + b" \n" * (spaces // 2) + b" " * (spaces % 2) + b'"a":')) is allowed

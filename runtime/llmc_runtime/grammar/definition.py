@@ -11,6 +11,7 @@ from llmc_runtime.grammar.structural_tag import structural_rules, vocabulary_mar
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
 _EXCLUDE = "options of oneOf that do not exclude each other; use anyOf"
+_WHITESPACE = r"[ \n\r\t]{0,32}"  # a model may never end white space that has no limit
 
 
 class Refused(Exception):
@@ -36,8 +37,11 @@ class Definition(NamedTuple):
     def json_options(self) -> dict[str, Any]:
         """llguidance's options for JSON."""
         options: dict[str, Any] = {"whitespace_flexible": not self.disable_any_whitespace}
-        if self.whitespace_pattern is not None:
-            options["whitespace_pattern"] = self.whitespace_pattern
+        pattern = self.whitespace_pattern
+        if pattern is None and not self.disable_any_whitespace:
+            pattern = _WHITESPACE
+        if pattern is not None:
+            options["whitespace_pattern"] = pattern
         return options
 
     def encode(self) -> bytes:

@@ -1,10 +1,8 @@
 """What drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
 
 The unit is the duration of a step that decodes one row without drafts. A step with drafts gains its tokens less its
-duration. Drafts are paid from a credit, to which every plan adds _SHARE, and gains add up to a limit. The limit bounds
-what a text that is hard to predict loses after an easy one. Each request begins with a small credit, or an easy text
-after a hard one would not be tried. Drafts thus cost at most _SHARE and _FRESH_SHARE of the decoding time, and the
-initial credit once.
+duration. Trials are paid from a credit, to which every plan adds _SHARE: drafts thus cost at most this share of the
+decoding time, and the initial credit once. Gains add to it up to the limit.
 """
 
 from __future__ import annotations
@@ -17,11 +15,9 @@ from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
 _SHARE = 0.005  # of the decoding time that trials may cost
-_CREDIT, _LIMIT = 6.0, 12.0  # initial credit, and its limit
-_FRESH, _FRESH_SHARE = 2.5, 0.01  # minimum credit of a new request: at most, and per token that it may generate
+_CREDIT, _LIMIT = 6.0, 32.0  # initial credit, and its limit
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _TRIAL = 1.0  # what a trial is expected to cost
-SEVERAL = -2  # the kind of several requests that run together
 _WORST = 4.0  # maximum loss of a step that counts; a longer one was interrupted
 
 
@@ -67,14 +63,13 @@ class Trials:
         self.ran(plan)
         return max(0, ceil((_TRIAL - self.credit) / _SHARE))
 
-    def gained(self, tokens: float, steps: float) -> None:
-        """Record a step with drafts that gave `tokens` tokens a row and took as long as `steps` steps without."""
+    def gained(self, tokens: int, steps: float) -> None:
+        """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""
         self.credit = min(_LIMIT, self.credit + max(-_WORST, tokens - steps))
 
-    def began(self, plan: int, tokens: int) -> None:
-        """Begin to count plans: from this plan on, a request runs alone that may generate `tokens` tokens."""
+    def began(self, plan: int) -> None:
+        """Begin to count plans: a request of this kind runs alone from this plan on."""
         self._paid = plan
-        self.credit = max(self.credit, min(_FRESH, _FRESH_SHARE * tokens))
 
 
 class TrialsByKind(dict[int, Trials]):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
-from llmc_runtime.sched.draft_trials import SEVERAL, Trials, TrialsByKind, kind_of
+from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -31,7 +31,6 @@ _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE = 16  # the same if prompt lookup finds no drafts
-_PROMISING = 0.8  # rate of acceptance of a row whose drafts need no credit
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -83,7 +82,7 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._idle = self._looks_up  # no row has drafts in this plan, or they cannot be afforded
+        self._idle = self._looks_up  # prompt lookup has found nothing for any row of this plan
         self._found = False  # prompt lookup has found drafts for a row of the last step
         self._again = _AGAIN  # the plan at which costs are measured again
         self._model, self._memory = config.max_rows > 0, _MEMORY
@@ -98,7 +97,6 @@ class Speculation:
         self._trials = TrialsByKind(lambda: self._soon)
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
-        self._verified = self._proposed = 0  # drafts of the last step that was measured
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
 
     def begin_idle(self) -> bool:
@@ -121,13 +119,13 @@ class Speculation:
         self._probes = self._wake = 0
         if self.plans % _REFRESH == 0 or rows != self._rows:
             self._slope, self._verification = 0.0, []
+        if self._looks_up:
+            self._idle = not any(request.num_drafts for request in running)
+            if self._idle:
+                return
         if rows == 1 and self._model:
             self._choose_single(running[0], room)
             return
-        if not self._model:
-            self._idle = (self._looks_up and not any(r.num_drafts for r in running)) or not self._affords_found(running)
-            if self._idle:
-                return
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
@@ -141,30 +139,6 @@ class Speculation:
         elif self.plans % PROBE < (DEPTH if self.config.host else 1):
             self._probes = max(1, rows // PROBED)
 
-    def _affords(self, request: Request | None) -> bool:
-        """Whether drafts have not cost too much lately, or those of the only row were accepted just now."""
-        if self._kind.credit >= 0:
-            return True
-        weight, accepted = (0.0, 0.0) if request is None else request.draft_trials
-        return 0 < weight * _PROMISING <= accepted or not self._kind.affords(self.plans)
-
-    def _affords_found(self, running: Sequence[Request]) -> bool:
-        """Whether drafts that no draft model makes can be afforded in this plan."""
-        if len(running) == 1:
-            if running[0].id != self._request:
-                self._begin_alone(running[0])
-            return self._affords(running[0])
-        if self._kind is not self._trials[SEVERAL]:
-            self._request, self._kind = "", self._trials[SEVERAL]
-            self._kind.began(self.plans, 0)
-        return self._affords(None)
-
-    def _begin_alone(self, request: Request) -> None:
-        """Let the drafts of a request that runs alone from this plan on count as those of its kind."""
-        self._kind = self._trials[kind_of(request)]
-        self._kind.began(self.plans, 0 if request.id == self._request else request.limit - len(request.tokens))
-        self._request = request.id
-
     def _next_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of a draft model."""
         self._probe = self.plans + wait
@@ -174,8 +148,9 @@ class Speculation:
         if self._rows != 1 or request.id != self._request:
             if self._rows == 1:
                 self._kind.ran(self.plans)
-            self._rows, self._choice = 1, Choice(0, measures=True)
-            self._begin_alone(request)
+            self._rows, self._request, self._choice = 1, request.id, Choice(0, measures=True)
+            self._kind = self._trials[kind_of(request)]
+            self._kind.began(self.plans)
             if self.config.head:
                 self._wait_for_probe(max(self._soon, self._kind.wait // 16))  # it may differ from those before it
         self._choose_rate(request, room)
@@ -201,7 +176,7 @@ class Speculation:
         if (trials is self._known or not self.config.head) and not refreshes and not self._choice.measures:
             return  # nothing was learned since the last plan
         self._known = trials
-        if not self._affords(request):
+        if self._kind.credit < 0 and self._kind.affords(self.plans):
             self._choice = Choice(0)
             return
         if refreshes:
@@ -344,18 +319,12 @@ class Speculation:
         rows = len(work)
         if not self._model:
             self.count.costs.add(rows, verified / rows, seconds)
-            if verified and not self._choice.measures:
-                gained = sum(map(len, output.accepted.values())) / rows
-                self._kind.gained(1 + gained, self.count.steps(rows, verified / rows, verified / rows))
             return
-        # A program that did not run in the step before is not in the caches, so its duration is not typical.
-        cold = self.config.stops and ((verified and not self._verified) or (proposed and not self._proposed))
-        self._verified, self._proposed = verified, proposed
-        if not fill and not cold:
+        if not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
         if rows == 1 and (verified or proposed or fill) and not self._choice.measures:
             steps = self.count.steps(1, verified, proposed)
-            if (fill or cold) and (plain := self.count.costs.seconds(1, 0)):
+            if fill and (plain := self.count.costs.seconds(1, 0)):
                 steps = seconds / plain
             self._kind.gained(1 + sum(map(len, output.accepted.values())), steps)
 
