@@ -37,10 +37,10 @@ def test_bias_by_distance_of_drawn_steps(_: int) -> None:
     run_case(step.case(ALIBI_ATTENTION, rng, int(rng.integers(8))))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "heads", "dtype", "at"),
-    [([3, 140], (4, 1, 16, 24), "bf16", 1), ([70, 2, 30], (3, 3, 40, 40), "f32", 0)],
-)
+PROMPTS = ([3, 140], (4, 1, 16, 24), "bf16", 1), ([70, 2, 30], (3, 3, 40, 40), "f32", 0)
+
+
+@pytest.mark.parametrize(("lengths", "heads", "dtype", "at"), PROMPTS)
 def test_prompts(lengths: list[int], heads: tuple[int, int, int, int], dtype: str, at: int) -> None:
     run_case(prompt(fresh(), lengths, heads, dtype, True, at, kernel=PACKED_ALIBI_ATTENTION))
 

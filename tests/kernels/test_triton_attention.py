@@ -14,7 +14,6 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
-from llmc.codegen.backends.triton.alibi_attention import PACKED_ALIBI_ATTENTION
 from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
 from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
@@ -58,7 +57,7 @@ class Paged:
     attrs: dict[str, Any] = field(default_factory=dict)
     behind: int = 0  # tokens behind the last row
     dynamic: bool = True
-    alibi: bool = False  # without sinks and attributes
+    alibi: bool = False
 
     def inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Slots that no row has filled are NaN, and pages that no row needs are -1."""
@@ -83,7 +82,7 @@ class Paged:
         q = rng.standard_normal((len(positions), h, d)).astype(np.float32)
         scales = [rng.uniform(0.5, 2, 2 * g).astype(np.float32)] if self.pool in FLOAT8 else []
         last = 2 * rng.standard_normal(h) if self.sinks else 2.0 ** rng.uniform(-8, 0, h)
-        extra = [last.astype(np.float32)] if self.sinks or self.alibi else []
+        extra = [last.astype(np.float32)] * (self.sinks or self.alibi)
         return [q, kv, table, rows, starts, positions, *scales, *extra]
 
     def case(
@@ -254,7 +253,7 @@ def prompt(
         graph.input(
             f"x{len(graph.inputs)}",
             Type(
-                "i64" if x is pos else "f32" if kernel is PACKED_ALIBI_ATTENTION and x.ndim == 1 else dtype,
+                "i64" if x is pos else "f32" if kernel is not PACKED_ATTENTION and x.ndim == 1 else dtype,
                 (D("T") if x.ndim > 1 or x is pos else D(len(x)), *map(D, x.shape[1:])),
             ),
         )

@@ -168,8 +168,8 @@ def test_positions(tmp_path: Path) -> None:
 
 
 def case_config(name: str, folder: Path, **kw: Any) -> Path:
-    entries = {"model_type": BY_NAME[name].model_type, **BY_NAME[name].config, **kw}
-    (folder / "config.json").write_text(json.dumps(entries))
+    case = BY_NAME[name]
+    (folder / "config.json").write_text(json.dumps({"model_type": case.model_type, **case.config, **kw}))
     return folder
 
 
@@ -180,8 +180,7 @@ def test_positions_of_other_families(tmp_path: Path) -> None:
     for name, why in (("llama4_text", "chunk"), ("deepseek_v32", "index_topk")):
         folder = case_config(name, tmp_path)
         fails("E305", why, "64", "65", do=lambda folder=folder: trace(folder, max_positions=65))
-    traced = trace(folder)
-    assert traced.facts.max_positions == 64 and any("index_topk" in note for note in notes_of(traced))
+    assert trace(folder).facts.max_positions == 64 and any("index_topk" in x for x in notes_of(trace(folder)))
     assert trace(case_config("bloom", tmp_path, seq_length=128)).facts.max_positions == 128
 
 
