@@ -15,7 +15,6 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
-from llmc.codegen.backends.triton.alibi_attention import ALIBI_ATTENTION, PACKED_ALIBI_ATTENTION
 from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
 from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
@@ -59,7 +58,7 @@ class Paged:
     attrs: dict[str, Any] = field(default_factory=dict)
     behind: int = 0  # tokens behind the last row
     dynamic: bool = True
-    alibi: bool = False  # without sinks and attributes
+    alibi: bool = False
 
     def inputs(self, rng: np.random.Generator) -> list[np.ndarray]:
         """Slots that no row has filled are NaN, and pages that no row needs are -1."""
@@ -83,9 +82,8 @@ class Paged:
         rows[[s is None for s in self.spans]] = -1
         q = rng.standard_normal((len(positions), h, d)).astype(np.float32)
         scales = [rng.uniform(0.5, 2, 2 * g).astype(np.float32)] if self.pool in FLOAT8 else []
-        extra = [2 * rng.standard_normal(h).astype(np.float32)] if self.sinks else []
-        if self.alibi:
-            extra = [2.0 ** rng.uniform(-8, 0, h).astype(np.float32)]
+        last = 2 * rng.standard_normal(h) if self.sinks else 2.0 ** rng.uniform(-8, 0, h)
+        extra = [last.astype(np.float32)] * (self.sinks or self.alibi)
         return [q, kv, table, rows, starts, positions, *scales, *extra]
 
     def case(
@@ -153,15 +151,6 @@ def drawn(rng: np.random.Generator, one: bool, codes: bool = True) -> Paged:
     return Paged(shape, spans, page, dtype, pool, bool(rng.random() < 0.4), attrs, behind, bool(rng.random() < 0.7))
 
 
-ALIBI = (
-    Paged((8, 8, 80), [(1, 40), (35, 35), (1, 1), (20, 70), None, (1, 129)], dtype="bf16", behind=3, alibi=True),
-    Paged((6, 2, 40), [None, (33, 33), (17, 80)], page=4, alibi=True),
-    Paged((71, 1, 64), [(3, 20), (1, 5)], dtype="f16", alibi=True),
-    Paged((8, 2, 128), [(1, 40), (20, 70), None], dtype="bf16", pool=F8, behind=2, alibi=True),
-    Paged((4, 4, 64), [(1, 200), (1, 3)], dtype="bf16", alibi=True, dynamic=False),
-)
-
-
 def fresh() -> np.random.Generator:
     """The generator of the test that runs now."""
     return np.random.default_rng(of_test())
@@ -205,20 +194,6 @@ def test_mixtures_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> Non
     case = MIXED[i].case(PREFILL_ATTENTION, fresh(), i, on=DETERMINISTIC)
     assert "PART=64" in case.kernel.emit(case.node, case.schedule, DETERMINISTIC).text
     run_case(case, DETERMINISTIC)
-
-
-@pytest.mark.parametrize("i", range(len(ALIBI)))
-def test_bias_by_distance(i: int) -> None:
-    rng = fresh()
-    for schedule in range(3):
-        run_case(ALIBI[i].case(ALIBI_ATTENTION, rng, schedule))
-
-
-@pytest.mark.parametrize("_", range(3))
-def test_bias_by_distance_of_drawn_steps(_: int) -> None:
-    rng = fresh()
-    step = replace(drawn(rng, bool(rng.integers(2))), sinks=False, attrs={}, alibi=True)
-    run_case(step.case(ALIBI_ATTENTION, rng, int(rng.integers(8))))
 
 
 @pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
@@ -268,22 +243,18 @@ def prompt(
     kernel: TritonKernel = PACKED_ATTENTION,
     **attrs: Any,
 ) -> Case:
-    """Packed prompts of the lengths, some of which begin at a position other than 0. heads: h, g, d, e.
-
-    sinks: one number per head is the last operand; for PACKED_ALIBI_ATTENTION, it is the slope.
-    """
+    """Packed prompts, some of which begin at a position other than 0. heads: h, g, d, e. sinks: slopes for ALiBi."""
     h, g, d, e = heads
     pos = np.concatenate([np.arange(n) + rng.integers(0, 3) * 7 for n in lengths])
     t = len(pos)
     arrays = [rng.standard_normal(s).astype(np.float32) for s in ((t, h, d), (t, g, d), (t, g, e))]
     arrays = [*arrays, pos, *([rng.standard_normal(h).astype(np.float32)] if sinks else [])]
-    slopes = kernel is PACKED_ALIBI_ATTENTION
     graph = Graph("main")
     for x in arrays:
         graph.input(
             f"x{len(graph.inputs)}",
             Type(
-                "i64" if x is pos else "f32" if slopes and x.ndim == 1 else dtype,
+                "i64" if x is pos else "f32" if kernel is not PACKED_ATTENTION and x.ndim == 1 else dtype,
                 (D("T") if x.ndim > 1 or x is pos else D(len(x)), *map(D, x.shape[1:])),
             ),
         )
@@ -307,11 +278,9 @@ def prompts(rng: np.random.Generator, on: Target = INTERPRETED) -> Iterator[Case
     yield prompt(rng, [30, 31, 9], (3, 3, 72, 128), "f16", False, 2, on, causal=False)
     yield prompt(rng, [3, 140], (4, 1, 16, 16), "bf16", True, 1, on, window=10)
     yield prompt(rng, [20, 40], (2, 2, 16, 16), "f32", False, 1, on, window=10, causal=False)
-    yield prompt(rng, [3, 140], (4, 1, 16, 24), "bf16", True, 1, on, PACKED_ALIBI_ATTENTION)
-    yield prompt(rng, [70, 2, 30], (3, 3, 40, 40), "f32", True, 0, on, PACKED_ALIBI_ATTENTION)
 
 
-@pytest.mark.parametrize("i", range(7))
+@pytest.mark.parametrize("i", range(5))
 def test_prompts(i: int) -> None:
     rng = fresh()
     run_case(list(prompts(rng))[i])
@@ -399,9 +368,6 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
             yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
-    for p in ALIBI:
-        for schedule in range(6):
-            yield p.case(ALIBI_ATTENTION, rng, schedule, on=target)
     for i in range(24):
         yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
         yield drawn(rng, True).case(DECODE_ATTENTION, rng, i, i % 9, target)
@@ -421,8 +387,7 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
         drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
-        list(prompts(rng, target))[int(rng.integers(7))],
-        ALIBI[0].case(ALIBI_ATTENTION, rng, int(rng.integers(6)), on=target),
+        list(prompts(rng, target))[int(rng.integers(5))],
         list(combines(rng, target))[int(rng.integers(4))],
     ]
     own = replace(PINNED[-2], pool=float8(target) or F8)

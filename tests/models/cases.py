@@ -213,6 +213,9 @@ XGLM = {
     "vocab_size": 320, "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4,
     "max_position_embeddings": 256,
 }  # fmt: skip
+ARIA = SMALL | {"moe_num_experts": 4, "moe_topk": 2}
+ARIA_VISION = TINY_VISION["vision_config"] | {"model_type": "idefics3_vision"}
+CLIPPED = {"clip_qkv": 0.5, "softmax_scale": 0.2}
 MPT = {"vocab_size": 320, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}
 ROUTED = EXPERTS | {"num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 WINDOWED = SMALL | {"head_dim": 16, "sliding_window": 8}
@@ -349,30 +352,14 @@ FURTHER = (
         trace={"max_positions": 64},
     ),
     Case("xglm", "xglm", XGLM),
-    Case("aria_text", "aria_text", SMALL | {"head_dim": 16, "moe_num_experts": 4, "moe_topk": 2}),
-    Case(
-        "aria",
-        "aria",
-        {
-            "text_config": SMALL | {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2},
-            "vision_config": TINY_VISION["vision_config"] | {"model_type": "idefics3_vision"},
-        },
-    ),
+    Case("aria_text", "aria_text", ARIA | {"head_dim": 16}),
+    Case("aria", "aria", {"text_config": ARIA | {"model_type": "aria_text"}, "vision_config": ARIA_VISION}),
     *(Case(name, name, MLA | EXPERTS | MLA_EXPERTS | SPARSE) for name in ("deepseek_v32", "glm_moe_dsa", "axk2")),
     Case("bloom", "bloom", {"vocab_size": 320, "hidden_size": 60, "n_layer": 2, "n_head": 6}),
     Case("mpt", "mpt", MPT),
-    Case(
-        "mpt-clipped",
-        "mpt",
-        MPT | {"n_heads": 6, "d_model": 48, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.2}},
-    ),
+    Case("mpt-clipped", "mpt", MPT | {"n_heads": 6, "d_model": 48, "attn_config": CLIPPED}),
     Case("falcon-alibi", "falcon", FALCON | {"alibi": True, "multi_query": False}, attention="sdpa"),
-    Case(
-        "falcon-alibi-one-key",
-        "falcon",
-        FALCON | {"alibi": True, "multi_query": True, "parallel_attn": False},
-        attention="sdpa",
-    ),
+    Case("falcon-alibi-one-key", "falcon", FALCON | {"alibi": True, "parallel_attn": False}, attention="sdpa"),
     Case(
         "dbrx",
         "dbrx",

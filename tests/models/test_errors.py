@@ -140,9 +140,7 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_per_layer_is_no_count_of_layers(tmp_path: Path) -> None:
-    entries = next(c for c in UNLISTED if c.name == "gemma4_text").config | {"vocab_size_per_layer_input": 262144}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_text", **entries}))
-    weights = trace(tmp_path).weights
+    weights = trace(case_config("gemma4_text", tmp_path, vocab_size_per_layer_input=262144)).weights
     assert weights["model.embed_tokens_per_layer.weight"].type.shape[0] == 262144
 
 
@@ -167,26 +165,23 @@ def test_rope_type(entry: dict[str, Any], tmp_path: Path) -> None:
 def test_positions(tmp_path: Path) -> None:
     dynamic = config(tmp_path, **rope("dynamic", factor=4.0))
     fails("E306", "dynamic", "256", "512", do=lambda: trace(dynamic, max_positions=512))
-    (tmp_path / "gpt2").mkdir()
-    gpt2 = {"model_type": "gpt2", **BY_NAME["gpt2"].config}
-    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(gpt2))
-    fails("E305", "256", "300", do=lambda: trace(tmp_path / "gpt2", max_positions=300))
-    fails("E305", "1 token", "at least 2", do=lambda: trace(tmp_path / "gpt2", max_positions=1))
-    (tmp_path / "llama4").mkdir()
-    llama4 = {"model_type": "llama4_text", **SMALL, "head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 64}
-    (tmp_path / "llama4" / "config.json").write_text(json.dumps(llama4))
-    fails("E305", "chunk", "64", "65", do=lambda: trace(tmp_path / "llama4", max_positions=65))
-    assert trace(tmp_path / "llama4").facts.max_positions == 64
-    (tmp_path / "sparse").mkdir()
-    sparse = {"model_type": "deepseek_v32", **BY_NAME["deepseek_v32"].config}
-    (tmp_path / "sparse" / "config.json").write_text(json.dumps(sparse))
-    fails("E305", "index_topk", "64", "65", do=lambda: trace(tmp_path / "sparse", max_positions=65))
-    traced = trace(tmp_path / "sparse")
-    assert traced.facts.max_positions == 64 and any("index_topk" in note for note in notes_of(traced))
-    (tmp_path / "bloom").mkdir()
-    bloom = {"model_type": "bloom", **BY_NAME["bloom"].config, "seq_length": 128}
-    (tmp_path / "bloom" / "config.json").write_text(json.dumps(bloom))
-    assert trace(tmp_path / "bloom").facts.max_positions == 128
+
+
+def case_config(name: str, folder: Path, **kw: Any) -> Path:
+    case = BY_NAME[name]
+    (folder / "config.json").write_text(json.dumps({"model_type": case.model_type, **case.config, **kw}))
+    return folder
+
+
+def test_positions_of_other_families(tmp_path: Path) -> None:
+    gpt2 = case_config("gpt2", tmp_path)
+    fails("E305", "256", "300", do=lambda: trace(gpt2, max_positions=300))
+    fails("E305", "1 token", "at least 2", do=lambda: trace(gpt2, max_positions=1))
+    for name, why in (("llama4_text", "chunk"), ("deepseek_v32", "index_topk")):
+        folder = case_config(name, tmp_path)
+        fails("E305", why, "64", "65", do=lambda folder=folder: trace(folder, max_positions=65))
+    assert trace(folder).facts.max_positions == 64 and any("index_topk" in x for x in notes_of(trace(folder)))
+    assert trace(case_config("bloom", tmp_path, seq_length=128)).facts.max_positions == 128
 
 
 VOCAB = {"vocab_size": 320}
