@@ -233,6 +233,7 @@ class Notes(Quiet):
     """Keeps the lines of the plan."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
 
     def note(self, text: str) -> None:
