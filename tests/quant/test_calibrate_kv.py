@@ -169,3 +169,13 @@ def test_compile_calibrates_by_head(quant: str, model: Path, tmp_path: Path) -> 
 def test_options_that_do_not_fit(scheme: str, given: MappingProxyType[str, Any], words: str) -> None:
     settings = Settings(scheme, **{"calibrate": Path("x"), "kv_cache_dtype": "fp8", **given})
     fails("E351", words, do=settings.recipe)
+
+
+def test_layers_with_another_name_of_the_cache(tmp_path: Path) -> None:
+    """GPT-NeoX's layers call it layer_past."""
+    folder = tmp_path / "model"
+    base("gpt_neox").save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    words(tmp_path)
+    out = made(folder, tmp_path / "out", "int8")
+    assert sum(name.endswith(("k_scale", "v_scale")) for name in load_file(out / "model.safetensors")) == 2

@@ -223,8 +223,32 @@ def test_unsuitable_input_is_refused(models: Callable[..., Path], tmp_path: Path
     run("E351", "regular expression", ignore=("re:(",), group_size=32)
     run("E352", "layers.0.mlp.down_proj.weight", "160", "--group-size 32")
     run("E352", "columns are not groups of 96", group_size=96)
+    pattern = "--ignore 're:.*\\.(down_proj)$'"
+    run("E352", "(5 weights have", "--group-size 32", pattern, model=models("qwen3_moe"), group_size=64)
     run("E350", "no linear modules", ignore=("re:.*",))
     run("E301", "does not exist", model=tmp_path / "nothing")
+
+
+class Notes(Quiet):
+    """Keeps the lines of the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_the_plan_names_what_stays_or_cannot_run_elsewhere(models: Callable[..., Path], tmp_path: Path) -> None:
+    """gpt-oss, too, whose attention has no fused implementation."""
+    notes = Notes()
+    quantize_model(models("gpt_oss"), tmp_path / "stacks", Settings("int8"), notes)
+    assert any("stacks of experts: 4 tensors" in line and "gate_up_proj" in line for line in notes.lines), notes.lines
+    with opened(tmp_path / "stacks") as checkpoint:
+        assert len(checkpoint.formats) == 8
+    quantize_model(models("llama"), tmp_path / "tiles", Settings("fp8-block"), notes := Notes())
+    assert any("no multiple of 128: 4 weights" in line for line in notes.lines), notes.lines
 
 
 def test_weights_that_are_not_finite_are_refused(models: Callable[..., Path], tmp_path: Path) -> None:

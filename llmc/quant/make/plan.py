@@ -185,7 +185,7 @@ def _check_groups(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> None
     The remedy is a size that fits all weights, or to leave out those of the module's name, if all of them do not fit.
     """
     group = recipe.block[1]
-    wrong = [name for name, (_, k) in shapes.items() if recipe.strategy == "group" and k % group]
+    wrong = sorted(name for name, (_, k) in shapes.items() if recipe.strategy == "group" and k % group)
     if not wrong:
         return
     n, k = shapes[wrong[0]]
