@@ -88,7 +88,7 @@ def test_a_draft_model_is_tried_seldom() -> None:
 @pytest.mark.parametrize("config", [HEAD, DRAFT])
 @pytest.mark.parametrize("length", [24, 300])
 def test_what_trials_cost(config: SpeculationConfig, length: int) -> None:
-    """For requests of any length, at most 1 % of the time, and once the cost of the first trials."""
+    """However short the requests are: at most 1 % of the time, and what the first trials may cost once."""
     driver, seconds, tokens = Driver(config), 0.0, 0
     for number in range(12_000 // length):
         request = Request(f"r{number}", [1], SamplingParams(temperature=0.7))
@@ -138,7 +138,7 @@ def test_prompt_lookup_without_drafts_is_idle() -> None:
 
 
 def test_kinds_of_requests_are_told_apart() -> None:
-    """The acceptance rate of greedy requests is not applied to sampled ones, and is kept meanwhile."""
+    """What greedy requests have taught is not applied to sampled ones, and is still known after them."""
     driver = Driver(HEAD)
     for number in range(4):
         greedy = Request(f"g{number}", [1], SamplingParams(temperature=0.0))
