@@ -9,8 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
-
 HEARTBEAT_TIMEOUT = 0.8  # seconds, by default
 TICK = 0.1  # seconds between two checks
 INTERVAL = 0.1  # seconds between two heartbeats of a rank
@@ -58,9 +56,9 @@ def is_runnable(pid: int) -> bool:
     return False
 
 
-def shared_counters(memory: int) -> np.ndarray:
+def shared_counters(memory: int) -> memoryview:
     """Return the heartbeats that each rank has sent, u32[n], in the memory with this file descriptor."""
-    return np.frombuffer(mmap.mmap(memory, SHARED_BYTES), np.uint32)
+    return memoryview(mmap.mmap(memory, SHARED_BYTES)).cast("I")
 
 
 class RankHeartbeats(threading.Thread):
@@ -72,5 +70,5 @@ class RankHeartbeats(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self._counters[self._rank] += 1
+            self._counters[self._rank] = (self._counters[self._rank] + 1) % 2**32
             time.sleep(INTERVAL)

@@ -1,5 +1,4 @@
-"""Attention in Triton compared with the reference: rows of any lengths, windows, caps, sinks, groups, head sizes,
-parts."""
+"""Attention in Triton compared with the reference: lengths, windows, caps, sinks, groups, head sizes, parts."""
 
 from __future__ import annotations
 

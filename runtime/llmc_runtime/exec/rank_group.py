@@ -208,14 +208,14 @@ class RankGroup:
         for p in self._processes:
             poller.register(p.link.socket, 0)  # its end is always reported
         counters, silences = shared_counters(self._memory.fileno()), [Silence() for _ in self._processes]
-        sent, last = counters.copy(), time.monotonic()
+        sent, last = counters.tolist(), time.monotonic()
         while not (ready := poller.poll(1000 * TICK)) and self._hung is None:
             now = time.monotonic()
             for p, silence in zip(self._processes, silences, strict=True):
                 if counters[p.rank] != sent[p.rank]:
                     silence.end()
                 self._check(p, silence.exceeded(now - last, p.pid, self._heartbeat_timeout))
-            sent, last = counters.copy(), now
+            sent, last = counters.tolist(), now
         if not any(fd == self._end for fd, _ in ready):
             cancel()
             os.eventfd_write(self.alarm, 1)
