@@ -182,7 +182,7 @@ ROUTES: tuple[Row, ...] = (
         "several; others are dropped", "a stored response, or {items_listed} items, sent in parts",
         "429 or 503 if open responses have too many bytes", ("server.stored_responses", "server.responses_routes",
         "server.operations.admission", "server.http.replies")),
-    Row(("POST /tokenize", "POST /detokenize", "POST /v1/messages/count_tokens"),
+    Row(("POST /tokenize", "POST /detokenize", "POST /v1/messages/count_tokens", "POST /v1/responses/input_tokens"),
         "{listed} tokens, or as many as the context has; over {small_body} in a text process",
         _BODY, "an id, and a text, for each token, sent in parts",
         "{texts} at a time of one key, then 503; keys take turns; 429 or 503 if open responses have too many bytes",
