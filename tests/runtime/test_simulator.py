@@ -24,6 +24,11 @@ def test_a_sample_under_a_fresh_seed() -> None:
     print(f"python -m tests.runtime.simulator --seed {seed} --steps 20000")
     total = simulate(seed, 20_000)
     assert total["preemptions"] and total["hits"] and total["ended by abort"] and total["ended by stop"], total
+
+
+def test_a_sample_covers_every_kind_of_event() -> None:
+    """Under one seed, as a sample without one kind of event is possible under another."""
+    total = simulate(1, 12_000)
     assert total["guided"] and total["scored"] and total["shared"] and total["ended by error"], total
     assert total["accepted"] and total["accepted"] < total["drafts"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"

@@ -129,6 +129,16 @@ class LiveRequests:
         request.status, request.queued = Status.PREEMPTED, now
         self.waiting.add(request)
 
+    def _drop_in_flight(self, now: float) -> None:
+        """Forget the steps in flight, and let their running requests wait again, and those behind them in line."""
+        dropped = [request for _, planned in self._in_flight for request in planned]
+        self._in_flight.clear()
+        for request in dropped:
+            request.num_masked = None
+        first = min((request.key for request in dropped if request.status is Status.RUNNING), default=None)
+        while first is not None and self.running and self.running[-1].key >= first:
+            self._preempt(self.running[-1], now)
+
     def _share_rows(self, now: float) -> None:
         """Let a request wait again whose tenant has too many rows, if one of another tenant has waited for long."""
         head = self.waiting.first()

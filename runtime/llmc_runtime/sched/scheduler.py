@@ -188,15 +188,11 @@ class Scheduler(LiveRequests):
         return deltas
 
     def rollback(self) -> None:
-        """Drop all steps in flight. Their requests wait again and recompute, whatever the device has done."""
+        """Drop all steps in flight. Their requests, and those behind them in line, wait again and recompute."""
         self.timer.forget()
         if self.planner is not None:
             self.planner.forget()
-        while self._in_flight:
-            for request in reversed(self._in_flight.pop()[1]):
-                request.num_masked = None
-                if request.status is _RUNNING:
-                    self._preempt(request, self.clock())
+        self._drop_in_flight(self.clock())
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
