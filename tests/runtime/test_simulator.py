@@ -28,7 +28,7 @@ def test_a_sample_under_a_fresh_seed() -> None:
 
 def test_a_sample_covers_every_kind_of_event() -> None:
     """Under one seed, as a sample without one kind of event is possible under another."""
-    total = simulate(1, 12_000)
+    total = simulate(1, 20_000)
     assert total["guided"] and total["scored"] and total["shared"] and total["ended by error"], total
     assert total["accepted"] and total["accepted"] < total["drafts"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
