@@ -50,7 +50,7 @@ class Mlx:
         """See `Scheme.decode`."""
         own = self._settings(stored.module)
         mode = own.get("mode") or "affine"
-        if mode != "affine" and mode not in MODES:
+        if mode not in ("affine", *MODES):
             raise refuse(self.method, "mode", mode, ("affine", *MODES))
         default_bits, default_size = MODES[mode][:2] if mode != "affine" else (4, 64)
         bits = integer(own, "bits", self.method, default_bits)

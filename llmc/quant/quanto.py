@@ -60,8 +60,10 @@ class Quanto:
         found = self.modules.get(stored.module, {"weights": self.everywhere} if self.everywhere else None)
         if found is None:
             raise Diagnostic("E340", f"{stored.module} is quantised, and quanto_qmap.json does not list it", AGAIN)
-        weights = found.get("weights") if isinstance(found, Mapping) else found
-        if weights not in TYPES:
+        if not isinstance(found, Mapping):
+            raise refuse(METHOD, stored.module, found, ("weights and activations",))
+        weights = found.get("weights")
+        if weights not in tuple(TYPES):
             raise refuse(METHOD, f"weights of {stored.module}", weights, tuple(TYPES))
         return str(weights), str(found.get("activations"))
 
@@ -69,7 +71,7 @@ class Quanto:
 def quanto(config: Mapping[str, Any]) -> Quanto:
     """The scheme of a quantization_config; raises Diagnostic E307."""
     weights = config.get("weights")
-    if weights is not None and weights not in NAMES:
+    if weights is not None and weights not in tuple(NAMES):
         raise refuse(METHOD, "weights", weights, tuple(NAMES))
     return Quanto(config, NAMES[weights] if weights else "")
 
