@@ -18,10 +18,11 @@ import psutil
 import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.api.llm import to_stderr
-from llmc_runtime.engine.client import _folder, is_runnable
+from llmc_runtime.engine.client import _folder
 from llmc_runtime.engine.engine_process import NICE, StepAge, open_session
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import quoted
+from llmc_runtime.heartbeat import is_runnable
 
 from tests.runtime.async_kit import fake, last, run
 from tests.runtime.fake_core import CRASH

@@ -110,22 +110,34 @@ class Speculation:
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
-        rows = len(running)
-        if self.plans >= self._again:
-            self.count.again(rows)
-            self._again = self.plans + _AGAIN
-        if self.plans < self._wake and rows == 1 and running[0].id == self._request:
+        self._measure_again_in_time(len(running))
+        if self._waits(running):
             return
         self._probes = self._wake = 0
-        if self.plans % _REFRESH == 0 or rows != self._rows:
+        if self.plans % _REFRESH == 0 or len(running) != self._rows:
             self._slope, self._verification = 0.0, []
         if self._looks_up:
             self._idle = not any(request.num_drafts for request in running)
             if self._idle:
                 return
-        if rows == 1 and self._model:
+        if len(running) == 1 and self._model:
             self._choose_single(running[0], room)
-            return
+        else:
+            self._choose_for_all(running, room)
+
+    def _measure_again_in_time(self, rows: int) -> None:
+        """Let the costs of steps be measured again, every _AGAIN plans."""
+        if self.plans >= self._again:
+            self.count.again(rows)
+            self._again = self.plans + _AGAIN
+
+    def _waits(self, running: Sequence[Request]) -> bool:
+        """Whether nothing is to be decided yet for the single row, which does not draft."""
+        return self.plans < self._wake and len(running) == 1 and running[0].id == self._request
+
+    def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
+        """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
+        rows = len(running)
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
             self._rows = rows
             self._choice = self.count.choose([self._rate(request) for request in running], room)
@@ -289,11 +301,7 @@ class Speculation:
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         if self._looks_up:
-            self._found = False
-            for request, proposed in zip(requests, output.proposed):
-                request.num_drafts = proposed
-                if proposed:
-                    self._found = True
+            self._take_proposed(requests, output.proposed)
             if self._idle and self.plans % _IDLE and not output.accepted:
                 return
         for index, likely in output.likely.items():
@@ -306,6 +314,14 @@ class Speculation:
                 self._calibrate(requests[index], work[index].drafts, len(more))
                 self._count(requests[index], work[index].drafts, len(more))
                 counters.drafted(work[index].drafts, len(more))
+
+    def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
+        """Take how many drafts prompt lookup has found for each row."""
+        self._found = False
+        for request, count in zip(requests, proposed):
+            request.num_drafts = count
+            if count:
+                self._found = True
 
     def _measure(self, work: Sequence[Work], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt."""
