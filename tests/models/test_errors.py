@@ -103,7 +103,6 @@ def test_architecture(tmp_path: Path) -> None:
     fails("E303", "a classifier", "--task classify", do=lambda: trace(classifier, task="generate"))
     quantised = config(tmp_path / "quantised", quantization_config={"quant_method": "gptq"})
     fails("E307", "quantised", "decoder", do=lambda: Checkpoint(trace(quantised)))
-    fails("E307", "MLX", do=lambda: trace(config(tmp_path, quantization={"bits": 4, "group_size": 64})))
     fails("E305", "'snarf'", "correct config.json", do=lambda: trace(config(tmp_path, hidden_act="snarf")))
     fails("E302", "num_hidden_layers", do=lambda: trace(config(tmp_path, num_hidden_layers="two")))
     fails("E302", "dtype", do=lambda: trace(config(tmp_path), dtype="f8e4m3"))

@@ -11,6 +11,7 @@ from math import ceil, log
 _WEIGHT = 0.05  # of a measurement in a running mean
 _OUTLIER = 0.5  # largest relative distance of a measurement from the mean that counts
 _OFTEN = 5  # measurements after which a number of drafts counts as measured
+_SETTLED = 64  # further measurements after which the mean no longer depends on the first ones
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up if too few steps had it
 _GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those of plain decoding
 BRIEF_GAIN = 1.03  # the same for a choice that is made anew after each verification
@@ -22,8 +23,8 @@ class StepCosts:
     """The seconds of a step by its rows and drafts per row: running means, without outliers.
 
     A change of the duration without drafts, as by other programs on the machine, applies to all numbers of drafts,
-    since those that are not chosen are not measured. A step seems short if the end of the previous one was noticed
-    late, so the shortest ones are not reliable.
+    since those that are not chosen are not measured; not while that mean still depends on few steps. A step seems
+    short if the end of the previous one was noticed late, so the shortest ones are not reliable.
 
     The seconds of a step with drafts of a model include drafting as many. Verifying a single draft may cost far more
     than none, since another program runs: a step with few drafts costs as much as the smallest that was measured.
@@ -32,9 +33,13 @@ class StepCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, dict[float, float]] = {}  # by rows, by drafts per row
         self._first: dict[tuple[int, float], list[float]] = {}  # the first _OFTEN measurements
+        self._plain: dict[int, int] = {}  # by rows, the number of further measurements without drafts
 
-    def add(self, rows: int, drafts: float, seconds: float) -> None:
-        """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average."""
+    def add(self, rows: int, drafts: float, seconds: float) -> float:
+        """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average.
+
+        Returns the factor by which all durations have changed, 1 if only this one has.
+        """
         known, drafts = self._seconds.setdefault(size(rows), {}), share(drafts)
         first = self._first.setdefault((size(rows), drafts), [])
         if len(first) < _OFTEN:  # one of them may include the capture of a graph
@@ -44,7 +49,11 @@ class StepCosts:
             limit, before = _OUTLIER * known[drafts], known[drafts]
             known[drafts] += _WEIGHT * max(-limit, min(limit, seconds - before))
             if not drafts:
-                self.scale(rows, known[0] / before)
+                self._plain[size(rows)] = count = self._plain.get(size(rows), 0) + 1
+                if count > _SETTLED:
+                    self.scale(rows, known[0] / before)
+                    return known[0] / before
+        return 1.0
 
     def scale(self, rows: int, factor: float) -> None:
         """Multiply the durations of steps with drafts."""
@@ -54,6 +63,7 @@ class StepCosts:
 
     def again(self, rows: int) -> None:
         """Let all steps of this many rows be measured again."""
+        self._plain.pop(size(rows), None)
         for drafts in self._seconds.get(size(rows), ()):
             self._first.pop((size(rows), drafts), None)
 
@@ -165,10 +175,7 @@ class DraftCount:
         duration is converted to that of a step with as many drafts as were verified.
         """
         if share(verified) == share(proposed):
-            before = self.costs.seconds(rows, 0)
-            self.costs.add(rows, verified, seconds)
-            if before and not verified:
-                self.drafting.scale(rows, self.costs.seconds(rows, 0) / before)
+            self.drafting.scale(rows, self.costs.add(rows, verified, seconds))
         elif stops and not verified:
             if plain := self.costs.seconds(rows, 0):
                 self.drafting.add(rows, proposed, max(0.0, seconds - plain))
