@@ -52,25 +52,7 @@ class PackedAlibiAttention(PackedAttention):
         return few_warps(super().schedules(node, target), target)
 
     def code(self, u: Unit) -> Code:
-        n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
-        q, k, v = (x.type.shape for x in n.operands[:3])
-        return u.launch(
-            Template("alibi_attention", "packed_alibi"),
-            (q[0].ceildiv(s["rows"]), q[1]),
-            **u.pointers("query_ptr key_ptr value_ptr positions_ptr slopes_ptr", "out_ptr"),
-            token_count=u.sizes(q[0]),
-            HEADS=int(q[1]),
-            KV_HEADS=int(k[1]),
-            HEAD_DIM=int(q[2]),
-            HEAD_DIM_PADDED=key_width,
-            VALUE_DIM=int(v[2]),
-            VALUE_DIM_PADDED=value_width,
-            SCALE=n.attrs["scale"],
-            QUERY_ROWS=s["rows"],
-            KEYS_PER_TILE=s["keys"],
-            DOT_DTYPE=self.dot(n),
-            INTERPRET=u.interpret,
-        )
+        return self.launch(u, Template("alibi_attention", "packed_alibi"), "slopes_ptr")
 
 
 ALIBI_ATTENTION = AlibiAttention("triton/alibi_attention", ("paged_alibi_attention",))

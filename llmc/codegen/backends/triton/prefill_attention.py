@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, AttentionProblem, reject_attention
 from llmc.codegen.backends.triton.dot_order import dot_order
@@ -140,12 +141,17 @@ class PackedAttention(TritonKernel):
         return list(tiles(max(self.widths(node)), item, self.dot(node) == "tl.float32", 16, target))
 
     def code(self, u: Unit) -> Code:
+        options = {name.upper(): u.node.attrs[name] for name in ("causal", "window", "softcap")}
+        return self.launch(u, Template("packed_attention", "packed_attention"), "sinks_ptr", **options)
+
+    def launch(self, u: Unit, template: Template, last_pointer: str, **options: Any) -> Code:
+        """Launch a program for each tile of tokens and head. `last_pointer`: the operand after the positions."""
         n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
         q, k, v = (x.type.shape for x in n.operands[:3])
         return u.launch(
-            Template("packed_attention", "packed_attention"),
+            template,
             (q[0].ceildiv(s["rows"]), q[1]),
-            **u.pointers("query_ptr key_ptr value_ptr positions_ptr sinks_ptr", "out_ptr"),
+            **u.pointers(f"query_ptr key_ptr value_ptr positions_ptr {last_pointer}", "out_ptr"),
             token_count=u.sizes(q[0]),
             HEADS=int(q[1]),
             KV_HEADS=int(k[1]),
@@ -154,9 +160,7 @@ class PackedAttention(TritonKernel):
             VALUE_DIM=int(v[2]),
             VALUE_DIM_PADDED=value_width,
             SCALE=n.attrs["scale"],
-            CAUSAL=n.attrs["causal"],
-            WINDOW=n.attrs["window"],
-            SOFTCAP=n.attrs["softcap"],
+            **options,
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
             DOT_DTYPE=self.dot(n),
