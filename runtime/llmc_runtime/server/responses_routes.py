@@ -15,16 +15,13 @@ from llmc_runtime.server.openai.responses import Responses
 from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.responses_request import (
     NAMES,
-    Earlier,
     InputTokensRequest,
     ResponsesRequest,
     as_response,
-    own_items,
     references_of,
-    to_chat,
 )
 from llmc_runtime.server.stored_responses import StoredResponse, separated
-from llmc_runtime.server.text_pool.jobs import counted
+from llmc_runtime.server.text_pool.jobs import continued, counted
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.text_pool.text_messages import INPUT_TOKENS, RESPONSES
 
@@ -65,9 +62,7 @@ class ResponsesRoutes(Endpoint):
         """Return the number of tokens of a small input."""
         serving, prompting, asked = self.serving, self.serving.prompting, as_response(fields)
         serving.check_model(fields.model)
-        found = serving.stored.earlier(key, asked.previous_response_id, references_of(asked))
-        earlier = msgspec.json.decode(found, type=Earlier)
-        chat = to_chat(asked, earlier.previous, own_items(asked, earlier))
+        chat, _ = continued(asked, serving.stored.earlier(key, asked.previous_response_id, references_of(asked)))
         arguments = counted(chat, serving.formats)
         async with serving.lanes.slot(key):
             return await prompting.in_thread(prompting.count, *arguments)

@@ -107,7 +107,7 @@ class TextJobs:
         rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
 
         def whole(earlier: bytes | bytearray) -> tuple[ChatRequest, list[bytes]]:
-            chat, own = _continued(request, earlier)
+            chat, own = continued(request, earlier)
             kept = self._spec.stores and request.store is not False
             return chat, list(map(msgspec.json.encode, own)) if kept else []
 
@@ -121,7 +121,7 @@ class TextJobs:
         counted(to_chat(rest, [], []), self._formats)
 
         def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
-            chat, _ = _continued(request, earlier)
+            chat, _ = continued(request, earlier)
             yield Prompt(self._prompting.whole_ids(*counted(chat, self._formats)), None)
 
         return Job(m.Parsed(_fields(rest), references=references_of(request)), prompts)
@@ -245,7 +245,7 @@ def counted(chat: ChatRequest, formats: OutputFormats) -> tuple[ChatRequest, lis
     return chat, None if tools is None else tools.shown, formats.short_ids
 
 
-def _continued(request: ResponsesRequest, encoded: bytes | bytearray) -> tuple[ChatRequest, list[dict[str, Any]]]:
+def continued(request: ResponsesRequest, encoded: bytes | bytearray) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """Return the chat after the earlier items, whose JSON is `encoded` (see Earlier), and the request's own items.
 
     Raises ApiError 400, and 404 for an item that is not stored.
