@@ -167,10 +167,54 @@ def template_function(template: Template) -> Any:
     return getattr(importlib.import_module(module), template.function)
 
 
-def interpret(source: Source, buffers: Sequence[Any], sizes: Sequence[int], grid: Sequence[int]) -> None:
-    """Run one kernel over all programs of its grid, in order."""
-    with interpreting():
-        load_entry(source.text, source.entry)[tuple(grid)](*buffers, *sizes)
+def interpret(
+    source: Source, buffers: Sequence[Any], sizes: Sequence[int], grid: Sequence[int], peers: Sequence[Any] = ()
+) -> None:
+    """Run one kernel over all programs of its grid, in order.
+
+    buffers: tensors, tensor descriptors or None. peers: arrays whose addresses the kernel finds in a buffer. Raises
+    AssertionError if the kernel accesses memory outside of both, even if it ignores what it reads.
+    """
+    tensors = [getattr(b, "base", b) for b in buffers if b is not None]
+    spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
+    spans += [(m.ctypes.data, m.ctypes.data + m.nbytes) for m in peers]
+    from triton.runtime.errors import InterpreterError
+
+    with interpreting(), _within(spans):
+        try:
+            load_entry(source.text, source.entry)[tuple(grid)](*buffers, *sizes)
+        except InterpreterError as e:
+            raise (e.__cause__ or e) from None
+
+
+@contextmanager
+def _within(spans: Sequence[tuple[int, int]]) -> Any:
+    """Check the addresses of loads and stores against the spans of memory [begin, end)."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    begins, ends = (np.array(x, np.uint64) for x in zip(*sorted(spans), strict=True))
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def check(what: str, pointers: Any, mask: Any) -> None:
+        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.uint64)
+        size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
+        span = np.searchsorted(begins, at, side="right").astype(np.int64) - 1
+        outside = (span < 0) | (at + size > ends[span])
+        assert not outside.any(), f"{what} of {outside.sum()} of {at.size} elements outside of every buffer"
+
+    def checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        check("load", ptrs, mask)
+        return load(self, ptrs, mask, *rest, **options)
+
+    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        check("store", ptrs, mask)
+        return store(self, ptrs, value, mask, *rest, **options)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = checked_load, checked_store
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
 
 
 def run_case(case: Case, on: Target = INTERPRETED) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -202,7 +203,9 @@ def failures(card: Card, jobs: Sequence[Job], binaries: Mapping[str, Compiled | 
             try:
                 launch(card, job, compiled, p, how)
             except RuntimeError as e:
-                pytest.exit(f"{shown}: {e}; the context is lost", returncode=1)
+                lost = f"{shown}: {e}; the context is lost"
+                print(lost, file=sys.__stderr__, flush=True)  # pytest-xdist does not report why a worker exits
+                pytest.exit(lost, returncode=1)
             try:
                 verify(job, p, shown)
             except AssertionError as e:

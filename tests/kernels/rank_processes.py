@@ -67,10 +67,12 @@ class Launch:
         chunks = int(self.source.grid[0].subs(bound))
         self.grid = (min(chunks, programs), 1, 1)
 
-    def run(self, xs: Sequence[np.ndarray], memory: np.ndarray, inplace: Mapping[int, int] = NONE) -> list[np.ndarray]:
-        """Return this rank's results in their dtypes; raises AssertionError if bytes outside of them are written.
+    def run(
+        self, xs: Sequence[np.ndarray], memories: Sequence[np.ndarray], rank: int, inplace: Mapping[int, int] = NONE
+    ) -> list[np.ndarray]:
+        """Return the rank's results in their dtypes; raises AssertionError if bytes outside of them are written.
 
-        inplace: result -> the operand whose memory it is in.
+        memories: of all ranks of the group. inplace: result -> the operand whose memory it is in.
         """
         sources = [Buffer.holding(x, t) for x, t in zip(xs, self.operands, strict=True)]
         shapes = self.shapes[len(sources) :]
@@ -79,8 +81,8 @@ class Launch:
             for i, (t, shape) in enumerate(zip(self.results, shapes, strict=True))
         ]
         every = zip([*sources, *targets], [*self.operands, *self.results], strict=True)
-        words = torch.from_numpy(memory).view(torch.int64)
-        interpret(self.source, [*(tensor_of(b, t.dtype) for b, t in every), words], self.sizes, self.grid)
+        words = torch.from_numpy(memories[rank]).view(torch.int64)
+        interpret(self.source, [*(tensor_of(b, t.dtype) for b, t in every), words], self.sizes, self.grid, memories)
         for b in (*sources, *targets):
             b.check("an operand or a result")
         for i, (x, t) in enumerate(zip(xs, self.operands, strict=True)):

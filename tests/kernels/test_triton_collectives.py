@@ -94,7 +94,7 @@ def test_ranks_have_equal_bits_over_many_launches(ranks: int) -> None:
         for i, (launch, inplace) in enumerate(zip(work, places, strict=True)):
             time.sleep(late.choice((0, 0, 0.02, 0.3)))
             every = arrays(launch, seed % 1000 + i, ranks)
-            got = launch.run(every[rank], memories[rank], inplace)
+            got = launch.run(every[rank], memories, rank, inplace)
             check(launch, got, every, f"{i}, seed {seed}: {launch.source.text[:200]}")
             outs += [y.tobytes() for y in got]
         return outs
@@ -120,7 +120,7 @@ def test_words_that_mean_empty_are_sent_as_nan() -> None:
     launch = Launch(ALL_REDUCE, text, {"warps": 1, "parts": 1}, {"T": 1}, 1)
     memories = group_memories(2, PATIENT)
     x = np.full((1, 64), -1, np.int16).view(DTYPES["bf16"].np)
-    outs = run_ranks(2, lambda rank: launch.run([x], memories[rank])[0].astype(np.float32))
+    outs = run_ranks(2, lambda rank: launch.run([x], memories, rank)[0].astype(np.float32))
     assert all(np.isnan(y).all() for y in outs)
 
 
@@ -135,8 +135,8 @@ def test_a_rank_that_never_comes(parts: int) -> None:
         if rank == 1:
             return None
         x = np.ones((4, 64), np.float32)
-        launch.run([x], memories[rank])
-        return launch.run([x], memories[rank])[0]
+        launch.run([x], memories, rank)
+        return launch.run([x], memories, rank)[0]
 
     outs = run_ranks(3, run)
     assert [has_ended(m) for m in memories] == [True, False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from draw import generator, of_test
 from kernels.cases import SIZES, Text
 from kernels.harness import Case
 from kernels.latent_cases import Shape, build, draw, steps
-from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
+from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, ptx, run_case
 from kernels.triton_order import memory_order
 
 from llmc.codegen.backends.triton.latent_attention import LATENT_DECODE, LATENT_PREFILL
@@ -27,6 +28,7 @@ SHAPES = (
     Shape("minicpm3", "f32", "f32", 40, 256, 32),
     Shape("odd", "f16", "f16", 5, 33, 7, 8),
     Shape("mixed", "f32", "bf16", 3, 17, 10, 4),
+    Shape("rows-of-24-bytes", "bf16", "bf16", 4, 8, 4, 4),
 )
 # For GPUs.
 WIDEST = (
@@ -107,6 +109,15 @@ def test_settled_tables_are_read_before_the_wait(settled: bool) -> None:
     # The pages of the first keys follow the wait.
     assert set(order[:at]) == ({"load x4", "load x5"} if settled else set())
     assert {"launch_dependents", "load x0", "load x1", "load x2", "store y0"} <= set(order[at:])
+
+
+@pytest.mark.parametrize(("rotary", "widest"), [(4, 8), (8, 16)])
+def test_copies_are_as_wide_as_rows_of_the_pool_are_aligned(rotary: int, widest: int) -> None:
+    """With a pool of bf16, whose rows are 8 + rotary numbers."""
+    (node,) = build(Shape("small", "bf16", "bf16", 4, 8, rotary, 4), 2).nodes
+    source = LATENT_DECODE.emit(node, {"rows": 16, "keys": 64, "warps": 4, "stages": 3}, sm_90())
+    copies = {int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x[0-9a-f]+), ", ptx(source))}
+    assert max(copies) == widest
 
 
 def test_what_the_kernels_refuse() -> None:

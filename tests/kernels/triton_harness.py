@@ -17,7 +17,7 @@ from llmc.testing.triton_interpreter import INTERPRETED, TORCH_DTYPES, descripto
 
 __all__ = [
     "INTERPRETED", "ONE_TARGET", "TARGETS", "TORCH_DTYPES", "compare", "compile_for", "descriptor", "interpret",
-    "interpreting", "run_case", "some", "ttir",
+    "interpreting", "ptx", "run_case", "some", "ttir",
 ]  # fmt: skip
 
 TARGETS = (sm_80(), sm_90(), sm_100(), gfx90a(), gfx942(), gfx950())
@@ -48,3 +48,15 @@ def ttir(source: Source) -> str:
     backend.add_stages(stages, options, src.language)
     given = backend.get_codegen_implementation(options), backend.get_module_map(), context
     return str(stages["ttir"](src.make_ir(gpu, options, *given), {}))
+
+
+def ptx(source: Source) -> str:
+    """Return the machine code of a kernel for sm_90 as text; all pointers are multiples of 16 bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn = load_entry(source.text, source.entry)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.params) if p.startswith("*")}
+    src = ASTSource(fn, dict(zip(fn.arg_names, source.params, strict=True)), {}, aligned)
+    return str(triton.compile(src, target=GPUTarget("cuda", 90, 32), options=dict(source.options)).asm["ptx"])

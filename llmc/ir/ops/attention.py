@@ -200,7 +200,8 @@ def _part(q: Any, kv: Any, pages: Any, at: Any, scale: float, softcap: float) ->
     "(q: f[t, h, d], kv: state f[p, 2, g, page, d], pages: state i32[rows_max, m], rows: i32[t], positions: i32[t],"
     " scales?kv: f32[2*g]) -> (partial: f32[t, h, splits, d], lse: f32[t, h, splits])",
     flops="4*t*h*d*p*page", bytes="2*p*page*g*d*bytes_kv + t*h*d*bytes_q + 4*t*h*splits*d + 4*t*h*splits",
-    holds=PAGED, example={**_SIZES, "t": 3, "scale": 0.35, "splits": 3, "part": 4, "window": 7, "softcap": 3.0},
+    holds=PAGED,
+    example={**_SIZES, "t": 3, "page": 16, "scale": 0.35, "splits": 3, "part": 16, "window": 20, "softcap": 3.0},
 )  # fmt: skip
 def paged_attention_parts(
     q: Any, kv: Any, pages: Any, rows: Any, positions: Any, scales: Any = None, *, scale: float, splits: int,

@@ -50,10 +50,10 @@ def row_mean(x: Any, starts: Any) -> Any:
     writes=("length",), bytes="16*r", holds=HOLDS, example={"m": 4, "r": 5, "t": 7},
 )  # fmt: skip
 def row_advance(length: Any, rows: Any, starts: Any, positions: Any) -> Any:
-    """Set the length of each row with tokens to the number of computed tokens (see row_commit)."""
+    """Set the length of each row to the number of computed tokens, of its last entry unless that has no tokens."""
     length = length.copy()
     for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
-        if row >= 0 and starts[i] < starts[i + 1]:
+        if row >= 0 and starts[i] < starts[i + 1] and (i + 1 == len(rows) or rows[i + 1] != row):
             length[row] = end
     return length
 

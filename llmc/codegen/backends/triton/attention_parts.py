@@ -22,8 +22,17 @@ STEP_US = 0.05  # of adding one part to the others
 class AttentionParts(PrefillAttention):
     """One part of one token and key head per program, with the tiles of PREFILL_ATTENTION and its order of sums."""
 
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        return None if self.schedules(node, target) else f"no tile of keys divides a part of {node.attrs['part']} keys"
+
     def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return PREFILL_ATTENTION.order(node, schedule, target)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Return the schedules whose tiles of keys divide a part: a tile is not masked at the end of a part."""
+        return [s for s in super().schedules(node, target) if node.attrs["part"] % s["keys"] == 0]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, part = AttentionProblem.of(node), node.attrs["part"]

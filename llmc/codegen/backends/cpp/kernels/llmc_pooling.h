@@ -35,7 +35,8 @@ static inline void row_advance(const llmc_ctx* ctx, int32_t* length, const int32
                                const int32_t* positions, int64_t r) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < r; i++)
-    if (rows[i] >= 0 && starts[i] < starts[i + 1]) length[rows[i]] = positions[starts[i + 1] - 1] + 1;
+    if (rows[i] >= 0 && starts[i] < starts[i + 1] && (i + 1 == r || rows[i + 1] != rows[i]))
+      length[rows[i]] = positions[starts[i + 1] - 1] + 1;
 }
 }  // namespace llmc
 #endif

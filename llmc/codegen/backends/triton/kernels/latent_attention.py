@@ -50,7 +50,9 @@ def attend_latents(
     pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
     for tile in range(begin, end, KEYS_PER_TILE):
         keys = tile + tl.arange(0, KEYS_PER_TILE)
-        at = pool_ptr + (pages.to(tl.int64) * PAGE + keys % PAGE) * (LATENT + ROTARY)
+        # Without this, Triton 3.6 copies rows of the pool 16 bytes at a time even if they are aligned to fewer.
+        slot = tl.multiple_of(pages.to(tl.int64) * PAGE + keys % PAGE, 1)
+        at = pool_ptr + slot * (LATENT + ROTARY)
         pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, end, PAGE)
         exists = keys < end
         latent = load_part(at, exists, LATENT, LATENT_PADDED).to(DOT_DTYPE)

@@ -87,12 +87,16 @@ def row_advance(
     LANES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Set the length of each row with tokens to the number of computed tokens."""
+    """Set the length of each row to the number of computed tokens.
+
+    Of the entries of one row only the last one writes.
+    """
     entry = tl.program_id(0) * LANES + tl.arange(0, LANES)
     wait_for_previous(DEPENDENT_LAUNCH)
     row = tl.load(rows_ptr + entry, mask=entry < entry_count, other=-1)
     start = tl.load(starts_ptr + entry, mask=entry < entry_count, other=0)
     end = tl.load(starts_ptr + entry + 1, mask=entry < entry_count, other=0)
-    writes = (row >= 0) & (start < end)
+    next_row = tl.load(rows_ptr + entry + 1, mask=entry + 1 < entry_count, other=-1)
+    writes = (row >= 0) & (start < end) & (next_row != row)
     length = tl.load(positions_ptr + end - 1, mask=writes, other=0) + 1
     tl.store(length_ptr + row, length, mask=writes)
