@@ -16,19 +16,12 @@ import msgspec
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
+from llmc_runtime.server.post_routes import POOLED_ROUTES
 from llmc_runtime.server.prompting import Prompting, prompts_in
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.messages_request import to_chat as of_messages
 from llmc_runtime.server.requests.parse import check_model, parse
-from llmc_runtime.server.requests.pooling_request import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    Pooled,
-    RerankRequest,
-    ScoreRequest,
-    check_pooled,
-    without_texts,
-)
+from llmc_runtime.server.requests.pooling_request import Pooled, check_pooled, without_texts
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -55,9 +48,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
 # The requests to models that pool, by the kind of their frames.
-POOLED: Mapping[bytes, type[Pooled]] = MappingProxyType(
-    {m.EMBEDDING: EmbeddingRequest, m.CLASSIFY: ClassifyRequest, m.SCORE: ScoreRequest, m.RERANK: RerankRequest}
-)
+POOLED: Mapping[bytes, type[Any]] = MappingProxyType({route.job: route.request for route in POOLED_ROUTES})
 
 
 @dataclass

@@ -1,0 +1,95 @@
+"""The POST routes of the API, each declared once.
+
+Their handlers, the jobs of text processes, load shedding and the OpenAPI description derive from these declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from llmc_runtime.server.requests import messages_request, responses_request
+from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
+from llmc_runtime.server.requests.pooling_request import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+)
+from llmc_runtime.server.requests.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
+from llmc_runtime.server.text_pool import text_messages as m
+
+
+@dataclass(frozen=True)
+class PostRoute:
+    """An endpoint with a JSON body of the type `request`, served at each of `paths`.
+
+    summary:       for the OpenAPI description
+    job:           the kind of frame that takes a large body to a text process (see text_messages)
+    id_prefix:     of the ids of its responses, "" if they have none
+    prompt_param:  the field with the prompt, which errors name
+    names:         how errors rename fields (see errors.renamed)
+    generates:     whether it generates tokens; its responses may be streamed, and its load is shed
+    """
+
+    paths: tuple[str, ...]
+    request: type[msgspec.Struct]
+    summary: str
+    job: bytes
+    id_prefix: str = ""
+    prompt_param: str = ""
+    names: tuple[tuple[str, str], ...] = ()
+    generates: bool = False
+
+
+COMPLETIONS = PostRoute(
+    ("/v1/completions",), CompletionRequest, "Continue prompts", m.COMPLETION, "cmpl-", "prompt", generates=True
+)
+CHATS = PostRoute(
+    ("/v1/chat/completions",), ChatRequest, "Answer a conversation", m.CHAT, "chatcmpl-", "messages", generates=True
+)
+RESPONSES = PostRoute(
+    ("/v1/responses",), ResponsesRequest, "Create a response", m.RESPONSES, "resp_", "input",
+    names=responses_request.NAMES, generates=True,
+)  # fmt: skip
+INPUT_TOKENS = PostRoute(
+    ("/v1/responses/input_tokens",), InputTokensRequest, "The number of tokens of a response's input", m.INPUT_TOKENS,
+    names=responses_request.NAMES,
+)  # fmt: skip
+MESSAGES = PostRoute(
+    ("/v1/messages",), MessagesRequest, "Create a message, as in Anthropic's Messages API", m.MESSAGES, "msg_",
+    "messages", names=messages_request.NAMES, generates=True,
+)  # fmt: skip
+COUNT_TOKENS = PostRoute(
+    ("/v1/messages/count_tokens",), CountRequest, "The number of tokens of a message's prompt", m.COUNT,
+    names=messages_request.NAMES,
+)  # fmt: skip
+EMBEDDINGS = PostRoute(
+    ("/v1/embeddings",), EmbeddingRequest, "Embeddings of texts, from a model that embeds", m.EMBEDDING, "embd-",
+    "input",
+)  # fmt: skip
+SCORES = PostRoute(("/v1/score", "/score"), ScoreRequest, "Scores of pairs of texts", m.SCORE, "score-", "text_2")
+RERANKING = PostRoute(
+    ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "Documents by their scores", m.RERANK, "rerank-",
+    "documents",
+)  # fmt: skip
+CLASSIFICATION = PostRoute(
+    ("/classify",), ClassifyRequest, "Classes of texts, from a model that classifies", m.CLASSIFY, "classify-", "input"
+)
+TOKENIZE = PostRoute(("/tokenize",), TokenizeRequest, "Token ids of a text or a conversation", m.TOKENIZE)
+DETOKENIZE = PostRoute(("/detokenize",), DetokenizeRequest, "The text of token ids", m.DETOKENIZE)
+
+POST_ROUTES: Sequence[PostRoute] = (
+    COMPLETIONS, CHATS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS, SCORES, RERANKING, CLASSIFICATION,
+    TOKENIZE, DETOKENIZE,
+)  # fmt: skip
+POOLED_ROUTES: Sequence[PostRoute] = tuple(route for route in POST_ROUTES if issubclass(route.request, Pooled))
