@@ -106,14 +106,17 @@ class OutputText:
         back.
         """
         text = "".join(self._new)
-        end = len(text) if final or self.stopped_by is not None else max(0, len(text) - self._stops.hold)
-        self._returned.append(text[:end])
-        self._new = [text[end:]] if end < len(text) else []
-        return text[:end]
+        self._new.clear()
+        if self._stops.hold and not final and self.stopped_by is None:
+            end = max(0, len(text) - self._stops.hold)
+            self._new.append(text[end:])
+            text = text[:end]
+        self._returned.append(text)
+        return text
 
     def _append(self, piece: str) -> str | None:
         self._new.append(piece)
-        if piece and self._stops.stops:
+        if self._stops.stops and piece:
             searched = self._tail + piece
             hit = self._stops.check(searched, len(self._tail)) if self._count > self._min else None
             if hit is not None:
