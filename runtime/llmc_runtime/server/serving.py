@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from llmc_runtime.api.async_llm import AsyncLLM
+from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.host_info import usable_cpus
@@ -138,7 +138,7 @@ class Serving:
         self.created = int(time.time())
         self.fingerprint = f"fp_{llm.digest[:10]}" if llm.digest else None  # OpenAI's system_fingerprint
         self.encoding = Encoding()
-        self._texts: Counter[str] = Counter()  # concurrent /tokenize and /detokenize requests by key
+        self._texts = KeyCounts()  # concurrent /tokenize and /detokenize requests by key
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
@@ -237,13 +237,11 @@ class Serving:
         """Limit concurrent tokenization by key, for the block. Raises ApiError 503 if the key has too many requests."""
         if self._texts[key] >= MAX_TEXTS:
             raise self._too_many_texts()
-        self._texts[key] += 1
+        self._texts.change(key, 1)
         try:
             yield
         finally:
-            self._texts[key] -= 1
-            if not self._texts[key]:
-                del self._texts[key]
+            self._texts.change(key, -1)
 
     def hold(self, timeout: str | None) -> Hold:
         """Return the hold of a call.
