@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
+from llmc_runtime.server.app import Endpoints
+from llmc_runtime.server.http.auth import Limits
 from llmc_runtime.server.openapi import description
+from llmc_runtime.server.post_routes import POST_ROUTES
+from llmc_runtime.server.text_pool import text_messages
 
 from tests.runtime.served import served
 
@@ -82,3 +86,16 @@ def test_the_range_of_a_timeout_is_the_servers() -> None:
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers=head)
             assert answer.status_code == (200 if good else 400)
             assert good or answer.json()["error"]["param"] == "X-Request-Timeout"
+
+
+def test_every_post_route_is_declared_once() -> None:
+    frames = [value for value in vars(text_messages).values() if isinstance(value, bytes) and len(value) == 1]
+    kinds = [*(route.job for route in POST_ROUTES), *frames]
+    assert len(set(kinds)) == len(kinds), "a text process could not tell two frames apart"
+    paths = [path for route in POST_ROUTES for path in route.paths]
+    assert len(set(paths)) == len(paths)
+    described = {path for path, methods in description()["paths"].items() if "post" in methods}
+    with served() as server:
+        routes = Endpoints(server.serving, Limits()).routes()
+        assert {path + end for path in paths for end in ("", "/")} == {r.path for r in routes if "POST" in r.methods}
+    assert described == set(paths)

@@ -26,7 +26,6 @@ from llmc_runtime.server.requests.request_fields import (
     TokenizeRequest,
 )
 from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
-from llmc_runtime.server.text_pool import text_messages as m
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class PostRoute:
     """An endpoint with a JSON body of the type `request`, served at each of `paths`.
 
     summary:       for the OpenAPI description
-    job:           the kind of frame that takes a large body to a text process (see text_messages)
+    job:           the kind of the frame that takes a large body to a text process (see text_messages)
     id_prefix:     of the ids of its responses, "" if they have none
     prompt_param:  the field with the prompt, which errors name
     names:         how errors rename fields (see errors.renamed)
@@ -52,41 +51,41 @@ class PostRoute:
 
 
 COMPLETIONS = PostRoute(
-    ("/v1/completions",), CompletionRequest, "Continue prompts", m.COMPLETION, "cmpl-", "prompt", generates=True
+    ("/v1/completions",), CompletionRequest, "Continue prompts", b"C", "cmpl-", "prompt", generates=True
 )
 CHATS = PostRoute(
-    ("/v1/chat/completions",), ChatRequest, "Answer a conversation", m.CHAT, "chatcmpl-", "messages", generates=True
+    ("/v1/chat/completions",), ChatRequest, "Answer a conversation", b"H", "chatcmpl-", "messages", generates=True
 )
 RESPONSES = PostRoute(
-    ("/v1/responses",), ResponsesRequest, "Create a response", m.RESPONSES, "resp_", "input",
+    ("/v1/responses",), ResponsesRequest, "Create a response", b"S", "resp_", "input",
     names=responses_request.NAMES, generates=True,
 )  # fmt: skip
 INPUT_TOKENS = PostRoute(
-    ("/v1/responses/input_tokens",), InputTokensRequest, "The number of tokens of a response's input", m.INPUT_TOKENS,
+    ("/v1/responses/input_tokens",), InputTokensRequest, "The number of tokens of a response's input", b"B",
     names=responses_request.NAMES,
 )  # fmt: skip
 MESSAGES = PostRoute(
-    ("/v1/messages",), MessagesRequest, "Create a message, as in Anthropic's Messages API", m.MESSAGES, "msg_",
+    ("/v1/messages",), MessagesRequest, "Create a message, as in Anthropic's Messages API", b"M", "msg_",
     "messages", names=messages_request.NAMES, generates=True,
 )  # fmt: skip
 COUNT_TOKENS = PostRoute(
-    ("/v1/messages/count_tokens",), CountRequest, "The number of tokens of a message's prompt", m.COUNT,
+    ("/v1/messages/count_tokens",), CountRequest, "The number of tokens of a message's prompt", b"T",
     names=messages_request.NAMES,
 )  # fmt: skip
 EMBEDDINGS = PostRoute(
-    ("/v1/embeddings",), EmbeddingRequest, "Embeddings of texts, from a model that embeds", m.EMBEDDING, "embd-",
+    ("/v1/embeddings",), EmbeddingRequest, "Embeddings of texts, from a model that embeds", b"E", "embd-",
     "input",
 )  # fmt: skip
-SCORES = PostRoute(("/v1/score", "/score"), ScoreRequest, "Scores of pairs of texts", m.SCORE, "score-", "text_2")
+SCORES = PostRoute(("/v1/score", "/score"), ScoreRequest, "Scores of pairs of texts", b"O", "score-", "text_2")
 RERANKING = PostRoute(
-    ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "Documents by their scores", m.RERANK, "rerank-",
+    ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "Documents by their scores", b"Q", "rerank-",
     "documents",
 )  # fmt: skip
 CLASSIFICATION = PostRoute(
-    ("/classify",), ClassifyRequest, "Classes of texts, from a model that classifies", m.CLASSIFY, "classify-", "input"
+    ("/classify",), ClassifyRequest, "Classes of texts, from a model that classifies", b"L", "classify-", "input"
 )
-TOKENIZE = PostRoute(("/tokenize",), TokenizeRequest, "Token ids of a text or a conversation", m.TOKENIZE)
-DETOKENIZE = PostRoute(("/detokenize",), DetokenizeRequest, "The text of token ids", m.DETOKENIZE)
+TOKENIZE = PostRoute(("/tokenize",), TokenizeRequest, "Token ids of a text or a conversation", b"K")
+DETOKENIZE = PostRoute(("/detokenize",), DetokenizeRequest, "The text of token ids", b"U")
 
 POST_ROUTES: Sequence[PostRoute] = (
     COMPLETIONS, CHATS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS, SCORES, RERANKING, CLASSIFICATION,

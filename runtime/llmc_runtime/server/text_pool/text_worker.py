@@ -20,6 +20,16 @@ import msgspec
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.errors import ApiError, internal, to_api_error
 from llmc_runtime.server.operations import malloc
+from llmc_runtime.server.post_routes import (
+    CHATS,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    INPUT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+    TOKENIZE,
+)
 from llmc_runtime.server.text_pool import jobs
 from llmc_runtime.server.text_pool import text_messages as m
 
@@ -94,7 +104,7 @@ class Worker:
 
     def _job(self, kind: bytes, body: bytearray) -> m.Done:
         texts = self._texts
-        answers = {m.TOKENIZE: texts.tokenize, m.DETOKENIZE: texts.detokenize, m.COUNT: texts.count}
+        answers = {TOKENIZE.job: texts.tokenize, DETOKENIZE.job: texts.detokenize, COUNT_TOKENS.job: texts.count}
         if kind in answers:
             self._link.send(m.ANSWER, answers[kind](body))
             return m.Done()
@@ -102,8 +112,8 @@ class Worker:
             job = texts.pooled(jobs.POOLED[kind], body)
         else:
             kinds = {
-                m.COMPLETION: texts.completion, m.CHAT: texts.chat,
-                m.RESPONSES: texts.response, m.MESSAGES: texts.message, m.INPUT_TOKENS: texts.input_tokens,
+                COMPLETIONS.job: texts.completion, CHATS.job: texts.chat, RESPONSES.job: texts.response,
+                MESSAGES.job: texts.message, INPUT_TOKENS.job: texts.input_tokens,
             }  # fmt: skip
             job = kinds[kind](body)
         self._link.send(m.PARSED, _encode(job.parsed))
