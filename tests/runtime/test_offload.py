@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from llmc_runtime.server.post_routes import DETOKENIZE
+from llmc_runtime.server.api_routes import DETOKENIZE
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.jobs import TextJobs, check_size

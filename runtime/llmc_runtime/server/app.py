@@ -16,6 +16,28 @@ from starlette.types import ASGIApp
 from llmc_runtime import __version__
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.server.admin import Admin
+from llmc_runtime.server.api_routes import (
+    CHATS,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    INPUT_TOKENS,
+    LOAD,
+    MESSAGES,
+    METRICS,
+    MODEL_INFO,
+    MODELS,
+    OPENAPI,
+    POOLED_ROUTES,
+    RESPONSES,
+    ROUTER_LOAD,
+    SERVER_INFO,
+    TOKENIZE,
+    TOKENIZER_INFO,
+    VERSION,
+    GetRoute,
+    PostRoute,
+)
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
@@ -34,18 +56,6 @@ from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.other_routes import not_a_route
 from llmc_runtime.server.page import page_route
-from llmc_runtime.server.post_routes import (
-    CHATS,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    INPUT_TOKENS,
-    MESSAGES,
-    POOLED_ROUTES,
-    RESPONSES,
-    TOKENIZE,
-    PostRoute,
-)
 from llmc_runtime.server.requests.messages_request import CountRequest, to_chat
 from llmc_runtime.server.requests.pooling_request import repeats
 from llmc_runtime.server.requests.request_fields import DetokenizeRequest, TokenizeRequest
@@ -111,15 +121,17 @@ class Endpoints(Endpoint):
         """Return all routes, each with and without a trailing slash."""
         responses = ResponsesRoutes(self.serving, self.limits)
         stored = "/v1/responses/{response_id}"
-        gets: tuple[tuple[str, str, Handler], ...] = (
-            ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
-            ("GET", "/version", self.version), ("GET", "/metrics", self.metrics), ("GET", "/load", self.load),
-            ("GET", "/get_load", self.get_load), ("GET", "/openapi.json", self.openapi),
-            *(("GET", path, self.server_info) for path in ("/server_info", "/get_server_info")),
-            *(("GET", path, self.model_info) for path in ("/model_info", "/get_model_info")),
-            ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
-            ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
-        )  # fmt: skip
+        gets: Mapping[GetRoute, Handler] = {
+            MODELS: self.models,
+            TOKENIZER_INFO: self.tokenizer_info,
+            VERSION: self.version,
+            SERVER_INFO: self.server_info,
+            MODEL_INFO: self.model_info,
+            METRICS: self.metrics,
+            LOAD: self.load,
+            ROUTER_LOAD: self.get_load,
+            OPENAPI: self.openapi,
+        }
         posts: Mapping[PostRoute, Handler] = {
             COMPLETIONS: self.handler(COMPLETIONS, Completion),
             CHATS: self.handler(CHATS, Chat),
@@ -131,7 +143,12 @@ class Endpoints(Endpoint):
             TOKENIZE: self.tokenize,
             DETOKENIZE: self.detokenize,
         }
-        endpoints = [*gets, *(("POST", path, handler) for route, handler in posts.items() for path in route.paths)]
+        endpoints = [
+            ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
+            *(("GET", path, handler) for route, handler in gets.items() for path in route.paths),
+            *(("POST", path, handler) for route, handler in posts.items() for path in route.paths),
+            ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
+        ]  # fmt: skip
         routes = [
             Route(path + end, handler, methods=verbs.split()) for verbs, path, handler in endpoints for end in ("", "/")
         ]

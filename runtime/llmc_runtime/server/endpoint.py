@@ -13,13 +13,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmc_runtime.server.api_routes import PostRoute
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import renamed
 from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, catch_errors, while_connected
 from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.openai.response import GenerationResponse
-from llmc_runtime.server.post_routes import PostRoute
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
 from llmc_runtime.server.serving import Call, Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob

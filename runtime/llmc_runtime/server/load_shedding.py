@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from starlette.types import Scope
 
+from llmc_runtime.server.api_routes import POST_ROUTES
 from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import MESSAGES_PATH, ApiError, body_of
 from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.request_log import Record, RefusalLog, log_request
 from llmc_runtime.server.http.request_target import normalize_root
-from llmc_runtime.server.post_routes import POST_ROUTES
 
 if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving

@@ -8,33 +8,13 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
+from llmc_runtime.server.api_routes import GET_ROUTES, POST_ROUTES, GetRoute, PostRoute
 from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
-from llmc_runtime.server.post_routes import POST_ROUTES, PostRoute
 from llmc_runtime.server.requests.parse import check_lengths
 from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
-_GETS = (
-    ("/v1/models", "The served models"),
-    ("/v1/models/{name}", "One served model"),
-    ("/tokenizer_info", "The named special tokens"),
-    ("/version", "The server's version"),
-    *((path, "The version, the model and the limits of the engine") for path in ("/server_info", "/get_server_info")),
-    *((path, "The name and the kind of the model") for path in ("/model_info", "/get_model_info")),
-    ("/metrics", "Metrics for Prometheus"),
-    ("/load", "The number of open requests"),
-    ("/get_load", "The numbers of open requests and tokens, as SGLang's router reads them"),
-    ("/openapi.json", "This description"),
-    ("/", "A chat and metrics, for a browser"),
-)
-_CONTENT = MappingProxyType(  # of GET responses that are not JSON objects: the media type and the schema's type
-    {
-        "/metrics": ("text/plain", "string"),
-        "/get_load": ("application/json", "array"),
-        "/": ("text/html", "string"),
-    }
-)
 _ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
@@ -51,8 +31,7 @@ def description() -> dict[str, Any]:
     """Return the document, in OpenAPI 3.1."""
     _, schemas = msgspec.json.schema_components([route.request for route in POST_ROUTES], ref_template=_REF)
     paths: dict[str, Any] = {path: {"post": _post(route)} for route in POST_ROUTES for path in route.paths}
-    for path, summary in _GETS:
-        paths[path] = {"get": _get(path, summary)}
+    paths |= {path: {"get": _get(route)} for route in GET_ROUTES for path in route.paths}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     model = paths["/v1/models/{name}"]["get"]
     model["parameters"], model["responses"]["404"] = [name], _responses("", (404,))["404"]
@@ -115,11 +94,10 @@ def _post(route: PostRoute) -> dict[str, Any]:
     return operation
 
 
-def _get(path: str, summary: str) -> dict[str, Any]:
-    media, kind = _CONTENT.get(path, ("application/json", "object"))
-    responses = _responses(summary, (400, 401, 421, 431))
-    responses["200"]["content"] = {media: {"schema": {"type": kind}}}
-    return {"summary": summary, "responses": responses}
+def _get(route: GetRoute) -> dict[str, Any]:
+    responses = _responses(route.summary, (400, 401, 421, 431))
+    responses["200"]["content"] = {route.media: {"schema": {"type": route.kind}}}
+    return {"summary": route.summary, "responses": responses}
 
 
 def _responses(summary: str, errors: tuple[int, ...], error: str = "Error") -> dict[str, Any]:

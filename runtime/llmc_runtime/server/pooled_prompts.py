@@ -12,8 +12,8 @@ from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.pairs import paired, require_scores
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.api_routes import POOLED_ROUTES
 from llmc_runtime.server.http.errors import ApiError, to_api_error
-from llmc_runtime.server.post_routes import POOLED_ROUTES
 from llmc_runtime.server.prompting import Prompting, check_ids, listed
 from llmc_runtime.server.requests.pooling_request import (
     MAX_INPUTS,

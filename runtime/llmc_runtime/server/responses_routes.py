@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmc_runtime.server.api_routes import INPUT_TOKENS
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
-from llmc_runtime.server.post_routes import INPUT_TOKENS
 from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.responses_request import InputTokensRequest, as_response, references_of
 from llmc_runtime.server.stored_responses import StoredResponse, separated

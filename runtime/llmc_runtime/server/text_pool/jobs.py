@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.api_routes import POOLED_ROUTES
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
-from llmc_runtime.server.post_routes import POOLED_ROUTES
 from llmc_runtime.server.prompting import Prompting, prompts_in
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.messages_request import to_chat as of_messages

@@ -3,7 +3,7 @@
 A process sends READY once it has started, and in reply to READY: a process that was killed while idle does not reply,
 and another one gets the job.
 
-A job starts with a body, in a frame of the kind `job` of its post_routes.PostRoute. If the job has prompts, the process
+A job starts with a body, in a frame of the kind `job` of its api_routes.PostRoute. If the job has prompts, the process
 replies PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For
 /tokenize, /detokenize and /v1/messages/count_tokens, the process replies ANSWER. Every job ends with DONE or FAILED.
 """

@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http.errors import ApiError, internal, to_api_error
-from llmc_runtime.server.operations import malloc
-from llmc_runtime.server.post_routes import (
+from llmc_runtime.server.api_routes import (
     CHATS,
     COMPLETIONS,
     COUNT_TOKENS,
@@ -30,6 +28,8 @@ from llmc_runtime.server.post_routes import (
     RESPONSES,
     TOKENIZE,
 )
+from llmc_runtime.server.http.errors import ApiError, internal, to_api_error
+from llmc_runtime.server.operations import malloc
 from llmc_runtime.server.text_pool import jobs
 from llmc_runtime.server.text_pool import text_messages as m
 

@@ -1,6 +1,7 @@
-"""The POST routes of the API, each declared once.
+"""The routes of the API, each declared once.
 
-Their handlers, the jobs of text processes, load shedding and the OpenAPI description derive from these declarations.
+The application's routes, the jobs of text processes, load shedding and the OpenAPI description derive from these
+declarations. Probes are in http.probes; the routes of stored responses, which have several methods, in openapi.
 """
 
 from __future__ import annotations
@@ -92,3 +93,37 @@ POST_ROUTES: Sequence[PostRoute] = (
     TOKENIZE, DETOKENIZE,
 )  # fmt: skip
 POOLED_ROUTES: Sequence[PostRoute] = tuple(route for route in POST_ROUTES if issubclass(route.request, Pooled))
+
+
+@dataclass(frozen=True)
+class GetRoute:
+    """An endpoint without a body, served at each of `paths`.
+
+    summary:  for the OpenAPI description
+    media:    the media type of its response
+    kind:     the type of its response in JSON schema
+    """
+
+    paths: tuple[str, ...]
+    summary: str
+    media: str = "application/json"
+    kind: str = "object"
+
+
+MODELS = GetRoute(("/v1/models",), "The served models")
+MODEL = GetRoute(("/v1/models/{name}",), "One served model")
+TOKENIZER_INFO = GetRoute(("/tokenizer_info",), "The named special tokens")
+VERSION = GetRoute(("/version",), "The server's version")
+SERVER_INFO = GetRoute(("/server_info", "/get_server_info"), "The version, the model and the limits of the engine")
+MODEL_INFO = GetRoute(("/model_info", "/get_model_info"), "The name and the kind of the model")
+METRICS = GetRoute(("/metrics",), "Metrics for Prometheus", "text/plain", "string")
+LOAD = GetRoute(("/load",), "The number of open requests")
+ROUTER_LOAD = GetRoute(
+    ("/get_load",), "The numbers of open requests and tokens, as SGLang's router reads them", kind="array"
+)
+OPENAPI = GetRoute(("/openapi.json",), "This description")
+PAGE = GetRoute(("/",), "A chat and metrics, for a browser", "text/html", "string")
+
+GET_ROUTES: Sequence[GetRoute] = (
+    MODELS, MODEL, TOKENIZER_INFO, VERSION, SERVER_INFO, MODEL_INFO, METRICS, LOAD, ROUTER_LOAD, OPENAPI, PAGE,
+)  # fmt: skip
