@@ -15,29 +15,8 @@ from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
 from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
-from llmc_runtime.server.api_routes import (
-    CHATS,
-    COMPLETIONS,
-    COUNT_TOKENS,
-    DETOKENIZE,
-    INPUT_TOKENS,
-    LOAD,
-    MESSAGES,
-    METRICS,
-    MODEL_INFO,
-    MODELS,
-    OPENAPI,
-    POOLED_ROUTES,
-    RESPONSES,
-    ROUTER_LOAD,
-    SERVER_INFO,
-    TOKENIZE,
-    TOKENIZER_INFO,
-    VERSION,
-    GetRoute,
-    PostRoute,
-)
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
@@ -121,27 +100,27 @@ class Endpoints(Endpoint):
         """Return all routes, each with and without a trailing slash."""
         responses = ResponsesRoutes(self.serving, self.limits)
         stored = "/v1/responses/{response_id}"
-        gets: Mapping[GetRoute, Handler] = {
-            MODELS: self.models,
-            TOKENIZER_INFO: self.tokenizer_info,
-            VERSION: self.version,
-            SERVER_INFO: self.server_info,
-            MODEL_INFO: self.model_info,
-            METRICS: self.metrics,
-            LOAD: self.load,
-            ROUTER_LOAD: self.get_load,
-            OPENAPI: self.openapi,
+        gets: Mapping[api.GetRoute, Handler] = {
+            api.MODELS: self.models,
+            api.TOKENIZER_INFO: self.tokenizer_info,
+            api.VERSION: self.version,
+            api.SERVER_INFO: self.server_info,
+            api.MODEL_INFO: self.model_info,
+            api.METRICS: self.metrics,
+            api.LOAD: self.load,
+            api.ROUTER_LOAD: self.get_load,
+            api.OPENAPI: self.openapi,
         }
-        posts: Mapping[PostRoute, Handler] = {
-            COMPLETIONS: self.handler(COMPLETIONS, Completion),
-            CHATS: self.handler(CHATS, Chat),
-            RESPONSES: self.handler(RESPONSES, Responses, responses.is_long),
-            INPUT_TOKENS: responses.input_tokens,
-            MESSAGES: self.handler(MESSAGES, Messages),
-            COUNT_TOKENS: self.count_tokens,
-            **{route: self.handler(route, PooledResponse, lambda request: repeats) for route in POOLED_ROUTES},
-            TOKENIZE: self.tokenize,
-            DETOKENIZE: self.detokenize,
+        posts: Mapping[api.PostRoute, Handler] = {
+            api.COMPLETIONS: self.handler(api.COMPLETIONS, Completion),
+            api.CHATS: self.handler(api.CHATS, Chat),
+            api.RESPONSES: self.handler(api.RESPONSES, Responses, responses.is_long),
+            api.INPUT_TOKENS: responses.input_tokens,
+            api.MESSAGES: self.handler(api.MESSAGES, Messages),
+            api.COUNT_TOKENS: self.count_tokens,
+            **{route: self.handler(route, PooledResponse, lambda request: repeats) for route in api.POOLED_ROUTES},
+            api.TOKENIZE: self.tokenize,
+            api.DETOKENIZE: self.detokenize,
         }
         endpoints = [
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
@@ -170,7 +149,7 @@ class Endpoints(Endpoint):
                     ids = (await prompting.in_thread(prompting.chat, fields, tools, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
-        return await self._text(request, TOKENIZE, run)
+        return await self._text(request, api.TOKENIZE, run)
 
     @catch_errors
     async def detokenize(self, request: Request) -> Response:
@@ -181,7 +160,7 @@ class Endpoints(Endpoint):
             async with self.serving.lanes.slot(request.scope["llmc.key"]):
                 return as_json({"prompt": await prompting.in_thread(prompting.decode, fields.tokens)})
 
-        return await self._text(request, DETOKENIZE, run)
+        return await self._text(request, api.DETOKENIZE, run)
 
     @catch_errors
     async def count_tokens(self, request: Request) -> Response:
@@ -193,8 +172,8 @@ class Endpoints(Endpoint):
             async with serving.lanes.slot(request.scope["llmc.key"]):
                 return as_json({"input_tokens": await prompting.in_thread(prompting.count, *arguments)})
 
-        with renamed(COUNT_TOKENS.names):
-            return await self._text(request, COUNT_TOKENS, run)
+        with renamed(api.COUNT_TOKENS.names):
+            return await self._text(request, api.COUNT_TOKENS, run)
 
     @catch_errors
     async def tokenizer_info(self, request: Request) -> Response:
