@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc_runtime.server.api_routes import PostRoute
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import renamed
@@ -21,7 +22,7 @@ from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, catc
 from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.openai.response import GenerationResponse
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 T = TypeVar("T", bound=msgspec.Struct)
