@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import _signal  # its functions do not convert handlers to enums, which takes ten times as long as setting one
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from llmc_runtime.format.errors import LlmcError
-
-_SIGINT = int(signal.SIGINT)
 
 
 class FairLock:
@@ -28,7 +26,8 @@ class FairLock:
         self._owner = 0
         self._queue: deque[tuple[threading.Lock, int]] = deque()
         self._deferred: deque[Callable[[], None]] = deque()
-        self._interrupt = _DeferredInterrupt()
+        self._handle_interrupt: Callable[[], None] = lambda: None  # of the owner, see `_defer_interrupt`
+        self._loop: _DeferredInterrupt | None = None  # of a loop in the main thread
 
     def __enter__(self) -> None:
         if self.forked:
@@ -36,18 +35,17 @@ class FairLock:
             raise LlmcError("E609", cause, "open the LLM after the fork, or start processes with the method spawn")
         if self._owner == threading.get_ident():
             raise RuntimeError("the LLM is used while this thread holds its lock, by a signal handler or an executor")
-        interrupt = _DeferredInterrupt()
-        interrupt.hold()
+        handle_interrupt = self._defer_interrupt()
         self._acquire(wait=True)
-        self._interrupt = interrupt
+        self._handle_interrupt = handle_interrupt
 
     def __exit__(self, *exc: object) -> None:
-        interrupt = self._interrupt
+        handle_interrupt = self._handle_interrupt
         try:
             self._run_deferred()
         finally:
             self._release()
-            interrupt.release()
+            handle_interrupt()
 
     @property
     def forked(self) -> bool:
@@ -60,8 +58,7 @@ class FairLock:
         self._deferred.append(action)
         if self.forked:
             return
-        interrupt = _DeferredInterrupt()
-        interrupt.hold()
+        handle_interrupt = self._defer_interrupt()
         try:
             if self._acquire(wait=False):
                 try:
@@ -69,7 +66,35 @@ class FairLock:
                 finally:
                     self._release()
         finally:
-            interrupt.release()
+            handle_interrupt()
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Context manager for a loop that enters the lock in each iteration: it sets the handler of SIGINT once, since
+        setting one takes longer than entering the lock. Between two entries, interrupts are handled at once.
+        """
+        if threading.current_thread() is not threading.main_thread() or self._loop is not None:
+            yield
+            return
+        loop = _DeferredInterrupt()
+        try:
+            loop.install()
+            loop.release()
+            self._loop = loop
+            yield
+        finally:
+            self._loop = None
+            loop.hold()
+            loop.restore()
+
+    def _defer_interrupt(self) -> Callable[[], None]:
+        """Defer SIGINT until the returned function is called."""
+        if self._loop is not None and threading.current_thread() is threading.main_thread():
+            self._loop.hold()
+            return self._loop.release
+        interrupt = _DeferredInterrupt()
+        interrupt.install()
+        return interrupt.restore
 
     def _run_deferred(self) -> None:
         while self._deferred:
@@ -102,26 +127,47 @@ class FairLock:
 
 
 class _DeferredInterrupt:
-    """Defers SIGINT in the main thread, the only one in which Python runs signal handlers."""
+    """Defers SIGINT in the main thread, the only one in which Python runs signal handlers.
+
+    From `install` to `restore`, an interrupt is handled at once, unless there were more calls of `hold` than of
+    `release`: then it is handled by the last of these or by `restore`. One call of `hold` counts from the beginning.
+    """
 
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], object] | None = None
-        self._received = False
+        self._holds, self._received = 1, False
 
-    def hold(self) -> None:
-        """Record interrupts instead of handling them."""
+    def install(self) -> None:
+        """Set the handler of SIGINT, in the main thread, unless interrupts are ignored or end the process."""
         if threading.current_thread() is threading.main_thread():
-            handler = _signal.getsignal(_SIGINT)
+            handler = signal.getsignal(signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                _signal.signal(_SIGINT, self._note)
+                signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def restore(self) -> None:
+        """Restore the handler that was set before `install`."""
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+            self._handle()
+
+    def hold(self) -> None:
+        """Defer interrupts."""
+        self._holds += 1
 
     def release(self) -> None:
-        """Restore the handler, and call it if an interrupt was received."""
-        if self._handler is not None:
-            _signal.signal(_SIGINT, self._handler)
-            if self._received:
-                self._handler(signal.SIGINT, None)
+        """End what `hold` began."""
+        self._holds -= 1
+        if not self._holds:
+            self._handle()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
+    def _handle(self) -> None:
+        if self._received and self._handler is not None:
+            self._received = False
+            self._handler(signal.SIGINT, None)
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._holds:
+            self._received = True
+        elif self._handler is not None:
+            self._handler(number, frame)

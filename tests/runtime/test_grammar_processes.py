@@ -16,7 +16,6 @@ from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams, StructuredOutputsParams
 from llmc_runtime.engine.engine_loop import EngineLoop
 from llmc_runtime.grammar import Grammars, client, grammar_worker, host_process, limits, worker_pool
-from llmc_runtime.grammar.fair_queue import FairQueue
 
 from tests.runtime.followed import Followed
 from tests.runtime.test_llm import TOK, device, make, params, tokenizer
@@ -220,21 +219,6 @@ def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monke
     error = refused(grammars, StructuredOutputsParams(json=SLOW))
     assert error.code == "E653" and "was not compiled within" in error.cause
     assert not workers_of(grammars)
-
-
-def test_tenants_take_turns() -> None:
-    queue: FairQueue[int] = FairQueue(3, 2)
-    for job in range(4):
-        queue.add("a", job)
-    queue.add("b", 10)
-    assert [queue.next() for _ in range(4)] == [("a", 0), ("b", 10), ("a", 1), None]
-    queue.end("b")
-    assert queue.next() is None, "a has its lane"
-    queue.end("a")
-    assert queue.next() == ("a", 2)
-    queue.remove("a", 3)
-    queue.end("a")
-    assert queue.next() is None
 
 
 def test_an_output_that_costs_too_much_ends_alone(grammars: Grammars) -> None:

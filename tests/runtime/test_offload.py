@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from llmc_runtime.server.api_routes import DETOKENIZE
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.jobs import TextJobs, check_size
@@ -344,7 +345,7 @@ def test_a_process_that_has_grown_ends_after_its_job(monkeypatch: pytest.MonkeyP
     ours, theirs = socket.socketpair()
     body = json.dumps({"tokens": [70, 71]}).encode()
     for _ in range(2):
-        ours.sendall(m.HEAD.pack(m.DETOKENIZE, len(body)) + body)
+        ours.sendall(m.HEAD.pack(DETOKENIZE.job, len(body)) + body)
     worker = Worker(Link(theirs), TextJobs(spec()))
     worker.run()  # it returns
     link, kinds = Link(ours), []

@@ -38,9 +38,7 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
             messages.append(part.new_output())
         whole = part.output()
         assert whole.cumulative_logprob == pytest.approx(sum(values[: i + 1]))
-        assert len(part._text._returned_pieces) + len(part._text._new_pieces) < 5 + i - sum(
-            len(one.token_ids) for one in messages
-        )
+        assert len(part._text._returned) + len(part._text._new) < 5 + i - sum(len(one.token_ids) for one in messages)
     assert whole.text == "".join(one.text for one in messages) == tok.decode(ids)
 
 

@@ -286,7 +286,7 @@ def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
         def parse(key: str, size: int) -> asyncio.Task[Any]:
             body = Body(budget, key)
             body.take(b" " * size)
-            return asyncio.create_task(endpoint._in_turn(body, object, key))  # type: ignore[type-var]
+            return asyncio.create_task(endpoint._in_turn(body, object, key, lambda fields: False))  # type: ignore[type-var]
 
         tasks = [parse("a", _SHORT + 1) for _ in range(5)] + [parse("b", _SHORT + 1), parse("c", _SHORT)]
         cancelled = parse("a", _SHORT + 1)

@@ -8,7 +8,13 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
+from llmc_runtime.server.api_routes import GET_ROUTES, POST_ROUTES
+from llmc_runtime.server.app import Endpoints
+from llmc_runtime.server.http.auth import Limits
+from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.openapi import description
+from llmc_runtime.server.page import page_route
+from llmc_runtime.server.text_pool import text_messages
 
 from tests.runtime.served import served
 
@@ -22,6 +28,7 @@ HTTP_OWN = {
     "x-accel-buffering",
 }
 KEY = "first-secret-key"
+STORED = ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items")
 
 
 def resolved(document: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
@@ -82,3 +89,23 @@ def test_the_range_of_a_timeout_is_the_servers() -> None:
             answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, headers=head)
             assert answer.status_code == (200 if good else 400)
             assert good or answer.json()["error"]["param"] == "X-Request-Timeout"
+
+
+def test_every_route_is_declared_once() -> None:
+    frames = [value for value in vars(text_messages).values() if isinstance(value, bytes) and len(value) == 1]
+    kinds = [*(route.job for route in POST_ROUTES), *frames]
+    assert len(set(kinds)) == len(kinds), "a text process could not tell two frames apart"
+    for method, declared in (("POST", POST_ROUTES), ("GET", GET_ROUTES)):
+        paths = [path for route in declared for path in route.paths]
+        assert len(set(paths)) == len(paths)
+        described = {path for path, methods in description()["paths"].items() if method.lower() in methods}
+        assert described - set(paths) == (set() if method == "POST" else {*PROBES, *STORED}), method
+        assert set(paths) <= described
+    with served() as server:
+        routes = [*Endpoints(server.serving, Limits()).routes(), page_route(needs_key=False)]
+        served_at = {(method, route.path.rstrip("/")) for route in routes for method in route.methods or ()}
+    document = {
+        (method.upper(), path.replace("{name}", "{name:path}").rstrip("/"))
+        for path, methods in description()["paths"].items() for method in methods
+    }  # fmt: skip
+    assert {(method, path) for method, path in served_at if method != "HEAD"} == document

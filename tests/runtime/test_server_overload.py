@@ -48,7 +48,7 @@ def test_refusals_come_before_tokenizing_and_say_when_to_come_back(monkeypatch: 
     with served(pace=0.05, sequences=ROWS + 20) as server:
         links = [post_head(server, LONG) for _ in range(ROWS + 20)]
         lanes = server.serving.lanes
-        until(lambda: server.serving.admission.full and not lanes.waiting and not lanes._running)
+        until(lambda: server.serving.admission.full and not lanes.waiting and not lanes._queue._running)
 
         async def never(*args: Any) -> Any:
             raise AssertionError("it was tokenized")

@@ -286,10 +286,10 @@ def test_what_is_not_supported_is_refused_by_name(servers: Servers, body: dict[s
 
 
 def test_an_error_during_a_stream_is_an_event(servers: Servers) -> None:
+    from llmc_runtime.server.call import Call
     from llmc_runtime.server.http.errors import late
     from llmc_runtime.server.openai.responses import Responses
     from llmc_runtime.server.requests.responses_request import ResponsesRequest
-    from llmc_runtime.server.serving import Call
 
     serving = servers[1]["think"]
     answer = Responses(serving, ResponsesRequest(input="x"), Call("resp_1", "", "input"), None)

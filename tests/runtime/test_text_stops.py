@@ -39,10 +39,51 @@ def test_whatever_the_pieces_the_result_is_that_of_the_whole_text(
             assert (grown[: hit.cut], hit.string) == expected
             assert shown <= hit.cut, "text of a stop string was shown"
             return
-        assert rule.num_certain(grown) >= shown
-        shown = rule.num_certain(grown)
-        assert shown == max(0, len(grown) - (0 if include or not stops else max(map(len, stops)) - 1))
+        shown = max(0, len(grown) - rule.hold)
+        assert rule.hold == (0 if include or not stops else max(map(len, stops)) - 1)
     assert expected == (text, None)
+
+
+class Letters:
+    """A detokenizer whose tokens are the indices of `pieces`, and which holds `rest` back."""
+
+    def __init__(self, pieces: list[str], rest: str) -> None:
+        self.pieces, self.rest = pieces, rest
+
+    def push(self, token: int) -> str:
+        return self.pieces[token]
+
+    def flush(self) -> str:
+        return self.rest
+
+
+@given(st.lists(st.text("ab ", max_size=4), max_size=8), TINY, st.lists(TINY.filter(bool), max_size=3), st.booleans(),
+       st.integers(0, 4), st.data())  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_the_output_is_that_of_the_whole_text_whenever_it_is_read(
+    pieces: list[str], rest: str, stops: list[str], include: bool, least: int, data: st.DataObject
+) -> None:
+    out = OutputText(None, [], stop=stops, include_stop=include, min_tokens=least)
+    out._detokenizer = Letters(pieces, rest)  # type: ignore[assignment]
+    shown = ""
+    for token in range(len(pieces)):
+        out.push(token)
+        if data.draw(st.booleans()):
+            shown += out.new_text()
+            assert out.text.startswith(shown)
+    out.finish()
+    assert shown + out.new_text(final=True) == out.text
+    first = len("".join(pieces[:least]))
+    if len(pieces) <= least:
+        first = len("".join(pieces) + rest)
+    whole, ends = "".join(pieces) + rest, range(first + 1, len("".join(pieces) + rest) + 1)
+    found = next(((end, max((s for s in stops if whole[:end].endswith(s)), key=len)) for end in ends
+                  if any(whole[:end].endswith(s) for s in stops)), None)  # fmt: skip
+    if found is None:
+        assert (out.text, out.stopped_by) == (whole, None)
+    else:
+        end, stop = found
+        assert (out.text, out.stopped_by) == (whole[: end if include else end - len(stop)], stop)
 
 
 def run(text: str, **options: object) -> tuple[list[str], OutputText]:

@@ -275,13 +275,14 @@ class LLM(PoolingAPI):
         Raises the LlmcError of the first prompt that is refused, before any of them runs, or that fails.
         """
         states: list[RequestState] = []
-        try:
-            self._submit_all(states, prompts, params, priorities)
-            self._finish(states, use_tqdm)
-        finally:
-            with self._lock:
-                for state in states:
-                    self._outputs.drop(state)
+        with self._lock.loop():
+            try:
+                self._submit_all(states, prompts, params, priorities)
+                self._finish(states, use_tqdm)
+            finally:
+                with self._lock:
+                    for state in states:
+                        self._outputs.drop(state)
         for state in states:
             if state.error is not None:
                 raise state.error

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from llmc_runtime.fair_queue import FairQueue
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import wire
-from llmc_runtime.grammar.fair_queue import FairQueue
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
 from llmc_runtime.grammar.host_process import HostProcess, exceeded_limit
 from llmc_runtime.grammar.limits import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,34 +15,32 @@ from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
 from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
-from llmc_runtime.server.endpoint import Endpoint
+from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
 from llmc_runtime.server.http.cors import allow_origins
-from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.http.errors import ApiError, not_found, renamed
 from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
 from llmc_runtime.server.http.request_shares import RequestShares
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
-from llmc_runtime.server.messages_routes import MessagesRoutes
+from llmc_runtime.server.messages.messages import Messages
 from llmc_runtime.server.openai.chat import Chat
 from llmc_runtime.server.openai.completions import Completion
+from llmc_runtime.server.openai.pooled import PooledResponse
+from llmc_runtime.server.openai.responses import Responses
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.other_routes import not_a_route
 from llmc_runtime.server.page import page_route
-from llmc_runtime.server.pooling_routes import PoolingRoutes
-from llmc_runtime.server.requests.request_fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from llmc_runtime.server.requests.messages_request import CountRequest, to_chat
+from llmc_runtime.server.requests.pooling_request import repeats
+from llmc_runtime.server.requests.request_fields import DetokenizeRequest, TokenizeRequest
 from llmc_runtime.server.responses_routes import ResponsesRoutes
 from llmc_runtime.server.serving import Serving
-from llmc_runtime.server.text_pool.jobs import check_tokenize, token_list
-from llmc_runtime.server.text_pool.text_messages import CHAT, COMPLETION, DETOKENIZE, TOKENIZE
+from llmc_runtime.server.text_pool.jobs import check_tokenize, counted, token_list
 
 
 def application(
@@ -100,42 +98,40 @@ class Endpoints(Endpoint):
 
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
-        pooling = PoolingRoutes(self.serving, self.limits)
-        responses, messages = ResponsesRoutes(self.serving, self.limits), MessagesRoutes(self.serving, self.limits)
+        responses = ResponsesRoutes(self.serving, self.limits)
         stored = "/v1/responses/{response_id}"
-        endpoints: tuple[tuple[str, str, Any], ...] = (
+        gets: Mapping[api.GetRoute, Handler] = {
+            api.MODELS: self.models,
+            api.TOKENIZER_INFO: self.tokenizer_info,
+            api.VERSION: self.version,
+            api.SERVER_INFO: self.server_info,
+            api.MODEL_INFO: self.model_info,
+            api.METRICS: self.metrics,
+            api.LOAD: self.load,
+            api.ROUTER_LOAD: self.get_load,
+            api.OPENAPI: self.openapi,
+        }
+        posts: Mapping[api.PostRoute, Handler] = {
+            api.COMPLETIONS: self.handler(api.COMPLETIONS, Completion),
+            api.CHATS: self.handler(api.CHATS, Chat),
+            api.RESPONSES: self.handler(api.RESPONSES, Responses, responses.is_long),
+            api.INPUT_TOKENS: responses.input_tokens,
+            api.MESSAGES: self.handler(api.MESSAGES, Messages),
+            api.COUNT_TOKENS: self.count_tokens,
+            **{route: self.handler(route, PooledResponse, lambda request: repeats) for route in api.POOLED_ROUTES},
+            api.TOKENIZE: self.tokenize,
+            api.DETOKENIZE: self.detokenize,
+        }
+        endpoints = [
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
-            ("GET", "/version", self.version), ("GET", "/metrics", self.metrics), ("GET", "/load", self.load),
-            ("GET", "/get_load", self.get_load), ("GET", "/openapi.json", self.openapi),
-            *(("GET", path, self.server_info) for path in ("/server_info", "/get_server_info")),
-            *(("GET", path, self.model_info) for path in ("/model_info", "/get_model_info")),
-            ("GET", "/tokenizer_info", self.tokenizer_info), ("GET", "/v1/models", self.models),
-            ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chat),
-            ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
-            *pooling.endpoints(),
-            ("POST", "/v1/responses", responses.create), ("POST", "/v1/responses/input_tokens", responses.input_tokens),
+            *(("GET", path, handler) for route, handler in gets.items() for path in route.paths),
+            *(("POST", path, handler) for route, handler in posts.items() for path in route.paths),
             ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
-            ("POST", "/v1/messages", messages.create), ("POST", "/v1/messages/count_tokens", messages.count_tokens),
-        )  # fmt: skip
+        ]  # fmt: skip
         routes = [
             Route(path + end, handler, methods=verbs.split()) for verbs, path, handler in endpoints for end in ("", "/")
         ]
         return [*routes, Route("/v1/models/{name:path}", self.one_model, methods=["GET"])]
-
-    @catch_errors
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        async with self._read(request, CompletionRequest, COMPLETION) as (fields, job):
-            call = self._call(request, "cmpl-", "prompt")
-            answer = Completion(self.serving, fields, call, job)
-            return await self._reply(request, answer, call, stream=bool(fields.stream))
-
-    @catch_errors
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        async with self._read(request, ChatRequest, CHAT) as (fields, job):
-            call = self._call(request, "chatcmpl-", "messages")
-            return await self._reply(request, Chat(self.serving, fields, call, job), call, stream=bool(fields.stream))
 
     @catch_errors
     async def tokenize(self, request: Request) -> Response:
@@ -153,7 +149,7 @@ class Endpoints(Endpoint):
                     ids = (await prompting.in_thread(prompting.chat, fields, tools, short)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
-        return await self._text(request, TokenizeRequest, TOKENIZE, run)
+        return await self._text(request, api.TOKENIZE, run)
 
     @catch_errors
     async def detokenize(self, request: Request) -> Response:
@@ -164,7 +160,20 @@ class Endpoints(Endpoint):
             async with self.serving.lanes.slot(request.scope["llmc.key"]):
                 return as_json({"prompt": await prompting.in_thread(prompting.decode, fields.tokens)})
 
-        return await self._text(request, DetokenizeRequest, DETOKENIZE, run)
+        return await self._text(request, api.DETOKENIZE, run)
+
+    @catch_errors
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens: the number of tokens of the prompt of a message."""
+
+        async def run(fields: CountRequest) -> Response:
+            serving, prompting = self.serving, self.serving.prompting
+            arguments = counted(to_chat(fields), serving.formats)
+            async with serving.lanes.slot(request.scope["llmc.key"]):
+                return as_json({"input_tokens": await prompting.in_thread(prompting.count, *arguments)})
+
+        with renamed(api.COUNT_TOKENS.names):
+            return await self._text(request, api.COUNT_TOKENS, run)
 
     @catch_errors
     async def tokenizer_info(self, request: Request) -> Response:

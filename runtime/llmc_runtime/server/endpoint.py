@@ -6,23 +6,34 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmc_runtime.server.api_routes import PostRoute
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
-from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, while_connected
+from llmc_runtime.server.http.errors import renamed
+from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, catch_errors, while_connected
 from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.openai.response import GenerationResponse
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 T = TypeVar("T", bound=msgspec.Struct)
+Handler = Callable[[Request], Awaitable[Response]]
+Offload = Callable[[Any], bool]  # of a parsed request
+Answer = Callable[[Serving, Any, Call, OffloadedJob | None], GenerationResponse[Any] | PooledResponse]
 _SHORT = 2 << 10  # bytes of a body that is parsed at once
+
+
+def _never(fields: Any) -> bool:
+    return False
 
 
 class Endpoint:
@@ -31,28 +42,44 @@ class Endpoint:
     def __init__(self, serving: Serving, limits: Limits) -> None:
         self.serving, self.limits = serving, limits
 
+    def handler(self, route: PostRoute, answer: Answer, offload: Callable[[Request], Offload] | None = None) -> Handler:
+        """Return the handler of a route that runs the model; `answer` builds its responses.
+
+        `offload` returns a function that tells whether a text process has to read the request in spite of its small
+        body.
+        """
+
+        @catch_errors
+        async def handle(self: Endpoint, request: Request) -> Response:
+            with renamed(route.names):
+                is_long = _never if offload is None else offload(request)
+                async with self._read(request, route, is_long) as (fields, job):
+                    call = self._call(request, route)
+                    stream = route.generates and bool(fields.stream)
+                    return await self._reply(request, answer(self.serving, fields, call, job), call, stream=stream)
+
+        return partial(handle, self)
+
     @asynccontextmanager
     async def _read(
-        self, request: Request, kind: type[T], name: bytes, offload: Callable[[T], bool] = lambda fields: False
-    ) -> AsyncIterator[tuple[T, OffloadedJob | None]]:
+        self, request: Request, route: PostRoute, offload: Offload
+    ) -> AsyncIterator[tuple[Any, OffloadedJob | None]]:
         """Yield the parsed request. If its body is large, or if `offload` returns true for it, also the text process's
         job that has its prompts.
         """
         body = await read_body(request, self.limits, self.serving.bodies)
         if not is_large(body.data, SMALL_BODY):
-            fields = await self._in_turn(body, kind, request.scope["llmc.key"], offload)
+            fields = await self._in_turn(body, route.request, request.scope["llmc.key"], offload)
             if fields is not None:
                 yield fields, None
                 return
-        job = await while_connected(request.receive, self.serving.offload.begin(name, body))
+        job = await while_connected(request.receive, self.serving.offload.begin(route.job, body))
         try:
-            yield msgspec.json.decode(job.parsed.fields, type=kind), job
+            yield msgspec.json.decode(job.parsed.fields, type=route.request), job
         finally:
             job.close()
 
-    async def _in_turn(
-        self, body: Body, kind: type[T], key: str, offload: Callable[[T], bool] = lambda fields: False
-    ) -> T | None:
+    async def _in_turn(self, body: Body, kind: type[T], key: str, offload: Offload) -> T | None:
         """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT bytes is parsed."""
         turns = self.serving.parsing
         if len(body) <= _SHORT:
@@ -65,7 +92,7 @@ class Endpoint:
         asyncio.get_running_loop().call_soon(turns.release, key)
         return self._small(body, kind, offload)
 
-    def _small(self, body: Body, kind: type[T], offload: Callable[[T], bool] = lambda fields: False) -> T | None:
+    def _small(self, body: Body, kind: type[T], offload: Offload) -> T | None:
         """Parse a body and drop it; return None, with the body kept, if `offload` returns true."""
         unknown, offloaded = list[int](), False
         try:
@@ -77,9 +104,7 @@ class Endpoint:
                 body.drop()
                 self.serving.meters.unknown(sum(unknown))
 
-    async def _text(
-        self, request: Request, kind: type[T], name: bytes, run: Callable[[T], Awaitable[Response]]
-    ) -> Response:
+    async def _text(self, request: Request, route: PostRoute, run: Callable[[Any], Awaitable[Response]]) -> Response:
         """Run a request for tokenization. A text process handles a large body and makes its response, whose memory is
         reserved until it is sent.
         """
@@ -87,18 +112,18 @@ class Endpoint:
         body = await read_body(request, self.limits, serving.bodies)
         with serving.texts(key):
             if is_large(body.data, SMALL_TEXT):
-                job = await while_connected(request.receive, serving.offload.begin(name, body))
+                job = await while_connected(request.receive, serving.offload.begin(route.job, body))
                 job.close()
                 return JsonSlices([job.answer], serving.admission.reserve_response(key, len(job.answer)).close)
-            fields: Any = await self._in_turn(body, kind, key)
+            fields: Any = await self._in_turn(body, route.request, key, _never)
             serving.check_model(fields.model)
             return await run(fields)
 
-    def _call(self, request: Request, prefix: str, prompt_param: str) -> Call:
+    def _call(self, request: Request, route: PostRoute) -> Call:
         return Call(
-            f"{prefix}{uuid.uuid4().hex}",
+            f"{route.id_prefix}{uuid.uuid4().hex}",
             request.scope["llmc.key"],
-            prompt_param,
+            route.prompt_param,
             request.scope.get("llmc.record"),
             request.scope["llmc.id"],
             hold=self.serving.hold(request.headers.get("x-request-timeout")),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from llmc_runtime.fair_queue import FairQueue
 
 MAX_WAITING = 1024  # jobs of all keys
 MAX_SECONDS = 30.0  # maximum wait of a job
@@ -28,15 +29,13 @@ class FairSlots:
         max_waiting: int = MAX_WAITING,
         seconds: float = MAX_SECONDS,
     ) -> None:
-        self._free, self._each = slots, max(1, slots - reserved)
+        self._queue = FairQueue[asyncio.Future[None]](slots, max(1, slots - reserved))
         self._refusal, self._max_waiting, self._seconds = refusal, max_waiting, seconds
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._running: Counter[str] = Counter()
 
     @property
     def waiting(self) -> int:
         """The number of jobs that wait for a slot."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._queue)
 
     @asynccontextmanager
     async def slot(self, key: str) -> AsyncIterator[None]:
@@ -49,63 +48,28 @@ class FairSlots:
 
     async def acquire(self, key: str) -> None:
         """Wait for a slot, which the caller returns with `release`. Raises the exception of `refusal`."""
-        if self._free and self._running[key] < self._each and key not in self._waiting:
-            self._take(key)
+        if self._queue.start(key):
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, deque()).append(waiter)
-        self._shed()
+        self._queue.add(key, waiter)
+        if len(self._queue) > self._max_waiting and not (newest := self._queue.pop_newest()).done():
+            newest.set_exception(self._refusal())
         try:
             async with asyncio.timeout(self._seconds):
                 await waiter
         except BaseException as e:
-            self._forget(key, waiter)
+            if not self._queue.remove(key, waiter) and not waiter.cancelled() and waiter.exception() is None:
+                self.release(key)  # it received a slot at the same moment
             if isinstance(e, TimeoutError):
                 raise self._refusal() from None
             raise
 
     def release(self, key: str) -> None:
         """Return a slot."""
-        self._free += 1
-        self._running[key] -= 1
-        if not self._running[key]:
-            del self._running[key]
-        self._dispatch()
-
-    def _take(self, key: str) -> None:
-        self._free -= 1
-        self._running[key] += 1
-
-    def _dispatch(self) -> None:
-        while self._free:
-            key = next((key for key in self._waiting if self._running[key] < self._each), None)
-            if key is None:
-                return
-            waiter = self._waiting[key][0]
-            self._remove(key, waiter)
-            if key in self._waiting:
-                self._waiting.move_to_end(key)
-            if not waiter.done():  # a job cancelled in this iteration of the event loop is still in the queue
-                self._take(key)
+        self._queue.end(key)
+        while (job := self._queue.next()) is not None:
+            key, waiter = job
+            if waiter.done():  # a job cancelled in this iteration of the event loop is still in the queue
+                self._queue.end(key)
+            else:
                 waiter.set_result(None)
-
-    def _shed(self) -> None:
-        if self.waiting > self._max_waiting:
-            key = max(self._waiting, key=lambda key: len(self._waiting[key]))
-            newest = self._waiting[key][-1]
-            self._remove(key, newest)
-            if not newest.done():
-                newest.set_exception(self._refusal())
-
-    def _forget(self, key: str, waiter: asyncio.Future[None]) -> None:
-        """Remove a job that will not run; it may have received a slot at the same moment."""
-        if waiter in self._waiting.get(key, ()):
-            self._remove(key, waiter)
-        elif not waiter.cancelled() and waiter.exception() is None:
-            self.release(key)
-
-    def _remove(self, key: str, waiter: asyncio.Future[None]) -> None:
-        queue = self._waiting[key]
-        queue.remove(waiter)
-        if not queue:
-            del self._waiting[key]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from starlette.types import Scope
 
+from llmc_runtime.server.api_routes import POST_ROUTES
 from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import MESSAGES_PATH, ApiError, body_of
 from llmc_runtime.server.http.head_turns import HeadTurns
@@ -33,7 +34,6 @@ from llmc_runtime.server.http.request_target import normalize_root
 if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 MAX_SKIPPED = 64 << 10  # maximum bytes of a refused body that are discarded in order to keep the connection
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELDS = re.compile(rb"(?:%b:[ \t]*[\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?[ \t]*\r\n)+" % _TOKEN)
@@ -114,7 +114,7 @@ class LoadShedder:
 
     def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
         self._serving, self.refusals = serving, refusals or RefusalLog(False)
-        paths = [path + end for path in PATHS for end in ("", "/")]
+        paths = [path + end for route in POST_ROUTES if route.generates for path in route.paths for end in ("", "/")]
         self._paths = frozenset(paths)
         lines = [
             (f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", normalize_root(root_path)} for path in paths

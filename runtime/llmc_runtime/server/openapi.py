@@ -8,61 +8,13 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
+from llmc_runtime.server.api_routes import GET_ROUTES, POST_ROUTES, GetRoute, PostRoute
 from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
-from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.parse import check_lengths
-from llmc_runtime.server.requests.pooling_request import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    Pooled,
-    RerankRequest,
-    ScoreRequest,
-)
-from llmc_runtime.server.requests.request_fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
 from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
-_POSTS: tuple[tuple[str, type[msgspec.Struct], str, bool], ...] = (
-    ("/v1/completions", CompletionRequest, "Continue prompts", True),
-    ("/v1/chat/completions", ChatRequest, "Answer a conversation", True),
-    ("/v1/responses", ResponsesRequest, "Create a response", True),
-    ("/v1/responses/input_tokens", InputTokensRequest, "The number of tokens of a response's input", False),
-    ("/v1/messages", MessagesRequest, "Create a message, as in Anthropic's Messages API", True),
-    ("/v1/messages/count_tokens", CountRequest, "The number of tokens of a message's prompt", False),
-    ("/v1/embeddings", EmbeddingRequest, "Embeddings of texts, from a model that embeds", False),
-    *((path, ScoreRequest, "Scores of pairs of texts", False) for path in ("/v1/score", "/score")),
-    *((path, RerankRequest, "Documents by their scores", False) for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
-    ("/classify", ClassifyRequest, "Classes of texts, from a model that classifies", False),
-    ("/tokenize", TokenizeRequest, "Token ids of a text or a conversation", False),
-    ("/detokenize", DetokenizeRequest, "The text of token ids", False),
-)
-_GETS = (
-    ("/v1/models", "The served models"),
-    ("/v1/models/{name}", "One served model"),
-    ("/tokenizer_info", "The named special tokens"),
-    ("/version", "The server's version"),
-    *((path, "The version, the model and the limits of the engine") for path in ("/server_info", "/get_server_info")),
-    *((path, "The name and the kind of the model") for path in ("/model_info", "/get_model_info")),
-    ("/metrics", "Metrics for Prometheus"),
-    ("/load", "The number of open requests"),
-    ("/get_load", "The numbers of open requests and tokens, as SGLang's router reads them"),
-    ("/openapi.json", "This description"),
-    ("/", "A chat and metrics, for a browser"),
-)
-_CONTENT = MappingProxyType(  # of GET responses that are not JSON objects: the media type and the schema's type
-    {
-        "/metrics": ("text/plain", "string"),
-        "/get_load": ("application/json", "array"),
-        "/": ("text/html", "string"),
-    }
-)
 _ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
@@ -71,22 +23,15 @@ _HEADERS_OF = MappingProxyType({401: (0, 4), 429: (0, 1, 2), 500: (0, 3), 503: (
 
 def prepare_checks() -> None:
     """Read the limits of all types of requests, which takes 2 to 8 ms for each: otherwise its first request does."""
-    for _, kind, _, _ in _POSTS:
-        check_lengths({}, kind)
+    for route in POST_ROUTES:
+        check_lengths({}, route.request)
 
 
 def description() -> dict[str, Any]:
     """Return the document, in OpenAPI 3.1."""
-    kinds = list(dict.fromkeys(kind for _, kind, _, _ in _POSTS))
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REF)
-    paths: dict[str, Any] = {}
-    for path, kind, summary, streams in _POSTS:
-        error = "NamedError" if path.startswith(MESSAGES_PATH) else "Error"
-        paths[path] = {"post": _post(kind.__name__, summary, streams, error)}
-        if streams or issubclass(kind, Pooled):
-            paths[path]["post"]["parameters"] = [{"$ref": "#/components/parameters/X-Request-Timeout"}]
-    for path, summary in _GETS:
-        paths[path] = {"get": _get(path, summary)}
+    _, schemas = msgspec.json.schema_components([route.request for route in POST_ROUTES], ref_template=_REF)
+    paths: dict[str, Any] = {path: {"post": _post(route)} for route in POST_ROUTES for path in route.paths}
+    paths |= {path: {"get": _get(route)} for route in GET_ROUTES for path in route.paths}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     model = paths["/v1/models/{name}"]["get"]
     model["parameters"], model["responses"]["404"] = [name], _responses("", (404,))["404"]
@@ -134,20 +79,25 @@ def _of_stored() -> dict[str, Any]:
     return paths
 
 
-def _post(name: str, summary: str, streams: bool, error: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
-    responses = _responses(summary, _ERRORS, error)
+def _post(route: PostRoute) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(name=route.request.__name__)}}}
+    error = "NamedError" if route.paths[0].startswith(MESSAGES_PATH) else "Error"
+    responses = _responses(route.summary, _ERRORS, error)
     responses["200"]["content"] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
+    if route.generates:
         responses["200"]["content"]["text/event-stream"] = {}
-    return {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}
+    operation: dict[str, Any] = {
+        "summary": route.summary, "requestBody": {"required": True, "content": content}, "responses": responses,
+    }  # fmt: skip
+    if route.id_prefix:  # it runs the model
+        operation["parameters"] = [{"$ref": "#/components/parameters/X-Request-Timeout"}]
+    return operation
 
 
-def _get(path: str, summary: str) -> dict[str, Any]:
-    media, kind = _CONTENT.get(path, ("application/json", "object"))
-    responses = _responses(summary, (400, 401, 421, 431))
-    responses["200"]["content"] = {media: {"schema": {"type": kind}}}
-    return {"summary": summary, "responses": responses}
+def _get(route: GetRoute) -> dict[str, Any]:
+    responses = _responses(route.summary, (400, 401, 421, 431))
+    responses["200"]["content"] = {route.media: {"schema": {"type": route.kind}}}
+    return {"summary": route.summary, "responses": responses}
 
 
 def _responses(summary: str, errors: tuple[int, ...], error: str = "Error") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.pairs import paired, require_scores
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.api_routes import POOLED_ROUTES
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.prompting import Prompting, check_ids, listed
 from llmc_runtime.server.requests.pooling_request import (
@@ -25,8 +26,8 @@ from llmc_runtime.server.requests.pooling_request import (
 )
 
 # The field with the prompts, by the type of request.
-PROMPT_PARAM: Mapping[type[Pooled], str] = MappingProxyType(
-    {EmbeddingRequest: "input", ClassifyRequest: "input", ScoreRequest: "text_2", RerankRequest: "documents"}
+_PROMPT_PARAM: Mapping[type[Any], str] = MappingProxyType(
+    {route.request: route.prompt_param for route in POOLED_ROUTES}
 )
 
 
@@ -53,7 +54,7 @@ class PooledPrompts:
         The text of a reranked document, or of its pair, is the document. Raises ApiError 400.
         """
         total = 0
-        param = PROMPT_PARAM[type(request)]
+        param = _PROMPT_PARAM[type(request)]
         try:
             for prompt in self._prompts(request, param):
                 total += len(prompt.ids)

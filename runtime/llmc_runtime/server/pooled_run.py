@@ -10,10 +10,11 @@ from contextlib import aclosing
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import ONE
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 
 MAX_OPEN = 64  # prompts of one request that wait or run at a time
 

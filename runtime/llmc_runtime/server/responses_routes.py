@@ -8,22 +8,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmc_runtime.server.api_routes import INPUT_TOKENS
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
-from llmc_runtime.server.openai.responses import Responses
 from llmc_runtime.server.requests.parse import SMALL_BODY
-from llmc_runtime.server.requests.responses_request import (
-    NAMES,
-    InputTokensRequest,
-    ResponsesRequest,
-    as_response,
-    references_of,
-)
+from llmc_runtime.server.requests.responses_request import InputTokensRequest, as_response, references_of
 from llmc_runtime.server.stored_responses import StoredResponse, separated
 from llmc_runtime.server.text_pool.jobs import continued, counted
 from llmc_runtime.server.text_pool.pool import OffloadedJob
-from llmc_runtime.server.text_pool.text_messages import INPUT_TOKENS, RESPONSES
 
 MAX_LISTED = 100  # items of one page of input items
 LISTED = 20  # the default
@@ -38,23 +31,14 @@ def _id_of(item: bytes) -> str:
 
 
 class ResponsesRoutes(Endpoint):
-    """Creates responses, and returns those that are stored."""
-
-    @catch_errors
-    async def create(self, request: Request) -> Response:
-        """POST /v1/responses."""
-        with renamed(NAMES):
-            async with self._read(request, ResponsesRequest, RESPONSES, self._is_long(request)) as (fields, job):
-                call = self._call(request, "resp_", "input")
-                answer = Responses(self.serving, fields, call, job)
-                return await self._reply(request, answer, call, stream=bool(fields.stream))
+    """Counts the tokens of inputs, and returns stored responses."""
 
     @catch_errors
     async def input_tokens(self, request: Request) -> Response:
         """POST /v1/responses/input_tokens: the number of tokens of the prompt of a response."""
         key = request.scope["llmc.key"]
-        with renamed(NAMES), self.serving.texts(key):
-            async with self._read(request, InputTokensRequest, INPUT_TOKENS, self._is_long(request)) as (fields, job):
+        with renamed(INPUT_TOKENS.names), self.serving.texts(key):
+            async with self._read(request, INPUT_TOKENS, self.is_long(request)) as (fields, job):
                 count = await (self._count(key, fields) if job is None else self._count_job(key, fields, job))
         return as_json({"object": "response.input_tokens", "input_tokens": count})
 
@@ -73,7 +57,7 @@ class ResponsesRoutes(Endpoint):
         (prompt,) = await job.prompts(0, earlier)
         return len(prompt.ids)
 
-    def _is_long(self, request: Request) -> Callable[[InputTokensRequest], bool]:
+    def is_long(self, request: Request) -> Callable[[InputTokensRequest], bool]:
         """Return whether a request is long with the stored items to which it refers, as a function of its fields."""
         key, store = request.scope["llmc.key"], self.serving.stored
         return lambda fields: store.length(key, fields.previous_response_id, references_of(fields)) > SMALL_BODY

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from llmc_runtime.api.async_llm import AsyncLLM
+from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.host_info import usable_cpus
@@ -20,19 +20,20 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.call import Call, Hold
 from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.body_budget import BodyBudget
 from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, to_api_error, unavailable
 from llmc_runtime.server.http.lazy_json import Encoding
 from llmc_runtime.server.http.request_log import Record
-from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot, ResponseReservation
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.parse import check_model
 from llmc_runtime.server.requests.request_fields import Generation
 from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
-from llmc_runtime.server.stored_responses import PendingResponse, ResponseStore
+from llmc_runtime.server.stored_responses import ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
 from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
@@ -42,64 +43,6 @@ MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
 _THREADS = 4  # for tokenization
 MAX_SECONDS = 1_000_000  # of a client's timeout
-
-Job = tuple[Prompt, SamplingParams]
-
-
-@dataclass
-class Hold:
-    """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic), its
-    admission slot, the memory of its response, and the place where the response will be stored.
-    """
-
-    seconds: float | None = None
-    deadline: float | None = None
-    slot: AdmissionSlot | None = None
-    answer: ResponseReservation | None = None
-    stored: PendingResponse | None = None
-
-    @property
-    def remaining(self) -> float | None:
-        """The remaining seconds; None without a deadline."""
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-
-    def release(self, tokens: int = 0) -> None:
-        """Release the admission slot after `tokens` generated tokens."""
-        if self.slot is not None:
-            self.slot.close(tokens)
-
-    def sent(self) -> None:
-        """Record that the response was sent or is no longer needed."""
-        if self.answer is not None:
-            self.answer.close()
-        if self.stored is not None:
-            self.stored.close()
-
-
-@dataclass(frozen=True)
-class Call:
-    """One HTTP request.
-
-    `key` identifies the API key ("" for none), `prompt_param` the field that contains the prompt, and `request_id` the
-    request in the log and for the client. The special tokens in `visible` appear in the response's text. Updates of an
-    output are at least `interval` seconds apart, except the last one. The response has its log-probabilities `repeats`
-    times.
-    """
-
-    id: str
-    key: str
-    prompt_param: str
-    record: Record | None = None
-    request_id: str = ""
-    visible: frozenset[int] = frozenset()
-    interval: float = 0.0
-    repeats: int = 1
-    hold: Hold = field(default_factory=Hold)
-
-    @property
-    def logged_characters(self) -> int:
-        """The number of characters of a prompt's text to log."""
-        return 0 if self.record is None else self.record.prompt_characters
 
 
 def threads_of_key(cpus: int) -> int:
@@ -138,7 +81,7 @@ class Serving:
         self.created = int(time.time())
         self.fingerprint = f"fp_{llm.digest[:10]}" if llm.digest else None  # OpenAI's system_fingerprint
         self.encoding = Encoding()
-        self._texts: Counter[str] = Counter()  # concurrent /tokenize and /detokenize requests by key
+        self._texts = KeyCounts()  # concurrent /tokenize and /detokenize requests by key
         self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
         self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
@@ -237,13 +180,11 @@ class Serving:
         """Limit concurrent tokenization by key, for the block. Raises ApiError 503 if the key has too many requests."""
         if self._texts[key] >= MAX_TEXTS:
             raise self._too_many_texts()
-        self._texts[key] += 1
+        self._texts.change(key, 1)
         try:
             yield
         finally:
-            self._texts[key] -= 1
-            if not self._texts[key]:
-                del self._texts[key]
+            self._texts.change(key, -1)
 
     def hold(self, timeout: str | None) -> Hold:
         """Return the hold of a call.

@@ -1,7 +1,7 @@
 """The generated text of one request: detokenization and stop strings.
 
-Invariants: `text` never ends inside a character; nothing is added after a stop string was completed; what `take`
-returns is always a prefix of the final text.
+Invariants: `text` never ends inside a character; nothing is added after a stop string was completed; what `new_text`
+returned is always a prefix of the final text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ class StopHit:
 class StopStrings:
     """Finds the stop string that is completed first in a text fed piece by piece.
 
-    With `include`, the stop string remains in the text, and no text has to be held back. Invariant: `safe` never
-    decreases, and never exceeds the start of a stop string that is completed later.
+    With `include`, the stop string remains in the text. The last `hold` characters of an unfinished text may belong to
+    a stop string that is completed later, and are not output yet. A stop string begins in the last `reach` characters
+    of the text, or later.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.stops = tuple(s for s in stops if s)
         self.include = include
-        self.hold = 0 if include else max((len(s) for s in self.stops), default=1) - 1
+        self.reach = max(map(len, self.stops), default=1) - 1
+        self.hold = 0 if include else self.reach
 
     def check(self, text: str, new_from: int) -> StopHit | None:
         """Return the stop string completed first beyond the first `new_from` characters of `text`, or None.
@@ -48,10 +50,6 @@ class StopStrings:
             return None
         end, start, stop = best
         return StopHit(stop, end if self.include else start)
-
-    def num_certain(self, text: str) -> int:
-        """Return how many characters of an unfinished `text` may be output."""
-        return max(0, len(text) - self.hold)
 
 
 class OutputText:
@@ -72,13 +70,12 @@ class OutputText:
         skip_special_tokens: bool = True,
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        self._text = ""  # used if there are stop strings, which are searched in it; else the text is in pieces:
-        self._returned_pieces: list[str] = []  # already returned by `take`
-        self._new_pieces: list[str] = []  # not yet returned
+        self._returned: list[str] = []  # pieces that `new_text` has returned
+        self._new: list[str] = []  # pieces that it has not
+        self._tail = ""  # the end of the text, in which a stop string may have begun
         self.stopped_by: str | None = None
         self._stops = StopStrings(stop, include=include_stop)
-        self._min = min_tokens
-        self._count = self._gate = self._num_returned = 0
+        self._min, self._count = min_tokens, 0
         self._detokenizer = (
             None
             if tokenizer is None
@@ -89,12 +86,8 @@ class OutputText:
         """Append the next token. Returns the stop string that this completed, or None."""
         if self._detokenizer is None or self.stopped_by is not None:
             return self.stopped_by
-        piece = self._detokenizer.push(token_id)
-        if not self._stops.stops:
-            self._new_pieces.append(piece)
-            return None
         self._count += 1
-        return self._append(piece)
+        return self._append(self._detokenizer.push(token_id))
 
     def finish(self) -> str | None:
         """Append the text held back, as no more tokens follow. Returns the stop string that this completed, or None."""
@@ -105,33 +98,29 @@ class OutputText:
     @property
     def text(self) -> str:
         """The whole text so far."""
-        if self._stops.stops:
-            return self._text
-        self._returned_pieces[:] = ["".join(self._returned_pieces)]  # join once: this is read after every token
-        return "".join((*self._returned_pieces, *self._new_pieces))
+        self._returned[:] = ["".join(self._returned)]  # join once: this is read after every token
+        return "".join((*self._returned, *self._new))
 
     def new_text(self, *, final: bool = False) -> str:
         """Return the text not returned before. Unless `final`, text that might become part of a stop string is held
         back.
         """
-        if not self._stops.stops:
-            self._returned_pieces.append(piece := "".join(self._new_pieces))
-            self._new_pieces.clear()
-            return piece
-        end = len(self._text) if final or self.stopped_by is not None else self._stops.num_certain(self._text)
-        piece = self._text[self._num_returned : end]
-        self._num_returned = max(self._num_returned, end)
-        return piece
+        text = "".join(self._new)
+        self._new.clear()
+        if self._stops.hold and not final and self.stopped_by is None:
+            end = max(0, len(text) - self._stops.hold)
+            self._new.append(text[end:])
+            text = text[:end]
+        self._returned.append(text)
+        return text
 
     def _append(self, piece: str) -> str | None:
-        if not self._stops.stops:
-            self._new_pieces.append(piece)
-            return None
-        start = len(self._text)
-        self._text += piece
-        if self._count <= self._min:
-            self._gate = len(self._text)
-        hit = self._stops.check(self._text, max(start, self._gate)) if piece else None
-        if hit is not None:
-            self._text, self.stopped_by = self._text[: hit.cut], hit.string
+        self._new.append(piece)
+        if self._stops.stops and piece:
+            searched = self._tail + piece
+            hit = self._stops.check(searched, len(self._tail)) if self._count > self._min else None
+            if hit is not None:
+                text = "".join(self._new)
+                self._new, self.stopped_by = [text[: len(text) - (len(searched) - hit.cut)]], hit.string
+            self._tail = searched[max(0, len(searched) - self._stops.reach) :]
         return self.stopped_by

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+from llmc_runtime.fair_queue import KeyCounts
 
 MAX_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or waiting to be parsed
 FREE_BYTES = 16 << 10  # bodies up to this size are not counted
@@ -23,14 +24,14 @@ class BodyBudget:
     def __init__(self, refusal: Callable[[], Exception], maximum: int = MAX_BYTES) -> None:
         self.maximum, self.used = maximum, 0
         self.refusal = refusal
-        self._by_key: Counter[str] = Counter()
+        self._by_key = KeyCounts()
         self._bodies: set[Body] = set()
 
     def update(self, body: Body) -> None:
         """Update the count to the body's current size. Raises the refusal if this body has to give way."""
         size = len(body.data) if len(body.data) > FREE_BYTES else 0
         self.used += size - body.counted
-        self._by_key[body.key] += size - body.counted
+        self._by_key.change(body.key, size - body.counted)
         body.counted = size
         if size:
             self._bodies.add(body)
@@ -40,7 +41,7 @@ class BodyBudget:
             self._make_room(body)
 
     def _make_room(self, grown: Body) -> None:
-        heaviest = max(self._by_key, key=lambda key: self._by_key[key])
+        heaviest = self._by_key.heaviest
         others = [body for body in self._bodies if body.key == heaviest and body.waits and body is not grown]
         if grown.key == heaviest or not others:
             grown.drop()

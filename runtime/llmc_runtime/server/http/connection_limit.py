@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.chunk_slices import SliceTurns
 from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
@@ -48,17 +49,17 @@ class UnsentResponses:
 
     def __init__(self, maximum: int = MAX_UNSENT) -> None:
         self.maximum, self.used = maximum, 0
-        self._by_key: Counter[str] = Counter()
+        self._by_key = KeyCounts()
         self._waiting: dict[Connection, tuple[str, int]] = {}  # the longest waiting first
 
     def add(self, connection: Connection, size: int) -> None:
         """Count `size` bytes that wait for the client of this connection."""
         self.remove(connection)
         self._waiting[connection] = connection.key, size
-        self._by_key[connection.key] += size
+        self._by_key.change(connection.key, size)
         self.used += size
         while self.used > self.maximum:
-            heaviest = max(self._by_key, key=lambda key: self._by_key[key])
+            heaviest = self._by_key.heaviest
             longest = next(one for one, (key, _) in self._waiting.items() if key == heaviest)
             self.remove(longest)
             longest.evict()
@@ -67,9 +68,7 @@ class UnsentResponses:
         """Forget a connection whose client has read its response, or which is closed."""
         key, size = self._waiting.pop(connection, ("", 0))
         self.used -= size
-        self._by_key[key] -= size
-        if not self._by_key[key]:
-            del self._by_key[key]
+        self._by_key.change(key, -size)
 
 
 @dataclass

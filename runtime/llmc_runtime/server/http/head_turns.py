@@ -18,11 +18,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Protocol
 
+from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.server.http.probes import PROBES
 
 MIN_HEADS, MAX_HEADS = 2, 4  # limits of the heads parsed per iteration of the event loop
@@ -70,7 +71,7 @@ class HeadTurns:
         self.sheds: Callable[[bytes], bool] = lambda data: False
         self.blocked: Callable[[str], bool] = lambda lane: False
         self.refused: Callable[[str], None] = lambda lane: None
-        self.waiting = Counter[str]()
+        self.waiting = KeyCounts()
         self._lanes = OrderedDict[str | None, OrderedDict[Connection, bytes]]()  # the next lane first; none is empty
         self._waiting: dict[Connection, str | None] = {}  # the lanes of connections
         self._counted: set[Connection] = set()  # those that `waiting` counts
@@ -124,7 +125,7 @@ class HeadTurns:
         self._lanes.setdefault(lane, OrderedDict())[connection] = data
         if lane is not None and self.sheds(data):
             self._counted.add(connection)
-            self.waiting[lane] += 1
+            self.waiting.change(lane, 1)
 
     def _may_begin(self, probe: bool) -> bool:
         """Return whether another head may be parsed in this iteration."""
@@ -176,9 +177,7 @@ class HeadTurns:
         data = self._lanes[lane].pop(connection)
         if connection in self._counted and lane is not None:
             self._counted.remove(connection)
-            self.waiting[lane] -= 1
-            if not self.waiting[lane]:
-                del self.waiting[lane]
+            self.waiting.change(lane, -1)
         if not self._lanes[lane]:
             del self._lanes[lane]
         return data

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.replies import as_error, record_error
 
@@ -21,24 +21,19 @@ class RequestShares:
 
     def __init__(self, app: ASGIApp, maximum: int, refusal: Callable[[], ApiError]) -> None:
         self._app, self._maximum, self._refusal = app, maximum, refusal
-        self._by_key: Counter[str] = Counter()
-        self._open = 0
+        self._by_key = KeyCounts()  # open requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Count a request while it is open, or refuse it. Requests without a key are not limited."""
         key = scope.get("llmc.key", "")
         if not key:
             return await self._app(scope, receive, send)
-        if self._by_key[key] and self._by_key[key] >= SHARE * (self._maximum - self._open - 1):
+        if self._by_key[key] and self._by_key[key] >= SHARE * (self._maximum - self._by_key.total() - 1):
             error = self._refusal()
             record_error(scope, error)
             return await as_error(error, scope["path"])(scope, receive, send)
-        self._open += 1
-        self._by_key[key] += 1
+        self._by_key.change(key, 1)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._open -= 1
-            self._by_key[key] -= 1
-            if not self._by_key[key]:
-                del self._by_key[key]
+            self._by_key.change(key, -1)

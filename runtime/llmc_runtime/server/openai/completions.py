@@ -10,13 +10,14 @@ from typing import Any
 from llmc_runtime.logprobs import Logprob, LogprobRows, Row
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
 from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
 from llmc_runtime.server.prompting import listed, prompts_in
 from llmc_runtime.server.requests.request_fields import MAX_PROMPTS, CompletionRequest
 from llmc_runtime.server.requests.sampling_fields import check_silent, kept_tokens, of_completion
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 

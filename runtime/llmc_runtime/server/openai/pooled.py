@@ -15,6 +15,7 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import PoolingParams, pooled_values, similarity
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server import pooled_run
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
@@ -30,7 +31,7 @@ from llmc_runtime.server.requests.pooling_request import (
     check_pooled,
     count_of,
 )
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 _NUMBER, _BASE64, _ITEM = 24, 6, 128  # bytes of a number as text, of a number in base64, and of an item around them

@@ -14,11 +14,12 @@ from llmc_runtime.logprobs import Logprob, LogprobRows, Row
 from llmc_runtime.outputs import CompletionOutput, RequestOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, renamed
 from llmc_runtime.server.http.lazy_json import Lazy, is_lazy
 from llmc_runtime.server.http.replies import DONE, Final, Plain, event
 from llmc_runtime.server.requests.request_fields import Generation
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.updates import Updates, started
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.replies import named_event
 from llmc_runtime.server.openai.message_tokens import ScoredToken
@@ -22,7 +23,7 @@ from llmc_runtime.server.requests.responses_request import (
     references_of,
     to_chat,
 )
-from llmc_runtime.server.serving import Call, Serving
+from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.tool_calls.message import Delta
 

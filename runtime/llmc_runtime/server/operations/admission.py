@@ -7,10 +7,10 @@ estimate of its tokens that is corrected afterwards, so that refusing a request 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
 from llmc_runtime.server.operations.throughput import Throughput
 
@@ -46,11 +46,11 @@ class Admission:
     open_tokens: int = 0
     waiting_sequences: int = 0  # of slots that are queued and have not started
     work: dict[str, float] = field(default_factory=dict)  # their expected tokens, by key
-    by_key: Counter[str] = field(default_factory=Counter)
-    tokens_by_key: Counter[str] = field(default_factory=Counter)
+    by_key: KeyCounts = field(default_factory=KeyCounts)
+    tokens_by_key: KeyCounts = field(default_factory=KeyCounts)
     mean_output: float = math.inf  # recent mean of the tokens per output
     answers: int = 256 << 20  # bytes of open responses with log-probabilities or ids; half per key if there are several
-    answer_bytes: Counter[str] = field(default_factory=Counter)  # bytes of open responses, by key
+    answer_bytes: KeyCounts = field(default_factory=KeyCounts)  # bytes of open responses, by key
 
     @property
     def full(self) -> bool:
@@ -215,10 +215,8 @@ class Admission:
         """Count a slot as reserved (`sign` 1) or released (-1)."""
         self.open_sequences += sign * slot.sequences
         self.open_tokens += sign * slot.tokens
-        for counts, number in ((self.by_key, slot.sequences), (self.tokens_by_key, slot.tokens)):
-            counts[slot.key] += sign * number
-            if not counts[slot.key]:
-                del counts[slot.key]
+        self.by_key.change(slot.key, sign * slot.sequences)
+        self.tokens_by_key.change(slot.key, sign * slot.tokens)
         self.pace.queue(self.waiting_sequences > 0)
 
     def learn(self, tokens: float) -> None:
@@ -232,14 +230,12 @@ class ResponseReservation:
 
     def __init__(self, admission: Admission, key: str, nbytes: int) -> None:
         self._counts, self._key, self._bytes = admission.answer_bytes, key, nbytes
-        self._counts[key] += nbytes
+        self._counts.change(key, nbytes)
 
     def close(self) -> None:
         """Release the memory. Further calls have no effect."""
-        self._counts[self._key] -= self._bytes
+        self._counts.change(self._key, -self._bytes)
         self._bytes = 0
-        if not self._counts[self._key]:
-            del self._counts[self._key]
 
 
 class AdmissionSlot:

@@ -14,6 +14,7 @@ import msgspec
 
 from llmc_runtime.format.pooling import MAX_WIDTH
 from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.request_fields import Name, Priority, Salt, TruncateTo, prompts_schema, schema_of
 
 MAX_INPUTS = 2048  # texts or lists of token ids in one request, as many as OpenAI allows
@@ -142,6 +143,15 @@ def check_pooled(request: Pooled) -> None:
             raise ApiError("dimensions: at least 1", param="dimensions")
     if isinstance(request, RerankRequest) and request.top_n is not None and request.top_n < 1:
         raise ApiError("top_n: at least 1", param="top_n")
+
+
+def repeats(request: Pooled) -> bool:
+    """Return whether a text that belongs to several pairs makes more work than a small body may."""
+    if isinstance(request, RerankRequest):
+        return len(request.query) * len(request.documents) > SMALL_BODY
+    if isinstance(request, ScoreRequest) and isinstance(request.text_1, str):
+        return len(request.text_1) * (1 if isinstance(request.text_2, str) else len(request.text_2)) > SMALL_BODY
+    return False
 
 
 def without_texts(request: Pooled) -> Pooled:

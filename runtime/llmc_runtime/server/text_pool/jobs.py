@@ -6,9 +6,8 @@ text_worker calls this module in the text process, one job at a time; endpoints 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,15 +19,7 @@ from llmc_runtime.server.prompting import Prompting, prompts_in
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.messages_request import to_chat as of_messages
 from llmc_runtime.server.requests.parse import check_model, parse
-from llmc_runtime.server.requests.pooling_request import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    Pooled,
-    RerankRequest,
-    ScoreRequest,
-    check_pooled,
-    without_texts,
-)
+from llmc_runtime.server.requests.pooling_request import Pooled, check_pooled, without_texts
 from llmc_runtime.server.requests.request_fields import (
     ChatRequest,
     CompletionRequest,
@@ -54,10 +45,6 @@ from llmc_runtime.text.bounded_encode import longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
-# The requests to models that pool, by the kind of their frames.
-POOLED: Mapping[bytes, type[Pooled]] = MappingProxyType(
-    {m.EMBEDDING: EmbeddingRequest, m.CLASSIFY: ClassifyRequest, m.SCORE: ScoreRequest, m.RERANK: RerankRequest}
-)
 
 
 @dataclass
@@ -133,9 +120,9 @@ class TextJobs:
         rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
         return self._chat(chat, _fields(rest), lambda earlier: (chat, []))
 
-    def pooled(self, kind: type[Pooled], body: bytearray) -> Job:
+    def pooled(self, kind: type[Any], body: bytearray) -> Job:
         """Parse and check a request to a model that pools, except for its texts. Raises ApiError."""
-        request = self._parse(body, kind)
+        request: Pooled = self._parse(body, kind)
         check_pooled(request)
         check_model(request.model, self._spec.names)
         pooling = require_pooled(request, self._spec.pooling)

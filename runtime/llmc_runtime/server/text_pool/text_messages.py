@@ -3,9 +3,9 @@
 A process sends READY once it has started, and in reply to READY: a process that was killed while idle does not reply,
 and another one gets the job.
 
-A job starts with a body. For the kinds with prompts (from COMPLETION to INPUT_TOKENS), the process replies PARSED; the
-server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For the other kinds
-(TOKENIZE, DETOKENIZE, COUNT), the process replies ANSWER. Every job ends with DONE or FAILED.
+A job starts with a body, in a frame of the kind `job` of its api_routes.PostRoute. If the job has prompts, the process
+replies PARSED; the server then requests the ids and the text of each prompt (PROMPTS) or abandons the job (DROP). For
+/tokenize, /detokenize and /v1/messages/count_tokens, the process replies ANSWER. Every job ends with DONE or FAILED.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 
 HEAD = struct.Struct("<cQ")
-COMPLETION, CHAT, RESPONSES, MESSAGES = b"C", b"H", b"S", b"M"
-EMBEDDING, CLASSIFY, SCORE, RERANK = b"E", b"L", b"O", b"Q"
-INPUT_TOKENS = b"B"
-TOKENIZE, DETOKENIZE, COUNT = b"K", b"U", b"T"
 PROMPTS, DROP = b"G", b"N"
 READY, PARSED, ANSWER, IDS, TEXT, DONE, FAILED = b"R", b"P", b"A", b"I", b"X", b"D", b"F"
 

@@ -12,12 +12,14 @@ import socket
 import sys
 import traceback
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.http.errors import ApiError, internal, to_api_error
 from llmc_runtime.server.operations import malloc
 from llmc_runtime.server.text_pool import jobs
@@ -58,6 +60,14 @@ class Worker:
 
     def __init__(self, link: Link, texts: jobs.TextJobs) -> None:
         self._link, self._texts = link, texts
+        self._answers: Mapping[bytes, Callable[[bytearray], bytes]] = {
+            api.TOKENIZE.job: texts.tokenize, api.DETOKENIZE.job: texts.detokenize, api.COUNT_TOKENS.job: texts.count,
+        }  # fmt: skip
+        self._jobs: Mapping[bytes, Callable[[bytearray], jobs.Job]] = {
+            api.COMPLETIONS.job: texts.completion, api.CHATS.job: texts.chat, api.RESPONSES.job: texts.response,
+            api.MESSAGES.job: texts.message, api.INPUT_TOKENS.job: texts.input_tokens,
+            **{route.job: partial(texts.pooled, route.request) for route in api.POOLED_ROUTES},
+        }  # fmt: skip
         self._max_resident = malloc.resident_bytes() + m.KEPT_BYTES
 
     def run(self) -> None:
@@ -93,19 +103,10 @@ class Worker:
             return m.Failure.of(internal())
 
     def _job(self, kind: bytes, body: bytearray) -> m.Done:
-        texts = self._texts
-        answers = {m.TOKENIZE: texts.tokenize, m.DETOKENIZE: texts.detokenize, m.COUNT: texts.count}
-        if kind in answers:
-            self._link.send(m.ANSWER, answers[kind](body))
+        if kind in self._answers:
+            self._link.send(m.ANSWER, self._answers[kind](body))
             return m.Done()
-        if kind in jobs.POOLED:
-            job = texts.pooled(jobs.POOLED[kind], body)
-        else:
-            kinds = {
-                m.COMPLETION: texts.completion, m.CHAT: texts.chat,
-                m.RESPONSES: texts.response, m.MESSAGES: texts.message, m.INPUT_TOKENS: texts.input_tokens,
-            }  # fmt: skip
-            job = kinds[kind](body)
+        job = self._jobs[kind](body)
         self._link.send(m.PARSED, _encode(job.parsed))
         order, payload = self._link.receive()
         if order == m.DROP:

@@ -1,0 +1,129 @@
+"""The routes of the API, each declared once.
+
+The application's routes, the jobs of text processes, load shedding and the OpenAPI description derive from these
+declarations. Probes are in http.probes; the routes of stored responses, which have several methods, in openapi.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from llmc_runtime.server.requests import messages_request, responses_request
+from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
+from llmc_runtime.server.requests.pooling_request import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    Pooled,
+    RerankRequest,
+    ScoreRequest,
+)
+from llmc_runtime.server.requests.request_fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
+
+
+@dataclass(frozen=True)
+class PostRoute:
+    """An endpoint with a JSON body of the type `request`, served at each of `paths`.
+
+    summary:       for the OpenAPI description
+    job:           the kind of the frame that takes a large body to a text process (see text_messages)
+    id_prefix:     of the ids of its responses, "" if they have none
+    prompt_param:  the field with the prompt, which errors name
+    names:         how errors rename fields (see errors.renamed)
+    generates:     whether it generates tokens; its responses may be streamed, and its load is shed
+    """
+
+    paths: tuple[str, ...]
+    request: type[msgspec.Struct]
+    summary: str
+    job: bytes
+    id_prefix: str = ""
+    prompt_param: str = ""
+    names: tuple[tuple[str, str], ...] = ()
+    generates: bool = False
+
+
+COMPLETIONS = PostRoute(
+    ("/v1/completions",), CompletionRequest, "Continue prompts", b"C", "cmpl-", "prompt", generates=True
+)
+CHATS = PostRoute(
+    ("/v1/chat/completions",), ChatRequest, "Answer a conversation", b"H", "chatcmpl-", "messages", generates=True
+)
+RESPONSES = PostRoute(
+    ("/v1/responses",), ResponsesRequest, "Create a response", b"S", "resp_", "input",
+    names=responses_request.NAMES, generates=True,
+)  # fmt: skip
+INPUT_TOKENS = PostRoute(
+    ("/v1/responses/input_tokens",), InputTokensRequest, "The number of tokens of a response's input", b"B",
+    names=responses_request.NAMES,
+)  # fmt: skip
+MESSAGES = PostRoute(
+    ("/v1/messages",), MessagesRequest, "Create a message, as in Anthropic's Messages API", b"M", "msg_",
+    "messages", names=messages_request.NAMES, generates=True,
+)  # fmt: skip
+COUNT_TOKENS = PostRoute(
+    ("/v1/messages/count_tokens",), CountRequest, "The number of tokens of a message's prompt", b"T",
+    names=messages_request.NAMES,
+)  # fmt: skip
+EMBEDDINGS = PostRoute(
+    ("/v1/embeddings",), EmbeddingRequest, "Embeddings of texts, from a model that embeds", b"E", "embd-",
+    "input",
+)  # fmt: skip
+SCORES = PostRoute(("/v1/score", "/score"), ScoreRequest, "Scores of pairs of texts", b"O", "score-", "text_2")
+RERANKING = PostRoute(
+    ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "Documents by their scores", b"Q", "rerank-",
+    "documents",
+)  # fmt: skip
+CLASSIFICATION = PostRoute(
+    ("/classify",), ClassifyRequest, "Classes of texts, from a model that classifies", b"L", "classify-", "input"
+)
+TOKENIZE = PostRoute(("/tokenize",), TokenizeRequest, "Token ids of a text or a conversation", b"K")
+DETOKENIZE = PostRoute(("/detokenize",), DetokenizeRequest, "The text of token ids", b"U")
+
+POST_ROUTES: Sequence[PostRoute] = (
+    COMPLETIONS, CHATS, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS, SCORES, RERANKING, CLASSIFICATION,
+    TOKENIZE, DETOKENIZE,
+)  # fmt: skip
+POOLED_ROUTES: Sequence[PostRoute] = tuple(route for route in POST_ROUTES if issubclass(route.request, Pooled))
+
+
+@dataclass(frozen=True)
+class GetRoute:
+    """An endpoint without a body, served at each of `paths`.
+
+    summary:  for the OpenAPI description
+    media:    the media type of its response
+    kind:     the type of its response in JSON schema
+    """
+
+    paths: tuple[str, ...]
+    summary: str
+    media: str = "application/json"
+    kind: str = "object"
+
+
+MODELS = GetRoute(("/v1/models",), "The served models")
+MODEL = GetRoute(("/v1/models/{name}",), "One served model")
+TOKENIZER_INFO = GetRoute(("/tokenizer_info",), "The named special tokens")
+VERSION = GetRoute(("/version",), "The server's version")
+SERVER_INFO = GetRoute(("/server_info", "/get_server_info"), "The version, the model and the limits of the engine")
+MODEL_INFO = GetRoute(("/model_info", "/get_model_info"), "The name and the kind of the model")
+METRICS = GetRoute(("/metrics",), "Metrics for Prometheus", "text/plain", "string")
+LOAD = GetRoute(("/load",), "The number of open requests")
+ROUTER_LOAD = GetRoute(
+    ("/get_load",), "The numbers of open requests and tokens, as SGLang's router reads them", kind="array"
+)
+OPENAPI = GetRoute(("/openapi.json",), "This description")
+PAGE = GetRoute(("/",), "A chat and metrics, for a browser", "text/html", "string")
+
+GET_ROUTES: Sequence[GetRoute] = (
+    MODELS, MODEL, TOKENIZER_INFO, VERSION, SERVER_INFO, MODEL_INFO, METRICS, LOAD, ROUTER_LOAD, OPENAPI, PAGE,
+)  # fmt: skip

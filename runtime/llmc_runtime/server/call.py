@@ -1,0 +1,66 @@
+"""One HTTP request to the model: its identity, and the resources that it holds until it is answered."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from llmc_runtime.server.http.request_log import Record
+from llmc_runtime.server.operations.admission import AdmissionSlot, ResponseReservation
+from llmc_runtime.server.stored_responses import PendingResponse
+
+
+@dataclass
+class Hold:
+    """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic), its
+    admission slot, the memory of its response, and the place where the response will be stored.
+    """
+
+    seconds: float | None = None
+    deadline: float | None = None
+    slot: AdmissionSlot | None = None
+    answer: ResponseReservation | None = None
+    stored: PendingResponse | None = None
+
+    @property
+    def remaining(self) -> float | None:
+        """The remaining seconds; None without a deadline."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def release(self, tokens: int = 0) -> None:
+        """Release the admission slot after `tokens` generated tokens."""
+        if self.slot is not None:
+            self.slot.close(tokens)
+
+    def sent(self) -> None:
+        """Record that the response was sent or is no longer needed."""
+        if self.answer is not None:
+            self.answer.close()
+        if self.stored is not None:
+            self.stored.close()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One HTTP request.
+
+    `key` identifies the API key ("" for none), `prompt_param` the field that contains the prompt, and `request_id` the
+    request in the log and for the client. The special tokens in `visible` appear in the response's text. Updates of an
+    output are at least `interval` seconds apart, except the last one. The response has its log-probabilities `repeats`
+    times.
+    """
+
+    id: str
+    key: str
+    prompt_param: str
+    record: Record | None = None
+    request_id: str = ""
+    visible: frozenset[int] = frozenset()
+    interval: float = 0.0
+    repeats: int = 1
+    hold: Hold = field(default_factory=Hold)
+
+    @property
+    def logged_characters(self) -> int:
+        """The number of characters of a prompt's text to log."""
+        return 0 if self.record is None else self.record.prompt_characters
