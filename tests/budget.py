@@ -134,7 +134,7 @@ COMMON: tuple[Row, ...] = (
         "400 unless it is a path, or an absolute URL of this server", NONE,
         ("server.http.request_target", "server.http.auth")),
     Row(("the headers Authorization, X-Api-Key",), "a digest, compared with every key", "the head's limit",
-        "401 or 403", NONE, ("server.http.auth",)),
+        "401 or 403; 400 for two values", NONE, ("server.http.auth",)),
     Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
         "400, 413, 415 or 421", NONE, ("server.http.auth",)),
     Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time", "{unparsed}", "431", NONE,

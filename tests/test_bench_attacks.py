@@ -24,8 +24,9 @@ from bench.attacks.link import Answer, Door, error_of
 from bench.attacks.many import burst, flood, head_without_body, pipeline
 from bench.attacks.rows import ATTACKS, BODIES, BODY, Attack, patterns
 from bench.attacks.run import chosen
+from bench.attacks.server import _memory
 from bench.attacks.watch import Asker, Streams, code_of, request
-from bench.gpu.attacks import verdicts
+from bench.gpu.attacks import verdict, verdicts
 
 SETTINGS = {"host": "127.0.0.1", "port": 1, "key": "k", "streams": 1, "tokens": 5}
 
@@ -151,11 +152,21 @@ def figures(p99: float) -> dict[str, Any]:
 def test_a_row_of_the_table_and_its_verdict_on_a_gpu() -> None:
     common = {"row": 3, "name": "x", "answers": [Answer("a", 400).json()], "memory": {"front": [1, 2, 3]}}
     common |= {"processes": "same", "quiet": figures(9.0), "after": figures(11.0)}
-    rows = [{**common, "beside": figures(p99)} for p99 in (11.0, 11.1)]
+    rows = [{**common, "beside": figures(p99)} for p99 in (11.0, 12.1, 12.2, 0.0)]
     times = "1.0 / 9.0 / 9 | 1.0 / 11.0 / 9 | 1.0 / 11.0 / 9"
     assert f"| 3 | x | a: 400 in 0.00 s | {times} | 5 | 5 | front 1>2>3 | same |" in table(rows)
-    held, missed = verdicts(rows).splitlines()
-    assert "1.100 (held)" in held and "1.110 (missed)" in missed
+    held, unsure, missed, none = verdicts(rows).splitlines()
+    assert "9.00 > 11.00 > 11.00 ms, 1.100 (held)" in held and "1.210 (unsure)" in unsure
+    assert "1.220 (missed)" in missed and "(missed)" in none
+    assert verdict((10.0, 10.9), 11.6) == "missed", "the windows without an attack are alike"
+    alone = {**common, "beside": {name: rows[0]["beside"][name] for name in ("itl", "health")}}
+    assert f"| {times} | 5 | 0 |" in table([alone])
+
+
+def test_memory_is_read_from_counters_as_adding_up_pages_stops_the_process() -> None:
+    """Adding up the pages of a process locks its memory map."""
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=9 << 20, shared=2 << 20))
+    assert _memory(process) == 7 << 20  # type: ignore[arg-type]
 
 
 def test_a_reply_in_chunks_is_read_as_the_bench_reads_it() -> None:

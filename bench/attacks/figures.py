@@ -79,13 +79,17 @@ def describe(found: Mapping[str, Any]) -> str:
         f"   (first token {beside['itl']['ttft_max_ms']:.0f}; refused {beside['itl']['refused'] or 0})"
     )
     lines.append(f"  health ms  quiet {quiet['health']['worst_ms']}   beside {beside['health']['worst_ms']}")
-    for name in ("completion", "schema", "tokenize"):
-        one = beside[name]
+    for name, one in _ordinary(beside).items():
         lines.append(f"  {name:10} {one['statuses']} worst {one['worst_ms'][0] if one['worst_ms'] else 0:.0f} ms")
     lines.append("  memory     " + "   ".join(f"{k} {a} > {b} > {c} MiB" for k, (a, b, c) in found["memory"].items()))
     lines.append("  cpu s      " + "   ".join(f"{k} {v:.1f}" for k, v in found["cpu"].items()))
     lines.append(f"  processes  {found['processes']}")
     return "\n".join(lines)
+
+
+def _ordinary(window: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the small requests of a window, by name."""
+    return {name: one for name, one in window.items() if name not in ("itl", "health")}
 
 
 HEAD = (
@@ -107,9 +111,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     for one in rows:
         beside = one["beside"]
-        worst = max((beside[n]["worst_ms"][0] for n in ("completion", "schema", "tokenize") if beside[n]["worst_ms"]),
-                    default=0.0)  # fmt: skip
-        failed = sorted({s for n in ("completion", "schema", "tokenize") for s in beside[n]["statuses"] if s != "200"})
+        small = _ordinary(beside).values()
+        worst = max((ask["worst_ms"][0] for ask in small if ask["worst_ms"]), default=0.0)
+        failed = sorted({status for ask in small for status in ask["statuses"] if status != "200"})
         cells = [
             str(one["row"]), one["name"], answers_text(one["answers"]).replace("\n", "; ").replace("|", "\\|")[:160],
             itl_text(one["quiet"]["itl"]), itl_text(beside["itl"]), itl_text(one["after"]["itl"]),

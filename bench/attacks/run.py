@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from bench.attacks.figures import describe, table
 from bench.attacks.link import Door
 from bench.attacks.rows import ATTACKS, Attack, Field, schema
 from bench.attacks.server import KEYS, Sampler, Server, last_log_lines
-from bench.attacks.watch import Watch
+from bench.attacks.watch import ORDINARY, Watch
 
 SETTLE = 1.5  # seconds of streams before anything is measured
 PAUSE = 0.5  # seconds after a window, in which the watching process computes figures and cannot watch
@@ -39,19 +39,32 @@ class Bench:
     connections: int = 400
     start: float = 120.0
     least: float = 2.0  # seconds of a window during an attack
+    ordinary: Sequence[str] = ORDINARY  # small requests beside the streams
     server: Server | None = None
     watch: Watch | None = None
     quiet: dict[str, Any] | None = None  # the last window without an attack, if the server is still the same
 
-    def open(self) -> Server:
-        """Start a server with its neighbours, and warm it up."""
+    def start_server(self) -> Server:
+        """Start a server unless one runs, and warm it up."""
         if self.server is None:
             self.server = Server(self.artifact, self.folder / "server.log", self.options, self.start)
             door = Door(self.server.host, self.server.port, KEYS["neighbour"], time.monotonic() + self.start)
             door.ask("warm", "/v1/completions", schema({"type": "object"}))
-            self.watch = Watch(self.server.host, self.server.port, KEYS["neighbour"], self.neighbours, self.tokens)
-            time.sleep(SETTLE)
         return self.server
+
+    def watched(self, ordinary: Sequence[str]) -> Watch:
+        """Start the neighbours, with these small requests beside them."""
+        server = self.start_server()
+        watch = Watch(server.host, server.port, KEYS["neighbour"], self.neighbours, self.tokens, ordinary)
+        time.sleep(SETTLE)
+        return watch
+
+    def open(self) -> Server:
+        """Start a server with its neighbours unless they run."""
+        server = self.start_server()
+        if self.watch is None:
+            self.watch = self.watched(self.ordinary)
+        return server
 
     def close(self) -> None:
         """End the server."""

@@ -1,6 +1,6 @@
 """Measure a server from a separate process: a neighbour's streams, /health, and small ordinary requests.
 
-    python -m bench.attacks.watch '{"host": ..., "port": ..., "key": ..., "streams": N, "tokens": N}'
+    python -m bench.attacks.watch '{"host": ..., "port": ..., "key": ..., "streams": N, "tokens": N, "ordinary": []}'
 
 It runs until stdin closes. A line `{"begin": T0, "end": T1}` (time.monotonic) is answered by a line of JSON with the
 figures of that window; events before its begin are then dropped, so windows must be requested in order.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmc_runtime.bench.http_client import Connection, Reply, WireError
@@ -27,6 +27,7 @@ from bench.attacks.figures import gaps_of, milliseconds
 from bench.attacks.server import python_path
 
 HEALTH_EVERY = 0.02  # seconds
+ORDINARY = ("completion", "schema", "tokenize")  # names of the small requests that may run beside the streams
 BROKEN = -1  # in place of a status: the stream ended with an error
 RETRY = 0.25  # seconds until a refused stream is requested again
 SENTENCE = "When the morning came, the river was quiet and the old mill stood in the light of the early sun. "
@@ -167,7 +168,7 @@ def code_of(status: int, body: bytes) -> str:
 
 
 def ordinary_requests() -> dict[str, tuple[float, Callable[[int], tuple[str, Any]]]]:
-    """Return, by name, the interval and the request; every schema is a new one, so that none is cached."""
+    """Return the interval and the request by name (see ORDINARY). Every schema is a new one: none is cached."""
 
     def completion(number: int) -> tuple[str, Any]:
         return "/v1/completions", {"prompt": f"Question {number}:", "max_tokens": 4, "temperature": 0}
@@ -187,11 +188,8 @@ async def watch(settings: dict[str, Any]) -> None:
     """Measure until stdin closes."""
     streams = Streams(settings)
     askers = {"health": Asker(settings, HEALTH_EVERY, lambda _: ("/health", None))}
-    askers |= {
-        name: Asker(settings, *how)
-        for name, how in ordinary_requests().items()
-        if settings.get("ordinary_requests", True)
-    }
+    known = ordinary_requests()
+    askers |= {name: Asker(settings, *known[name]) for name in settings["ordinary"]}
     tasks = [asyncio.create_task(streams.run(i)) for i in range(settings["streams"])]
     tasks += [asyncio.create_task(one.run()) for one in askers.values()]
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -205,13 +203,13 @@ async def watch(settings: dict[str, Any]) -> None:
 
 
 class Watch:
-    """The handle of a watching process."""
+    """The handle of a watching process. `ordinary`: which small requests run beside the streams."""
 
     def __init__(
-        self, host: str, port: int, key: str, streams: int, tokens: int, ordinary_requests: bool = True
+        self, host: str, port: int, key: str, streams: int, tokens: int, ordinary: Sequence[str] = ORDINARY
     ) -> None:
         settings = {"host": host, "port": port, "key": key, "streams": streams, "tokens": tokens}
-        settings["ordinary_requests"] = ordinary_requests
+        settings["ordinary"] = list(ordinary)
         command = [sys.executable, "-m", "bench.attacks.watch", json.dumps(settings)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, **pipes)

@@ -3,12 +3,16 @@
     python -m bench.gpu.attacks [--model NAME] [--artifact DIR | --artifacts DIR] [--out DIR] [--limit SECONDS] ...
 
 One server serves all attacks as long as its processes live. Target: the neighbours' ITL p99 during each attack is
-within 10 % of the mean of the values immediately before and after it. DIR gets attacks.json, written after each attack,
-attacks.md and server.log. Attacks for which no time is left are named.
+within 10 % of the mean of the values immediately before and after it, which are shown: where these differ by more than
+10 % themselves, the verdict is "unsure" if the value during the attack is at most 10 % above the larger of them. Small
+requests of the bench beside the attacks (`--ordinary`) begin with steps that have a prompt in them, which become the
+99th percentile if there are several a second; `--windows` shows that, and the front's processor time. DIR gets
+attacks.json, written after each attack, attacks.md and server.log. Attacks for which no time is left are named.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import time
@@ -17,8 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.attacks.figures import table
+import psutil
+
+from bench.attacks.figures import itl_text, table
 from bench.attacks.run import Bench, chosen, run_all
+from bench.attacks.watch import ORDINARY
 from bench.gpu.card import state, why_no_gpu
 from bench.gpu.plan import MODELS, parser, plan_of
 from bench.gpu.served import artifact
@@ -30,15 +37,44 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a line per attack: the ratio of the p99s, and whether it meets the target."""
     lines = []
     for one in rows:
-        quiet = (one["quiet"]["itl"]["p99_ms"] + one["after"]["itl"]["p99_ms"]) / 2  # streams grow slower as they grow
-        beside = one["beside"]["itl"]["p99_ms"]
+        around = one["quiet"]["itl"]["p99_ms"], one["after"]["itl"]["p99_ms"]  # steps grow slower as streams grow
+        quiet, beside = sum(around) / 2, one["beside"]["itl"]["p99_ms"]
         longest = f"max {one['quiet']['itl']['max_ms']:.0f} > {one['beside']['itl']['max_ms']:.0f} ms"
-        ratio = beside / quiet if quiet else 0.0
-        word = "held" if 0 < ratio <= TARGET else "missed"
-        lines.append(
-            f"[{one['row']}] {one['name']}: ITL p99 {quiet:.2f} > {beside:.2f} ms, {ratio:.3f} ({word}); {longest}"
-        )
+        figures = f"ITL p99 {around[0]:.2f} > {beside:.2f} > {around[1]:.2f} ms, {beside / quiet if quiet else 0:.3f}"
+        lines.append(f"[{one['row']}] {one['name']}: {figures} ({verdict(around, beside)}); {longest}")
     return "\n".join(lines)
+
+
+def verdict(around: tuple[float, float], beside: float) -> str:
+    """Return "held", "missed", or "unsure" for a p99 between those of two windows without an attack."""
+    if not (min(around) and beside):
+        return "missed"
+    if beside <= TARGET * sum(around) / 2:
+        return "held"
+    return "unsure" if max(around) > TARGET * min(around) and beside <= TARGET * max(around) else "missed"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    if unknown := set(names) - set(ORDINARY):
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)} are not known; there are {', '.join(ORDINARY)}")
+    return names
+
+
+def quiet_windows(bench: Bench) -> None:
+    """Print the streams' latency and the front's processor time a token, without small requests and with each."""
+    for ordinary in ((), *((name,) for name in ORDINARY)):
+        watch, front = bench.watched(ordinary), psutil.Process(bench.start_server().process.pid)
+        try:
+            before, begin = sum(front.cpu_times()[:2]), time.monotonic()
+            time.sleep(bench.seconds)
+            window = watch.window(begin, time.monotonic())
+            spent = sum(front.cpu_times()[:2]) - before
+        finally:
+            watch.end()
+        tokens = window["itl"]["tokens"]
+        print(f"quiet, {ordinary or 'streams alone'}: ITL {itl_text(window['itl'])} ms, {tokens} tokens, the front "
+              f"{1e6 * spent / max(1, tokens):.1f} us of processor time a token", flush=True)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,6 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--connections", type=int, default=400, metavar="N", help="connections with unfinished bodies; default 400"
     )
     ap.add_argument("--batched", type=int, default=512, metavar="N", help="maximum tokens of a step; default 512")
+    ap.add_argument("--windows", action="store_true", help="first measure what the small requests of the bench do")
+    ap.add_argument("--ordinary", type=_names, default=(), metavar="A,B", help=f"small requests beside the streams, of "
+                    f"{', '.join(ORDINARY)}; default none")  # fmt: skip
     ap.add_argument("--options", default="", metavar="TEXT", help="further options of llmc-serve")
     ap.set_defaults(limit=420.0, out=Path("build/bench/gpu/attacks"))
     args = ap.parse_args(argv)
@@ -77,15 +116,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = Bench(
         path, args.out, options, args.neighbours, args.neighbour_tokens,
         seconds=args.seconds, limit=args.attack_limit, rest=args.rest, connections=args.connections, start=300.0,
+        ordinary=args.ordinary,
     )  # fmt: skip
 
     def keep(rows: list[dict[str, Any]]) -> None:
         (args.out / "attacks.json").write_text(json.dumps({"device": state(), "rows": rows}, indent=1) + "\n")
 
+    if args.windows:
+        quiet_windows(bench)
     rows = run_all(bench, chosen(args.rows, args.only), True, began + args.limit, keep)
-    verdict = verdicts(rows)
-    (args.out / "attacks.md").write_text(f"{table(rows)}\n\n{verdict}\n")
-    print(f"\n{verdict}\n[{time.monotonic() - began:.0f} s]", flush=True)
+    text = verdicts(rows)
+    (args.out / "attacks.md").write_text(f"{table(rows)}\n\n{text}\n")
+    print(f"\n{text}\n[{time.monotonic() - began:.0f} s]", flush=True)
 
 
 if __name__ == "__main__":

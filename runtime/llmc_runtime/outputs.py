@@ -257,7 +257,10 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """Whether all outputs are complete."""
-        return all(part.finished for part in self.parts)
+        for part in self.parts:  # read for every token: a generator takes three times as long
+            if part.finish_reason is None:
+                return False
+        return True
 
     @property
     def num_tokens(self) -> int:
@@ -267,7 +270,10 @@ class RequestState:
     @property
     def num_accepted(self) -> int:
         """Tokens generated so far that were drafted."""
-        return sum(part.num_accepted for part in self.parts)
+        accepted = 0
+        for part in self.parts:
+            accepted += part.num_accepted
+        return accepted
 
     def output(self) -> RequestOutput:
         """Return everything so far."""

@@ -32,7 +32,7 @@ TOOLS = ("--chat-template", str(TEMPLATE), "--max-model-len", "1024")  # calls, 
 JSON = {"Content-Type": "application/json"}
 LEAKS = re.compile(
     r"Traceback|\b0x[0-9a-f]{6,}|\bFile \"|\.py\b|site-packages|/(?:usr|home|root|proc|tmp|var|work|opt)/\w"
-    r"|\bline \d+, in\b|<class '|<function |object at "
+    r"|\bline \d+, in\b|<class '|<function |object at |\bb'\\\\+x"
 )
 
 

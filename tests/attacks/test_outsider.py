@@ -73,6 +73,39 @@ def test_27_smuggled_requests(steady: Target, chunk: int) -> None:
             assert "chunks" in found[0].json["error"]["message"]
 
 
+TWICE = (
+    "Authorization: Bearer {}",
+    "Content-Type: {}",
+    "Content-Encoding: {}",
+    "X-Api-Key: {}",
+    "X-Request-Timeout: {}",
+)
+
+
+@pytest.mark.parametrize("line", TWICE)
+def test_27_headers_of_which_a_proxy_may_read_the_other(steady: Target, line: str) -> None:
+    """Two values, of which one is valid, in both orders; the same value twice is one."""
+    name = line.partition(":")[0]
+    valid = {"Authorization": KEYS[0], "Content-Type": "application/json", "Content-Encoding": "identity",
+             "X-Api-Key": KEYS[0], "X-Request-Timeout": "60"}[name]  # fmt: skip
+    other = {"Authorization": KEYS[1], "Content-Type": "text/plain", "Content-Encoding": "gzip",
+             "X-Api-Key": KEYS[1], "X-Request-Timeout": "61"}[name]  # fmt: skip
+    start = b"\r\n".join(one for one in head(steady).split(b"\r\n") if not one.startswith(name.encode()))[:-2]
+    for pair, status in (((valid, other), 400), ((other, valid), 400), ((valid, valid), 200)):
+        more = "".join(line.format(value) + "\r\n" for value in pair).encode()
+        reply = raw(steady, start + more + LENGTH + b"\r\n" + BODY)
+        assert reply.status == status, (pair, reply)
+        assert status == 200 or (reply.code == "invalid_http" and name.lower() in str(reply.json)), reply
+
+
+def test_27_ids_that_exclude_each_other(steady: Target) -> None:
+    """The message shows the ids of the request, at most a few of them, and nothing of how they are stored."""
+    for ids, shown in (([90], "[90]"), (list(range(20, 50)), "[20, 21, 22, 23, 24, 25, 26, 27, ...]")):
+        body = {"prompt": "x", "max_tokens": 4, "min_tokens": 2, "allowed_token_ids": ids, "stop_token_ids": ids}
+        reply = steady.ask("/v1/completions", body)
+        assert reply.status == 400 and f"allowed_token_ids = {shown} is not" in str(reply.json), reply
+
+
 def test_27_what_can_be_read_in_one_way_is_served(steady: Target) -> None:
     """The request that follows it is served, too."""
     inner = head(steady, "/v1/models", "GET")

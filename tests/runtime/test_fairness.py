@@ -265,3 +265,24 @@ def test_nothing_is_owed_after_an_idle_moment() -> None:
     add(rig, "x", 4, "a", max_tokens=2)
     add(rig, "y", 4, "b", max_tokens=2)
     assert rig.drain() == ["x", "y"]
+
+
+def test_prompts_that_are_admitted_late_leave_the_tokens_of_those_that_decode() -> None:
+    """The prompts of one request arrived before a request of another tenant, and get their rows after it: by key they
+    stand before it, and each of them needs many steps."""
+    rig = Rig(max_num_seqs=4, max_num_batched_tokens=8, num_pages=128, prefix_caching=False)
+    for i in range(12):
+        add(rig, f"a{i:02}", 40, "many", max_tokens=2)
+    rig.step()
+    stream = add(rig, "stream", 4, "few", max_tokens=30)
+    gaps, last = [], None
+    for step in range(400):
+        before = len(stream.tokens)
+        rig.step()
+        if len(stream.tokens) > before:
+            gaps.append(step - last if last is not None else 0)
+            last = step
+        if stream.status is Status.FINISHED:
+            break
+    assert len(gaps) == 30 and max(gaps) <= 2, gaps
+    rig.drain()

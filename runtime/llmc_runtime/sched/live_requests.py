@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from llmc_runtime.format.errors import LlmcError
@@ -17,7 +18,7 @@ from llmc_runtime.sched.row_shares import ROW_WAIT, row_to_share
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step
-from llmc_runtime.sched.step_budget import StepBudget, StepTimer
+from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
 
@@ -37,6 +38,7 @@ class LiveRequests:
         self._notices: list[RequestDelta] = []  # deltas of requests that ended between two steps
         # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
+        self._room = math.inf  # tokens for chunks of prompts of the step being planned; infinite before the first chunk
         self.timer = StepTimer()
         self.step_budget: StepBudget | None = None
         if config.target_itl:
@@ -169,3 +171,15 @@ class LiveRequests:
         request.num_planned = request.num_computed = request.num_published = 0
         self.free_rows.append(request.row)
         request.row = -1
+
+    def _computes(self, leader: Request, request: Request) -> bool:
+        """Whether the leader will soon publish full pages of the prompt that `request` can share."""
+        ahead = request.status is Status.WAITING and leader.status is Status.RUNNING and self.prefix.enabled
+        return ahead and leader.num_published < (request.num_prompt - 1) // self.config.page_size
+
+    def _prompt_room(self, index: int, budget: int, first: bool) -> int:
+        """Return how many tokens a chunk may have of the `budget` that is left in the step being planned: all but one
+        for each decoding request from `index`. The `first` request of a step gets at least one."""
+        if self._room == math.inf:
+            self._room = budget - num_decoding(self.running, index)
+        return min(budget, max(int(self._room), first))

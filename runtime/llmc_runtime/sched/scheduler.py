@@ -3,7 +3,8 @@
 There is one token budget per step and no prefill or decode phase: every request's computed tokens catch up with its
 known tokens, running requests first, then waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
 Invariants: `running` is sorted by key, so its first request runs in every step and is preempted last. The pages of a
-running request cover its planned tokens and, from admission, all tokens known then.
+running request cover its planned tokens and, from admission, all tokens known then. A chunk of a prompt leaves a token
+of the budget to each request behind it that decodes: prompts that are admitted late may stand before these by key.
 
 Steps in flight. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
 request counts them in `num_total`, and the device feeds them to the next step. This is correct because *the device
@@ -33,11 +34,12 @@ applies the changes and the work of all steps in the order in which they were pl
   The pages of a running request cover them, too.
 - A head's entry of a position depends on the token that follows. A step writes that of the position before its first
   token, perhaps in a published page that other requests share. Only drafts depend on it.
-- rollback() returns every request of every step in flight to `waiting`, so nothing relies on changes that were dropped.
+- rollback() returns every request of the steps in flight to `waiting`: nothing relies on changes that were dropped.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from bisect import insort
@@ -214,7 +216,10 @@ class Scheduler(LiveRequests):
                     planned.append(request)
                     budget -= 1
                     continue
-            item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, budget))
+            room = budget if missing == 1 else self._prompt_room(index, budget, first=not planned)
+            if room < 1:
+                continue
+            item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, room))
             if request.guide is not None and item.emit and not may_sample(request):
                 self.guided.leave_out(request)
                 continue
@@ -248,6 +253,7 @@ class Scheduler(LiveRequests):
             work.append(item)
             planned.append(request)
             budget -= count
+            self._room -= count - (missing == 1)
         return budget, preempted
 
     def _begin_step(self) -> int:
@@ -255,7 +261,7 @@ class Scheduler(LiveRequests):
         running, budget = self.running, self.config.max_num_batched_tokens
         if self.step_budget is not None:
             budget = self.step_budget.tokens(running, bool(self.waiting))
-        self._spare = self.config.logits - len(running)
+        self._spare, self._room = self.config.logits - len(running), math.inf
         if self.speculation is not None and not self.speculation.begin_idle():
             self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
         if self.host_drafts is not None and self.host_drafts.wanted:
@@ -322,11 +328,6 @@ class Scheduler(LiveRequests):
             count = min(count, 1 + spare if score else scored - start)
             self._spare -= count - 1 if score else 0
         return Work(request.row, count, count == missing, score)
-
-    def _computes(self, leader: Request, request: Request) -> bool:
-        """Whether the leader will soon publish full pages of the prompt that `request` can share."""
-        ahead = request.status is Status.WAITING and leader.status is _RUNNING and self.prefix.enabled
-        return ahead and leader.num_published < (request.num_prompt - 1) // self.config.page_size
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
         """Make a waiting request a running one. The first `hits` of its pages are computed already."""

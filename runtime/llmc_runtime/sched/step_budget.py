@@ -34,6 +34,11 @@ _OUTLIER = 4.0  # largest ratio of a measurement to the mean, and of the mean to
 _SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
 
 
+def num_decoding(running: Sequence[Request], start: int) -> int:
+    """Return how many of these, from index `start`, need one token in the next step."""
+    return sum(one.num_total - one.num_planned == 1 and one.num_total != one.limit for one in running[start:])
+
+
 class StepTimer:
     """Measures the duration of steps, of which several may be in flight: from planning, or the end of the step before,
     to the end.

@@ -8,9 +8,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from llmc_runtime.format.errors import LlmcError
+
+_SHOWN = 8  # ids of a mask in a message
 
 
 class Guide(Protocol):
@@ -45,6 +48,12 @@ class TokenMask:
     """A set of token ids as a mask, for SamplingParams.allowed_token_ids: its cost does not depend on their number."""
 
     mask: bytes
+
+    def __repr__(self) -> str:
+        """The first ids as a list, for error messages."""
+        found = (i << 3 | bit for i, byte in enumerate(self.mask) if byte for bit in range(8) if byte >> bit & 1)
+        first = [str(token) for token in islice(found, _SHOWN + 1)]
+        return f"[{', '.join([*first[:_SHOWN], '...'] if len(first) > _SHOWN else first)}]"
 
 
 def mask_size(vocab_size: int) -> int:

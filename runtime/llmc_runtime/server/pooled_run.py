@@ -70,7 +70,7 @@ async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt:
         prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.remaining
     )
     async with aclosing(serving.watched(source, call, meter)) as items:  # type: ignore[type-var]
-        return await anext(items)
+        return (await anext(items))[1]
 
 
 def _open(serving: Serving, count: int) -> int:

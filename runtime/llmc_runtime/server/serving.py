@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -282,7 +282,7 @@ class Serving:
                 output_kind="delta", interval=call.interval, visible=call.visible,
             )  # fmt: skip
             updates = [
-                self.watched(generate(prompt, params, f"{call.id}-{i}"), call, meters[i])
+                self.watched(generate(prompt, params, f"{call.id}-{i}"), call, meters[i], i)
                 for i, (prompt, params) in enumerate(jobs)
             ]
             async with aclosing(merged(updates)) as items:  # type: ignore[type-var]
@@ -297,17 +297,18 @@ class Serving:
             hold.release(sum(meter.tokens for meter in meters))
 
     async def watched(
-        self, generated: AsyncGenerator[RequestOutput, None], call: Call, meter: RequestMetrics
-    ) -> AsyncIterator[RequestOutput]:
-        """Run one prompt with metering, and convert its errors to ApiErrors."""
+        self, generated: AsyncGenerator[RequestOutput, None], call: Call, meter: RequestMetrics, index: int = 0
+    ) -> Updates:
+        """Run prompt `index` of a request with metering, and convert its errors to ApiErrors."""
         unfinished = "error"  # the finish reason of outputs that have none
         try:
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     meter.take(output)
-                    if any(choice.finish_reason == "abort" for choice in output.outputs):
-                        raise unavailable("the request was ended by the server", "aborted")
-                    yield output
+                    for choice in output.outputs:
+                        if choice.finish_reason == "abort":
+                            raise unavailable("the request was ended by the server", "aborted")
+                    yield index, output
         except LlmcError as e:
             if e.code == "E666":
                 self.meters.count_timeout()

@@ -6,63 +6,79 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing
 
 from llmc_runtime.outputs import RequestOutput
 
 _STARTED_TOGETHER = 4  # prompts of one request that are started in one iteration of the loop
 
-Updates = AsyncIterator[tuple[int, RequestOutput]]  # the index of a prompt, and an update of its outputs
-Items = asyncio.Queue[tuple[int, RequestOutput | Exception | None]]  # the index of a source, and an item or its end
+Update = tuple[int, RequestOutput]  # the index of a prompt, and an update of its outputs
+Updates = AsyncIterator[Update]
+Items = asyncio.Queue[Update | Exception | None]  # an item of a source, or its end
 
 
-async def merged(sources: list[AsyncIterator[RequestOutput]]) -> Updates:
-    """Yield the items of all sources as they arrive, with the source's index. The first error ends all of them."""
-    if len(sources) == 1:  # updates that arrive between reads are merged into one item
-        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
-            async for output in only:
-                yield 0, output
-        return
+def merged(sources: list[Updates]) -> Updates:
+    """Return the items of all sources as they arrive. The first error ends all of them. A single source is returned
+    itself, as each iterator that an item passes costs processor time for every token."""
+    return sources[0] if len(sources) == 1 else _merged(sources)
+
+
+async def _merged(sources: list[Updates]) -> Updates:
     queue: Items = asyncio.Queue()
     tasks = [asyncio.ensure_future(_follow(i, source, queue)) for i, source in enumerate(sources)]
     running = len(tasks)
     try:
         while running:
-            index, item = await queue.get()
+            item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
                 running -= 1
             else:
-                yield index, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _follow(index: int, source: AsyncIterator[RequestOutput], queue: Items) -> None:
+async def _follow(index: int, source: Updates, queue: Items) -> None:
     """Put the items of a source into the queue, and then None, or the error that ended it."""
     for _ in range(index // _STARTED_TOGETHER):
         await asyncio.sleep(0)  # let others run between the starts of many prompts
     try:
         async with aclosing(source) as items:  # type: ignore[type-var]
             async for item in items:
-                queue.put_nowait((index, item))
-        queue.put_nowait((index, None))
+                queue.put_nowait(item)
+        queue.put_nowait(None)
     except Exception as e:
-        queue.put_nowait((index, e))
+        queue.put_nowait(e)
+
+
+class _Started:
+    """An iterator of which the first item has been taken: yields that one, then the rest, without a frame of its own
+    between the two."""
+
+    def __init__(self, first: Update, rest: Updates) -> None:
+        self._first: Update | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> _Started:
+        return self
+
+    def __anext__(self) -> Awaitable[Update]:
+        return self._rest.__anext__() if self._first is None else self._take(self._first)
+
+    async def _take(self, first: Update) -> Update:
+        self._first = None
+        return first
+
+    async def aclose(self) -> None:
+        """Close the iterator."""
+        await self._rest.aclose()  # type: ignore[attr-defined]
 
 
 async def started(updates: Updates) -> Updates:
-    """Wait for the first update and return an equal stream, so that requests that cannot be served fail here."""
-    first = await anext(updates)
-
-    async def rest() -> Updates:
-        async with aclosing(updates) as items:  # type: ignore[type-var]
-            yield first
-            async for item in items:
-                yield item
-
-    return rest()
+    """Wait for the first update and return an equal iterator, so that requests that cannot be served fail here."""
+    return _Started(await anext(updates), updates)

@@ -32,6 +32,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
 _READS = frozenset({"GET", "HEAD"})
 _AUTHORIZATION = re.compile(rb"\r\n(authorization|x-api-key):([^\r\n]*)", re.IGNORECASE)
+_SINGLE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-encoding", b"x-request-timeout"})
 _API_KEY = b"x-api-key"  # the Messages API's header for the key, which is read if there is no Authorization
 _METRICS = ("/metrics", "/metrics/")
 _OUTSIDE_V1 = ("/", *(path + end for path in ("/version", "/openapi.json", "/tokenizer_info") for end in ("", "/")))
@@ -157,6 +158,8 @@ class Guard:
         if not scope.get("http_version", "1.1").startswith("1."):
             close = {"Connection": "close"}
             raise ApiError("the server speaks HTTP/1.1", status=505, code="http_version", headers=close)
+        if len(headers) < len(raw):
+            _check_single(raw)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
             close = {"Connection": "close"}
             raise ApiError("send Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
@@ -200,6 +203,15 @@ class Guard:
         if self._hosts is not None and match[1] not in self._hosts:
             cause = "the name in the Host header is not allowed; the server's --allowed-hosts adds names"
             raise ApiError(cause, status=421, code="invalid_host")
+
+
+def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError 400 for two values of a header of which a proxy might read the other one."""
+    seen: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in _SINGLE and seen.setdefault(name, value) != value:
+            close = {"Connection": "close"}
+            raise ApiError(f"send one {name.decode()} header", code="invalid_http", headers=close)
 
 
 def _unknown_key(challenge: str = "Bearer") -> ApiError:

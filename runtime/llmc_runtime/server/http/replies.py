@@ -104,7 +104,7 @@ class Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
-            await while_connected(receive, self._send(send, scope.get("llmc.part")))
+            await while_connected(receive, _apart(self._send(send, scope.get("llmc.part"))))
         except ClientDisconnected:
             self._on_disconnect()
         finally:
@@ -311,6 +311,12 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         watcher.remove_done_callback(cancel)
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
+
+
+async def _apart(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which runs in a task of its own: each token of a stream wakes its task, which then
+    passes the frames of the stream, and not those of the application around it. Cancelling cancels the task."""
+    return await asyncio.create_task(work)
 
 
 async def _disconnected(receive: Receive) -> None:

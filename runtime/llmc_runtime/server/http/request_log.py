@@ -164,14 +164,15 @@ class Record:
 
     def take(self, output: RequestOutput) -> None:
         """Record an update of the response."""
-        new = sum(len(completion.token_ids) for completion in output.outputs)
+        new = 0
+        for completion in output.outputs:
+            new += len(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._reasons[completion.finish_reason] = None
         if new and self._first is None:
             self._first, self.times = time.monotonic(), output.times
         self._output += new
         self._cached[output.request_id] = output.num_cached_tokens
-        for completion in output.outputs:
-            if completion.finish_reason is not None:
-                self._reasons[completion.finish_reason] = None
 
     def fail(self, code: str | None, refusal: str | None = None) -> None:
         """Record an error code. `refusal` is the reason if the request was not admitted."""

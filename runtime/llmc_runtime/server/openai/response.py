@@ -64,7 +64,8 @@ class Usage:
         """Count an update of prompt `index`."""
         self.cached[index] = update.num_cached_tokens
         self.accepted[index] = update.num_accepted_tokens
-        self.generated += sum(len(output.token_ids) for output in update.outputs)
+        for output in update.outputs:
+            self.generated += len(output.token_ids)
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""

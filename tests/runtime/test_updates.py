@@ -1,0 +1,140 @@
+"""The iterators that a token of a stream passes on its way to the client."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.server.http.replies import Stream
+from llmc_runtime.server.updates import Updates, merged, started
+
+
+def run(test: Callable[..., Any]) -> Callable[..., None]:
+    """Make a test of a coroutine."""
+
+    @functools.wraps(test)
+    def wrapped(*args: Any, **options: Any) -> None:
+        asyncio.run(test(*args, **options))
+
+    return wrapped
+
+
+def output(number: int) -> RequestOutput:
+    """The update `number` of a request."""
+    return RequestOutput(str(number), None, [], [], False)
+
+
+class Source:
+    """Updates of prompt `index`; whether they were closed, and which task asked for each."""
+
+    def __init__(self, index: int, count: int, error: Exception | None = None) -> None:
+        self.index, self.count, self.error = index, count, error
+        self.closed = False
+
+    async def items(self) -> Updates:
+        """Yield the updates, then fail if there is an error."""
+        try:
+            for number in range(self.count):
+                await asyncio.sleep(0)
+                yield self.index, output(number)
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed = True
+
+
+def numbers(found: list[tuple[int, RequestOutput]]) -> list[tuple[int, int]]:
+    return [(index, int(item.request_id)) for index, item in found]
+
+
+def test_a_single_source_is_not_wrapped() -> None:
+    items = Source(0, 3).items()
+    assert merged([items]) is items
+
+
+@run
+async def test_several_sources_are_merged_until_the_last_one_ends_or_the_first_error() -> None:
+    sources = [Source(0, 2), Source(1, 3)]
+    found = numbers([item async for item in merged([one.items() for one in sources])])
+    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    sources = [Source(0, 1, ValueError("x")), Source(1, 500)]
+    with pytest.raises(ValueError, match="x"):
+        async for _ in merged([one.items() for one in sources]):
+            pass
+    assert all(one.closed for one in sources)
+
+
+@run
+async def test_a_started_iterator_yields_the_first_update_and_then_those_of_the_source_itself() -> None:
+    source = Source(0, 3)
+    items = source.items()
+    begun = await started(items)
+    assert numbers([await anext(begun)]) == [(0, 0)]
+    assert type(begun.__anext__()) is type(items.__anext__()), "no frame in between"
+    source = Source(0, 3)
+    assert numbers([item async for item in await started(source.items())]) == [(0, 0), (0, 1), (0, 2)]
+    with pytest.raises(ValueError, match="refused"):
+        await started(Source(0, 0, ValueError("refused")).items())
+
+
+@pytest.mark.parametrize("read", [0, 1, 2])
+@run
+async def test_closing_a_started_iterator_closes_its_source(read: int) -> None:
+    source = Source(0, 9)
+    async with aclosing(await started(source.items())) as items:  # type: ignore[type-var]
+        for _ in range(read):
+            await anext(items)
+    assert source.closed
+
+
+class Parts(Stream):
+    """A stream of one part, which records its task."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__(lambda: self.ends.append("disconnect"), lambda: self.ends.append("sent"))
+        self.ends: list[str] = []
+        self.task: asyncio.Task[Any] | None = None
+        self.wait = wait
+
+    async def _write(self, write: Any) -> bytes:
+        self.task = asyncio.current_task()
+        await self.wait()
+        return b"end"
+
+
+def receiver(first: AsyncIterator[str]) -> Callable[[], Any]:
+    async def receive() -> Any:
+        return {"type": await anext(first)}
+
+    return receive
+
+
+async def silent() -> AsyncIterator[str]:
+    await asyncio.Event().wait()
+    yield "http.request"
+
+
+async def leaving() -> AsyncIterator[str]:
+    await asyncio.sleep(0.01)
+    yield "http.disconnect"
+
+
+@run
+async def test_a_stream_is_written_in_a_task_of_its_own_which_ends_with_the_client() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    whole = Parts(lambda: asyncio.sleep(0))
+    await whole({}, receiver(silent()), send)
+    assert whole.task is not None and whole.task is not asyncio.current_task()
+    assert whole.ends == ["sent"] and sent[-1]["body"] == b"end"
+    cut = Parts(lambda: asyncio.Event().wait())
+    await cut({}, receiver(leaving()), send)
+    assert cut.ends == ["disconnect", "sent"] and cut.task is not None and cut.task.cancelled()
