@@ -142,17 +142,12 @@ def paged_decode(
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     state = attend(
-        to_factor(query, DOT_DTYPE),
-        KeyPool(kv_ptr, page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET),
-        first_pages,
-        begin,
-        end,
-        length,
-    )
+        to_factor(query, DOT_DTYPE), KeyPool(kv_ptr, page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), first_pages, begin,
+        end, length,
+    )  # fmt: skip
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
-        state = softmax_add_sink(state, sink)
+        state = softmax_add_sink(state, tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1)))
     if SPLITS:
         head = head * SPLITS + tl.program_id(2)
     out = softmax_mean(state) * value_scale

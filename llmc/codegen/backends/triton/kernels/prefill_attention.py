@@ -227,25 +227,20 @@ def paged_prefill(
         return
     key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
-    kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
     token, query_head = begin + member // GROUP, kv_head * GROUP + member % GROUP
     exists = (member < TILE_TOKENS * GROUP) & (token < stop)
     position = tl.where(row >= 0, tl.load(positions_ptr + token, mask=exists, other=-1), -1)
-    slopes = None
-    if slopes_ptr is not None:
-        slopes = tl.load(slopes_ptr + query_head)
+    slopes = tl.load(slopes_ptr + query_head) if slopes_ptr is not None else None
     head = token.to(tl.int64) * HEADS + query_head
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
     state = attend_keys(
         Queries(to_factor(query, DOT_DTYPE), position, exists, slopes),
-        KeyPool(kv_ptr, page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET),
-        value_scale,
-        PART,
-    )
+        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), value_scale, PART,
+    )  # fmt: skip
     if sinks_ptr is not None:
         state = softmax_add_sink(state, tl.load(sinks_ptr + query_head))
     out = softmax_mean(state)

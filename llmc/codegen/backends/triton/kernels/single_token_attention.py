@@ -76,19 +76,14 @@ def single_token_attention(
     first_head = start.to(tl.int64) * (HEADS * HEAD_DIM)
     query = to_factor(tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0), DOT_DTYPE)
     state = attend(
-        query,
-        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET),
-        first_pages,
-        begin,
-        end,
-        length,
-    )
+        query, KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), first_pages, begin,
+        end, length,
+    )  # fmt: skip
     if INPUTS_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
-        state = softmax_add_sink(state, sink)
+        state = softmax_add_sink(state, tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1)))
     out = softmax_mean(state) * value_scale
     tl.store(out_ptr + first_head + offsets, out.to(out_ptr.dtype.element_ty), mask=mask & is_single)
     if longer_ptr.to(tl.int64) != out_ptr.to(tl.int64):
