@@ -231,7 +231,7 @@ def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _ordered(name: str) -> list[Module]:
-    """The module and all modules that it imports, directly or not; each comes after those that it imports itself."""
+    """The module and its imports, direct and indirect, in topological order: a module follows its own imports."""
     modules: dict[str, Module] = {}
 
     def visit(at: str) -> None:
