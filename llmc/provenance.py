@@ -24,7 +24,7 @@ def used_extensions(
 ) -> dict[str, list[str]]:
     """Return extension -> its parts that the compile has used, such as "kernel a/b"; llmc's own extension is left out.
 
-    target: the requested name. passes: those that ran. module: after all passes. config: of the model.
+    target: the requested name. passes: names of the passes that ran. module: after all passes. config: of the model.
     """
     nodes = [n for g in module.graphs.values() for n in g.nodes]
     kernels = {str(n.choice["kernel"]) for n in nodes if n.choice.get("kernel")}

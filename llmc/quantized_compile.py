@@ -1,4 +1,4 @@
-"""`llmc compile --quant`: recipes that only round are a pass; those that use texts quantise the checkpoint first."""
+"""`llmc compile --quant`: recipes that only round are a pass; others quantise the checkpoint first."""
 
 from __future__ import annotations
 

@@ -169,3 +169,12 @@ def test_a_page_that_lies_fails(tmp_path: Path) -> None:
         with pytest.raises(AssertionError):
             checkout.run(Block(DOCS / "README.md", 1, "console", words, text))
     checkout.run(Block(DOCS / "README.md", 1, "console", ("exit=1",), "$ true\n$ false\n"))
+
+
+def test_breakpoints_of_pages_are_at_the_lines_they_show() -> None:
+    pattern = re.compile(r"^\(Pdb\) b (\S+):(\d+)\n(?:\(Pdb\) c\n)?-> (.+)$", re.M)
+    shown = [m for page in TEXTS for m in pattern.finditer(page.read_text())]
+    assert shown
+    for m in shown:
+        line = (ROOT / m[1]).read_text().splitlines()[int(m[2]) - 1]
+        assert line.strip() == m[3], f"{m[1]}:{m[2]} is {line.strip()!r}"

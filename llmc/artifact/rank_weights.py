@@ -1,4 +1,4 @@
-"""The weights of an artifact of several ranks: those that all ranks read, and a set for each rank."""
+"""The weights of an artifact of several ranks: one set shared by all ranks, and one set for each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmc.ir.weight_eval import WeightSource
 def write_rank_weights(
     graph: Graph, source: WeightSource, files: Files, ranks: int, progress: Progress | None = None
 ) -> tuple[WeightFile, ...]:
-    """Evaluate the outputs of `graph` into weights/, and those that depend on the rank into weights/rankN/."""
+    """Evaluate the outputs of `graph` into weights/, or into weights/rankN/ if they depend on the rank."""
     if ranks == 1:
         return write_weights(graph, source, files, progress=progress)
     parts = [(None, _with_outputs(graph, False)), *((r, at_rank(_with_outputs(graph, True), r)) for r in range(ranks))]

@@ -24,7 +24,7 @@ class Built:
 
     programs: narrowest first, because the executor runs the first one that serves a step; kernels: by hash, the step
     unit included; memory: the memory plan as data (see `llmc.codegen.memory.report`); toolchains: compiler name ->
-    version of those that were used.
+    version of each compiler that was used.
     """
 
     programs: tuple[Program, ...]

@@ -23,7 +23,7 @@ class DryBuild:
     """The result of a dry build.
 
     programs: as `build` returns them, except for keys, threads and shared memory of kernels. keys: of all binaries.
-    missing: those that are not in the cache.
+    missing: keys that are not in the cache.
     """
 
     programs: tuple[Program, ...]

@@ -1,4 +1,4 @@
-"""The parameters that launches of a kernel pass, and their comparison with those that its binary takes."""
+"""Compares the parameters that launches of a kernel pass with the parameters of its binary."""
 
 from __future__ import annotations
 

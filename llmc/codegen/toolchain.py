@@ -218,7 +218,7 @@ def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str,
 
 
 def sweep(cache: Path) -> None:
-    """Remove work folders of killed compilations: those that have not changed for an hour."""
+    """Remove work folders of killed compilations, which are folders unchanged for an hour."""
     for path in cache.glob("build-*"):
         try:
             if time.time() - path.stat().st_mtime > _STALE:

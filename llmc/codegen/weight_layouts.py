@@ -46,7 +46,7 @@ def _times_by_layouts(
 
 
 def _fastest_layouts(times_of_users: Sequence[Mapping[Layouts, float]]) -> Layouts:
-    """Return the layouts with the smallest sum of times among those that all users support; () if there are none."""
+    """Return the layouts that all users support with the smallest sum of times; () if there are none."""
     supported = [layouts for layouts in times_of_users[0] if all(layouts in times for times in times_of_users)]
     return min(supported, key=lambda layouts: sum(times[layouts] for times in times_of_users), default=())
 

@@ -1,6 +1,6 @@
 """Kernels in Triton for GPUs: the base class of bindings, and templates."""
 
-from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.triton_kernel import (
     CODES,
     FLOATS,
@@ -21,5 +21,6 @@ __all__ = [
     "TritonKernel",
     "Unit",
     "element",
+    "record",
     "unsupported",
 ]

@@ -186,7 +186,7 @@ def check_causal(name: str, causal: bool, mask: Any) -> None:
 
 
 def mark_encoder(model: torch.nn.Module) -> None:
-    """Allow bidirectional attention in a model's modules, and number those that transformers leaves unnumbered."""
+    """Allow bidirectional attention in a model's modules, and number the modules without a layer number."""
     for number, module in enumerate(m for m in model.modules() if hasattr(m, "is_causal")):
         setattr(module, ENCODER, number)
 

@@ -60,7 +60,7 @@ class WeightInfo:
 class Traced:
     """A traced model.
 
-    weights: all weight inputs of @main by name. buffers: those that are computed instead of stored (float32 arrays).
+    weights: all weight inputs of @main by name. buffers: weights that are computed instead of stored (float32 arrays).
     tied: state-dict name -> the name used in its place. model: the transformers module on the meta device, kept for its
     loading rules.
     """

@@ -1,1 +1,1 @@
-"""Passes: frozen dataclasses that transform a module in place. The pipeline of a target lists those that run."""
+"""Passes: frozen dataclasses that transform a module in place. The pipeline of a target lists the passes to run."""

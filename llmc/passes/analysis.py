@@ -123,7 +123,7 @@ def weight_only(g: Graph) -> set[Value]:
 
 
 def launched_nodes(g: Graph) -> list[Node]:
-    """Return the nodes that a step launches: all but those that depend only on weights."""
+    """Return the nodes that a step launches, which are all nodes that do not depend only on weights."""
     weights = weight_only(g)
     return [n for n in g.nodes if not all(r in weights for r in n.results)]
 

@@ -83,7 +83,7 @@ def _counts(ops: Mapping[str, int]) -> str:
 
 
 def _facts(a: Opened) -> list[tuple[str, str]]:
-    """The rows of the report's first table, without those that have no value."""
+    """The rows of the report's first table that have a value."""
     m = a.manifest
     compiled = a.reports.get("compile", {})
     facts = (

@@ -86,7 +86,7 @@ def test_a_package_brings_templates(folder: Path, monkeypatch: pytest.MonkeyPatc
         Template("elsewhere.missing", "kernel").text()
     (package / "top.py").write_text(own + "from other.package import name\n")
     template.load.cache_clear()
-    with pytest.raises(ValueError, match="a template holds functions, constants and imports"):
+    with pytest.raises(ValueError, match="a template holds functions, classes of NamedTuple, constants and imports"):
         Template("elsewhere.top", "kernel").text()
 
 
@@ -95,6 +95,45 @@ def test_arguments_are_named_and_checked(folder: Path) -> None:
     assert kernel.call(N=3, x_ptr="x0") == "kernel(\n    x_ptr=x0,\n    N=3,\n)"
     with pytest.raises(ValueError, match=r"missing arguments \['x_ptr'\], unknown arguments \['M'\]"):
         kernel.call(N=3, M=4)
+
+
+GROUPED = '''"""Grouped values."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """A tile."""
+
+    x_ptr: tl.tensor
+    SIZE: tl.constexpr
+
+
+@triton.jit
+def store(tile: Tile):
+    tl.store(tile.x_ptr + tl.arange(0, tile.SIZE), 0)
+
+
+@triton.jit
+def nothing():
+    pass
+'''
+
+
+def test_classes_group_values(folder: Path) -> None:
+    (folder / "grouped.py").write_text(GROUPED)
+    text = Template("grouped", "store").text()
+    assert text.startswith("from typing import NamedTuple\n\n\n")
+    assert text.index("class Tile(NamedTuple):") < text.index("def store(tile: Tile):")
+    assert "NamedTuple" not in Template("grouped", "nothing").text()
+    tile = template.record("Tile", x_ptr="y0", SIZE=16)
+    assert Template("grouped", "store").call(tile=tile) == "store(\n    tile=Tile(x_ptr=y0, SIZE=16),\n)"
+    (folder / "other.py").write_text("class Tile:\n    pass\n")
+    with pytest.raises(ValueError, match=r"other.py:1: a template holds functions, classes of NamedTuple"):
+        Template("other", "Tile").text()
 
 
 def test_literals() -> None:

@@ -43,8 +43,8 @@ ROUGH = (
     "triton/latent_decode",
     "triton/latent_prefill",
     "triton/packed_attention",
-    "triton/alibi_attention",
-    "triton/packed_alibi_attention",
+    "triton/prefill_attention",
+    "triton/packed_attention",
     "triton/rope_append",
 )
 GPU_ONLY = (

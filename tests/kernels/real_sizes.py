@@ -45,17 +45,9 @@ _ATTENTION = {
             f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]", "paged_attention {scale=0.088}",
             "bf16[T, 32, 128]",
         ),
-    ),
-    "alibi_attention": (
         Text(
             f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]; f32[32]",
             "paged_alibi_attention {scale=0.088}", "bf16[T, 32, 128]",
-        ),
-    ),
-    "packed_alibi_attention": (
-        Text(
-            "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]; f32[32]",
-            "alibi_attention {layer=0, scale=0.088}", "bf16[T, 32, 128]",
         ),
     ),
     "latent_decode": (
@@ -91,6 +83,10 @@ _ATTENTION = {
         Text(
             "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]", "attention {layer=0, scale=0.088}",
             "bf16[T, 32, 128]",
+        ),
+        Text(
+            "bf16[T, 32, 128]; bf16[T, 8, 128]; bf16[T, 8, 128]; i32[T]; f32[32]",
+            "alibi_attention {layer=0, scale=0.088}", "bf16[T, 32, 128]",
         ),
     ),
     "rope_append": (

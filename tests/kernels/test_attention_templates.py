@@ -98,7 +98,7 @@ def test_prefill_and_single(interpreter: Any) -> None:
     rows, starts = i32(0, 1), i32(0, 1, 21)
     sizes = {"row_count": 2, "token_count": 21, "table_width": table.shape[1], "DOT_DTYPE": tl.float32}
     prefill.paged_prefill[(21 // 8 + 3, KV_HEADS)](
-        query, kv, table, rows, starts, positions, None, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2, PART=0
+        query, kv, table, rows, starts, positions, None, None, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2, PART=0
     )
     assert (out[0] == 0).all()
     single.single_token_attention[(2, KV_HEADS)](

@@ -9,7 +9,7 @@ import pytest
 from kernels.test_triton_attention import F8, Paged, drawn, fresh, prompt
 from kernels.triton_harness import ONE_TARGET, compile_for, run_case
 
-from llmc.codegen.backends.triton.alibi_attention import ALIBI_ATTENTION, PACKED_ALIBI_ATTENTION
+from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import float8
 from llmc.targets.target import Target
 
@@ -27,14 +27,14 @@ ALIBI = (
 def test_bias_by_distance(i: int) -> None:
     rng = fresh()
     for schedule in range(3):
-        run_case(ALIBI[i].case(ALIBI_ATTENTION, rng, schedule))
+        run_case(ALIBI[i].case(PREFILL_ATTENTION, rng, schedule))
 
 
 @pytest.mark.parametrize("_", range(3))
 def test_bias_by_distance_of_drawn_steps(_: int) -> None:
     rng = fresh()
     step = replace(drawn(rng, bool(rng.integers(2))), sinks=False, attrs={}, alibi=True)
-    run_case(step.case(ALIBI_ATTENTION, rng, int(rng.integers(8))))
+    run_case(step.case(PREFILL_ATTENTION, rng, int(rng.integers(8))))
 
 
 PROMPTS = ([3, 140], (4, 1, 16, 24), "bf16", 1), ([70, 2, 30], (3, 3, 40, 40), "f32", 0)
@@ -42,7 +42,7 @@ PROMPTS = ([3, 140], (4, 1, 16, 24), "bf16", 1), ([70, 2, 30], (3, 3, 40, 40), "
 
 @pytest.mark.parametrize(("lengths", "heads", "dtype", "at"), PROMPTS)
 def test_prompts(lengths: list[int], heads: tuple[int, int, int, int], dtype: str, at: int) -> None:
-    run_case(prompt(fresh(), lengths, heads, dtype, True, at, kernel=PACKED_ALIBI_ATTENTION))
+    run_case(prompt(fresh(), lengths, heads, dtype, True, at, kernel=PACKED_ATTENTION))
 
 
 @pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
@@ -51,8 +51,8 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
     step = ALIBI[int(rng.integers(len(ALIBI)))]
     pool = (float8(target) or "bf16") if step.pool else ""
     cases = [
-        replace(step, pool=pool).case(ALIBI_ATTENTION, rng, int(rng.integers(6)), on=target),
-        prompt(rng, [3, 140], (4, 1, 16, 24), "bf16", True, 1, target, PACKED_ALIBI_ATTENTION),
+        replace(step, pool=pool).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        prompt(rng, [3, 140], (4, 1, 16, 24), "bf16", True, 1, target, PACKED_ATTENTION),
     ]
     for case in cases:
         assert compile_for(case, target, tmp_path).shared <= target.limits.shared, case.name

@@ -1,4 +1,4 @@
-"""Fuses the small ops around the experts of a mixture: those that choose experts, and the sum of their results."""
+"""Fuses the small ops around the experts of a mixture: the choice of experts, and the sum of their results."""
 
 from __future__ import annotations
 

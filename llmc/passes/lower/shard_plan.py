@@ -260,7 +260,7 @@ class _Region:
         return None
 
     def _add_neighbours(self, v: Value, s: Split) -> Stuck:
-        """Add the node that makes a split value and those that read it; a reader that cannot gathers the value."""
+        """Add the producer of a split value and its users; a user that cannot be split gathers the value."""
         if stuck := self._add_producer(v, s):
             return stuck
         for reader in dict.fromkeys(v.uses):

@@ -134,7 +134,7 @@ class Sampling(CppKernel):
 
     @staticmethod
     def _operands(node: Node, sizes: Sizes) -> list[str]:
-        """The arguments of the C++ function for the operands, including those that the node lacks."""
+        """The arguments of the C++ function for the op's operands; an operand that the node lacks is null."""
         operands = [f"x{i}" for i in range(len(node.operands))]
         if node.op.name == "row_logprobs" and len(operands) == 2:  # without the rows that request log-probabilities
             return [*operands, "nullptr", "nullptr"]

@@ -19,8 +19,8 @@ from llmc.targets.target import Target
 
 MAX_HEAD = 512
 CONTEXT = 1024  # tokens per row that the cost rule assumes
-# The template's parameters for the operands of paged_attention and of paged_attention_split.
-OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr scales_ptr sinks_ptr"
+# The template's parameters for the operands of paged_attention up to the scales, and of paged_attention_split.
+OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr scales_ptr"
 SPLIT_OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr positions_ptr scales_ptr"
 # keys, warps, stages
 TILES = (
@@ -162,7 +162,7 @@ class DecodeAttention(TritonKernel):
         return u.launch(
             Template("decode_attention", "paged_decode"),
             (tokens, p.kv_heads, max(1, splits)),
-            **u.pointers(SPLIT_OPERANDS if splits else OPERANDS, "out_ptr"),
+            **u.pointers(SPLIT_OPERANDS if splits else f"{OPERANDS} sinks_ptr", "out_ptr"),
             **({"starts_ptr": None, "sinks_ptr": None} if splits else {}),
             lse_ptr="y1" if splits else None,
             row_count=None if splits else u.sizes(count),

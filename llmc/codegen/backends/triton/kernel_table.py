@@ -11,8 +11,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/all_reduce": f"{_HERE}.collectives:ALL_REDUCE",
         "triton/all_reduce_norm": f"{_HERE}.collectives:ALL_REDUCE_NORM",
         "triton/all_gather": f"{_HERE}.collectives:ALL_GATHER",
-        "triton/alibi_attention": f"{_HERE}.alibi_attention:ALIBI_ATTENTION",
-        "triton/packed_alibi_attention": f"{_HERE}.alibi_attention:PACKED_ALIBI_ATTENTION",
         "triton/decode_attention": f"{_HERE}.decode_attention:DECODE_ATTENTION",
         "triton/attention_combine": f"{_HERE}.decode_attention:ATTENTION_COMBINE",
         "triton/attention_parts": f"{_HERE}.attention_parts:ATTENTION_PARTS",

@@ -114,7 +114,7 @@ def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
 
 
 def epilogue(u: Unit, p: Product) -> str:
-    """Generate the functions of a product's epilogue, `load_extras` and `epilogue`, and those that they call."""
+    """Generate the functions of a product's epilogue, `load_extras` and `epilogue`, and their helpers."""
     called = helpers(e.fn for e in walk(parse_expr(p.body))).strip()
     return "\n\n\n".join(filter(None, (called, _load_extras(u, p), _epilogue(p))))
 

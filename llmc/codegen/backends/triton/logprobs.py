@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
+RESULTS = "logprob_ptr rank_ptr ids_ptr logprobs_ptr"  # of row_logprobs
 
-def likeliest_arguments(v: int, k: int, tile: int) -> dict[str, int]:
-    """Return the template arguments of the k likeliest of v ids, `tile` at a time."""
-    tiles = -(-v // tile)
-    return {"COUNT": k, "COUNT_PADDED": next_power_of_2(k), "TILE": tile, "TILES_PADDED": next_power_of_2(tiles)}
+
+def results(u: Unit, names: str) -> str:
+    """Return the argument for the results of the template; `names` are those of the node's results, see `pointers`."""
+    k = int(u.node.attrs["k"])
+    return record("LogprobResults", **u.pointers("", names), COUNT=k, COUNT_PADDED=next_power_of_2(k))
 
 
 def too_few(node: Node) -> str | None:
@@ -46,15 +48,17 @@ class Logprobs(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         rows, columns = u.node.operands[0].type.shape
-        v, k = int(columns), int(u.node.attrs["k"])
+        v = int(columns)
         tile = min(int(u.schedule.get("tile", 8192)), next_power_of_2(v))
         return u.launch(
             Template("logprobs", "row_logprobs"),
             (rows,),
             u.schedule.get("warps", 16),
-            **u.pointers("logits_ptr drawn_ptr rows_ptr ints_ptr", "logprob_ptr rank_ptr ids_ptr logprobs_ptr"),
+            **u.pointers("logits_ptr drawn_ptr rows_ptr ints_ptr", ""),
+            results=results(u, RESULTS),
             VOCAB=v,
-            **likeliest_arguments(v, k, tile),
+            TILE=tile,
+            TILES_PADDED=next_power_of_2(-(-v // tile)),
         )
 
 

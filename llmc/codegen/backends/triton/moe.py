@@ -237,7 +237,7 @@ class Grouped(TritonKernel):
 
 
 def gate_function(text: str) -> str:
-    """Generate the function gate_up(gate, up) of an activation, and those that it calls."""
+    """Generate the function gate_up(gate, up) of an activation, and its helpers."""
     body = gate(text)
     lines, value = inline(body, ["gate", "up"])
     gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])

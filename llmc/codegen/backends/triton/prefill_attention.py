@@ -1,17 +1,17 @@
 """Attention of many tokens in Triton: chunks of prompts and single tokens mixed over KV pages, and packed prompts.
 
-The kernels are in `kernels/prefill_attention.py` and `kernels/packed_attention.py`.
+Each kernel also serves the op whose logits have a bias by distance (ALiBi). The kernels are in
+`kernels/prefill_attention.py` and `kernels/packed_attention.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, AttentionProblem, reject_attention
 from llmc.codegen.backends.triton.dot_order import dot_order
-from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
@@ -27,6 +27,22 @@ TILES = (
     (128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2),
     (16, 16, 4, 1),
 )  # fmt: skip
+
+
+def biased(node: Node) -> bool:
+    """Return whether logits have a bias by distance."""
+    return node.operand("slopes") is not None
+
+
+def pointers(u: Unit, operands: str) -> dict[str, Argument]:
+    """Return the template's pointers: `operands`, the slopes or sinks after them, and the result."""
+    last, lacking = ("slopes_ptr", "sinks_ptr") if biased(u.node) else ("sinks_ptr", "slopes_ptr")
+    return {**u.pointers(f"{operands} {last}", "out_ptr"), lacking: None}
+
+
+def without_spills(schedules: list[Schedule], node: Node, target: Target) -> list[Schedule]:
+    """Return the schedules that do not spill registers: on AMD GPUs, with biases, tiles of 8 warps do."""
+    return [s for s in schedules if not biased(node) or target.family != "hip" or s["warps"] < 8]
 
 
 def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Target) -> int:
@@ -89,7 +105,7 @@ class PrefillAttention(TritonKernel):
         p = AttentionProblem.of(node)
         wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
         found = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
-        return [{**s, "keys": max(s["keys"], p.min_keys)} for s in found]
+        return without_spills([{**s, "keys": max(s["keys"], p.min_keys)} for s in found], node, target)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, rows = AttentionProblem.of(node), schedule["rows"]
@@ -105,12 +121,12 @@ class PrefillAttention(TritonKernel):
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
             grid,
-            **u.pointers(OPERANDS, "out_ptr"),
+            **pointers(u, OPERANDS),
             row_count=u.sizes(count),
             token_count=u.sizes(tokens),
             table_width=u.sizes(n.operands[2].type.shape[1]),
             **p.constants(),
-            MIN_TOKENS=n.attrs["least"],
+            MIN_TOKENS=n.attrs.get("least", 1),
             PART=fixed_part(n.operands[1], n.operands[2]) if u.target.deterministic else 0,
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
@@ -138,20 +154,17 @@ class PackedAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         item = DTYPES[node.operands[1].type.dtype].bits // 8
-        return list(tiles(max(self.widths(node)), item, self.dot(node) == "tl.float32", 16, target))
+        return without_spills(
+            list(tiles(max(self.widths(node)), item, self.dot(node) == "tl.float32", 16, target)), node, target
+        )
 
     def code(self, u: Unit) -> Code:
-        options = {name.upper(): u.node.attrs[name] for name in ("causal", "window", "softcap")}
-        return self.launch(u, Template("packed_attention", "packed_attention"), "sinks_ptr", **options)
-
-    def launch(self, u: Unit, template: Template, last_pointer: str, **options: Any) -> Code:
-        """Launch a program for each tile of tokens and head. `last_pointer`: the operand after the positions."""
         n, s, (key_width, value_width) = u.node, u.schedule, self.widths(u.node)
         q, k, v = (x.type.shape for x in n.operands[:3])
         return u.launch(
-            template,
+            Template("packed_attention", "packed_attention"),
             (q[0].ceildiv(s["rows"]), q[1]),
-            **u.pointers(f"query_ptr key_ptr value_ptr positions_ptr {last_pointer}", "out_ptr"),
+            **pointers(u, "query_ptr key_ptr value_ptr positions_ptr"),
             token_count=u.sizes(q[0]),
             HEADS=int(q[1]),
             KV_HEADS=int(k[1]),
@@ -160,7 +173,9 @@ class PackedAttention(TritonKernel):
             VALUE_DIM=int(v[2]),
             VALUE_DIM_PADDED=value_width,
             SCALE=n.attrs["scale"],
-            **options,
+            CAUSAL=n.attrs.get("causal", True),
+            WINDOW=n.attrs.get("window", 0),
+            SOFTCAP=n.attrs.get("softcap", 0.0),
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
             DOT_DTYPE=self.dot(n),
@@ -168,5 +183,5 @@ class PackedAttention(TritonKernel):
         )
 
 
-PREFILL_ATTENTION = PrefillAttention("triton/prefill_attention", ("paged_attention",))
-PACKED_ATTENTION = PackedAttention("triton/packed_attention", ("attention",))
+PREFILL_ATTENTION = PrefillAttention("triton/prefill_attention", ("paged_attention", "paged_alibi_attention"))
+PACKED_ATTENTION = PackedAttention("triton/packed_attention", ("attention", "alibi_attention"))

@@ -148,7 +148,7 @@ class QuantizedGrouped(Grouped):
 
 
 def epilogue(node: Node) -> tuple[str, ...]:
-    """The generated function of the sums of each part, and those that it calls."""
+    """The generated function of the sums of each part, and its helpers."""
     if not Stack(node).up:
         return (function("epilogue(sums)", "The sum of the only part.", ["return sums[0]"]),)
     body = gate(node.attrs["body"])

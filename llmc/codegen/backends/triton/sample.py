@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.logprobs import likeliest_arguments, too_few
-from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.logprobs import RESULTS, results, too_few
+from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
@@ -18,10 +18,11 @@ from llmc.targets.target import Target
 
 BLOCK_US = 1.5  # microseconds of a program with few loads
 
-OPERANDS = (
-    "logits_ptr", "rows_ptr", "starts_ptr", "positions_ptr", "floats_ptr", "ints_ptr", "stops_ptr", "seen_ptr",
-    "counts_ptr", "bias_ids_ptr", "biases_ptr", "allowed_ptr",
-)  # fmt: skip
+# The operands of row_block_max, which are the first ones of row_sample_blocks and row_finish.
+TABLES = (
+    "logits_ptr rows_ptr starts_ptr positions_ptr floats_ptr ints_ptr stops_ptr seen_ptr counts_ptr bias_ids_ptr "
+    "biases_ptr allowed_ptr"
+)
 
 
 def vocabulary(node: Node) -> int:
@@ -34,13 +35,12 @@ def width(node: Node, operand: int) -> int:
     return int(node.operands[operand].type.shape[1])
 
 
-def row_arguments(node: Node) -> dict[str, Argument]:
-    """Return the template arguments of a node whose first operands are those of row_block_max."""
-    return {
-        **{name: f"x{i}" for i, name in enumerate(OPERANDS)}, "VOCAB": vocabulary(node), "WORDS": width(node, 7),
-        "MASKS": width(node, 11) // width(node, 7),
-        "STOPS": width(node, 6), "BIASES": width(node, 9),
-    }  # fmt: skip
+def tables(u: Unit, **changed: Argument) -> str:
+    """Return the argument for the state of all rows: the operands TABLES, except for pointers in `changed`."""
+    n, words = u.node, width(u.node, 7)
+    sizes = {"VOCAB": vocabulary(n), "WORDS": words, "MASKS": width(n, 11) // words}
+    sizes |= {"STOPS": width(n, 6), "BIASES": width(n, 9)}
+    return record("RowTables", **{**u.pointers(TABLES, ""), **changed}, **sizes)
 
 
 class Sampling(TritonKernel):
@@ -142,10 +142,9 @@ class BlockMax(Sampling):
         return u.launch(
             Template("sample", "row_block_max"),
             (blocks.ceildiv(per), rows),
-            **u.pointers("", "best_ptr drawn_ptr scores_ptr"),
-            **row_arguments(n),
+            tables=tables(u),
+            summaries=record("BlockSummaries", **u.pointers("", "best_ptr drawn_ptr scores_ptr"), BLOCKS=int(blocks)),
             BLOCK=n.attrs["block"],
-            BLOCKS=int(blocks),
             BLOCKS_PER_PROGRAM=per,
         )
 
@@ -178,18 +177,22 @@ class SampleBlocks(Draws):
     """row_sample_blocks: rows without filters read only the summaries of the blocks."""
 
     def code(self, u: Unit) -> Code:
-        return u.launch(
-            Template("sample", "row_sample_blocks"), (u.node.operands[0].type.shape[0],), u.schedule.get("warps", 16),
-            **self.arguments(u), token_ids_ptr="x12",
-        )  # fmt: skip
+        return self.draw(u, "row_sample_blocks", tables=tables(u), token_ids_ptr="x12")
 
-    def arguments(self, u: Unit) -> dict[str, Argument]:
-        """Return the template arguments of row_sample_blocks, which are also arguments of row_finish."""
-        blocks, length = width(u.node, 13), u.node.operands[12].type.shape[1]
-        return {
-            **row_arguments(u.node), "best_ptr": "x13", "drawn_ptr": "x14", "scores_ptr": "x15", "out_ptr": "y0",
-            "max_length": u.sizes(length), "BLOCKS": blocks, "BLOCKS_PADDED": next_power_of_2(blocks), **self.tiles(u),
-        }  # fmt: skip
+    def draw(self, u: Unit, function: str, **arguments: Argument) -> Code:
+        """Return the code of a template whose programs draw from the summaries of the blocks."""
+        n, blocks = u.node, width(u.node, 13)
+        pointers = {"best_ptr": "x13", "drawn_ptr": "x14", "scores_ptr": "x15"}
+        return u.launch(
+            Template("sample", function),
+            (n.operands[0].type.shape[0],),
+            u.schedule.get("warps", 16),
+            **arguments,
+            summaries=record("BlockSummaries", **pointers, BLOCKS=blocks),
+            out_ptr="y0",
+            max_length=u.sizes(n.operands[12].type.shape[1]),
+            options=record("DrawOptions", **self.tiles(u), BLOCKS_PADDED=next_power_of_2(blocks)),
+        )
 
 
 class Finish(SampleBlocks):
@@ -201,19 +204,21 @@ class Finish(SampleBlocks):
         return too_few(node) or super().reject(node, target)
 
     def code(self, u: Unit) -> Code:
-        n, tile = u.node, min(8192, next_power_of_2(vocabulary(u.node)))
-        results = "- logprob_ptr rank_ptr top_ids_ptr top_logprobs_ptr token_ids_ptr length_ptr counts_ptr"
-        likeliest = likeliest_arguments(vocabulary(n), n.attrs["k"], tile)
-        return u.launch(
-            Template("sample", "row_finish"), (n.operands[0].type.shape[0],), u.schedule.get("warps", 16),
-            **{**self.arguments(u), **u.pointers("", results)},  # counts: the next version, in place
+        v = vocabulary(u.node)
+        tile = min(8192, next_power_of_2(v))
+        states = u.pointers("", "- - - - - token_ids_ptr length_ptr counts_ptr")  # the next versions, in place
+        return self.draw(
+            u,
+            "row_finish",
+            tables=tables(u, counts_ptr=states["counts_ptr"]),
+            token_ids_ptr=states["token_ids_ptr"],
+            length_ptr=states["length_ptr"],
             emit_ptr="x17",
-            entry_count=u.sizes(n.operands[1].type.shape[0]),
-            COUNT=likeliest["COUNT"],
-            COUNT_PADDED=likeliest["COUNT_PADDED"],
-            LOGPROBS_TILE=likeliest["TILE"],
-            LOGPROBS_TILES_PADDED=likeliest["TILES_PADDED"],
-        )  # fmt: skip
+            logprobs=results(u, f"- {RESULTS}"),
+            entry_count=u.sizes(u.node.operands[1].type.shape[0]),
+            LOGPROBS_TILE=tile,
+            LOGPROBS_TILES_PADDED=next_power_of_2(-(-v // tile)),
+        )
 
 
 class Sample(Draws):

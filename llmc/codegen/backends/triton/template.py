@@ -1,6 +1,7 @@
 """Renders template kernels: modules under `kernels/`, read as text, become part of self-contained kernel texts.
 
-A template module holds `@triton.jit` functions and constants. It may import names from other template modules, one by
+A template module holds `@triton.jit` functions, constants, and classes of NamedTuple, which group values that functions
+pass to each other. It may import names from other template modules, one by
 one and without `as`, and constants of the runtime (`CONSTANTS`), which are printed as their values. A package outside
 llmc may have template modules of its own. Rendering a function yields the definitions that it needs, its own and
 imported, in an order in which Python can execute them. Comments and docstrings are kept.
@@ -25,13 +26,14 @@ PACKAGE = "llmc.codegen.backends.triton.kernels"
 PUBLIC = "llmc.extend.device_functions"  # re-exports functions of PACKAGE to templates of other packages
 # Prefixes of the modules whose constants templates may import.
 CONSTANTS = ("llmc_runtime.format.", "llmc_runtime.sched.row_columns")
+NAMED_TUPLE = "from typing import NamedTuple"  # the import of rendered texts that have classes
 # Text is an expression of the entry function; the others are literals.
 Argument: TypeAlias = "str | int | float | tuple[Argument, ...] | None"
 
 
 @dataclass(frozen=True)
 class Definition:
-    """A function or constant at the top level of a template module.
+    """A function, class or constant at the top level of a template module.
 
     `needs` lists the definitions that it refers to, as (module, name). `params` and `optional` name the parameters of
     a function and those that have defaults.
@@ -41,6 +43,7 @@ class Definition:
     needs: tuple[tuple[str, str], ...]
     params: tuple[str, ...] = ()
     optional: frozenset[str] = frozenset()
+    is_class: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Template:
         names = sorted(name for _, name in needed)
         if duplicates := [a for a, b in pairwise(names) if a == b]:
             raise ValueError(f"template {self.module}: two modules define {duplicates[0]}")
-        parts = []
+        parts = [NAMED_TUPLE] if any(load(m).definitions[name].is_class for m, name in needed) else []
         for module in _ordered(self.module):
             texts = [d.text for name, d in module.definitions.items() if (module.name, name) in needed]
             if texts:
@@ -104,6 +107,11 @@ def literal(value: Argument) -> str:
     return repr(value)
 
 
+def record(name: str, **fields: Argument) -> str:
+    """Return the expression of a NamedTuple of a template module, as an argument of its entry function."""
+    return f"{name}({', '.join(f'{field}={literal(value)}' for field, value in fields.items())})"
+
+
 def function(signature: str, doc: str, lines: Sequence[str]) -> str:
     """Print a generated Triton function, such as an epilogue that is passed to a template."""
     body = "\n".join(f"    {x}" for x in lines)
@@ -128,12 +136,17 @@ def load(name: str) -> Module:
                 imported |= _imported_functions(statement, _template_name(module, name), path)
             case ast.ImportFrom(module=str(module)) if module.startswith(CONSTANTS):
                 constants |= {a.name: getattr(import_module(module), a.name) for a in statement.names}
-            case ast.FunctionDef(name=defined) | ast.Assign(targets=[ast.Name(id=defined), *_]):
+            case (
+                ast.FunctionDef(name=defined)
+                | ast.ClassDef(name=defined, bases=[ast.Name(id="NamedTuple")])
+                | ast.Assign(targets=[ast.Name(id=defined), *_])
+            ):
                 nodes[defined] = statement
-            case ast.Import() | ast.Expr():
+            case ast.Import() | ast.Expr() | ast.ImportFrom(module="typing", names=[ast.alias(name="NamedTuple")]):
                 pass
             case _:
-                raise ValueError(f"{path.name}:{statement.lineno}: a template holds functions, constants and imports")
+                where = f"{path.name}:{statement.lineno}"
+                raise ValueError(f"{where}: a template holds functions, classes of NamedTuple, constants and imports")
     known = {**imported, **{n: (name, n) for n in nodes}}
     lines = source.splitlines()
     definitions = {n: _definition(n, node, lines, known, constants) for n, node in nodes.items()}
@@ -186,7 +199,7 @@ def _definition(
     needs = tuple(known[n] for n in sorted(used & known.keys()))
     text = "\n".join(lines[first - 1 : node.end_lineno])
     if not isinstance(node, ast.FunctionDef):
-        return Definition(_with_values(text, node, declared), needs)
+        return Definition(_with_values(text, node, declared), needs, is_class=isinstance(node, ast.ClassDef))
     params = tuple(a.arg for a in node.args.args)
     return Definition(text, needs, params, frozenset(params[len(params) - len(node.args.defaults) :]))
 
@@ -218,7 +231,7 @@ def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _ordered(name: str) -> list[Module]:
-    """The module and all modules that it imports, directly or not; each comes after those that it imports itself."""
+    """The module and its imports, direct and indirect, in topological order: a module follows its own imports."""
     modules: dict[str, Module] = {}
 
     def visit(at: str) -> None:

@@ -14,8 +14,14 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_mean,
     softmax_start,
 )
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, to_factor
-from llmc.codegen.backends.triton.kernels.prefill_attention import attend_part, key_bounds
+from llmc.codegen.backends.triton.kernels.paged_kv import (
+    AttentionOptions,
+    KeyPool,
+    head_mask,
+    head_scales,
+    to_factor,
+)
+from llmc.codegen.backends.triton.kernels.prefill_attention import Queries, attend_part, key_bounds
 
 
 @triton.jit
@@ -59,12 +65,15 @@ def attention_parts(
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    begin, whole, end, lowest = key_bounds(position, exists, WINDOW, KEYS_PER_TILE)
     mean, lse = attend_part(
-        to_factor(query, DOT_DTYPE), kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, position, part * PART, begin,
-        whole, end, lowest, SCALE * key_scale, value_scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP,
-        PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
-    )  # fmt: skip
+        Queries(to_factor(query, DOT_DTYPE), position, exists, None),
+        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET),
+        key_bounds(position, exists, WINDOW, KEYS_PER_TILE),
+        part * PART,
+        value_scale,
+        PART,
+    )
     head = head * PARTS + part
     tl.store(partial_ptr + (head * HEAD_DIM)[:, None] + column, mean, mask=mask)
     tl.store(lse_ptr + head, lse, mask=exists)
@@ -88,14 +97,13 @@ def join_parts(
     head = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * PARTS + one
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     in_head = head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    running_max, running_sum, acc = softmax_start(1, HEAD_DIM_PADDED)
+    state = softmax_start(1, HEAD_DIM_PADDED)
     for part in tl.static_range(PARTS):
         lse = tl.load(lse_ptr + head + part)
         mean = tl.load(partial_ptr + ((head + part) * HEAD_DIM)[:, None] + column, mask=in_head, other=0.0)
-        running_max, running_sum, acc = softmax_add_part(running_max, running_sum, acc, mean, lse)
+        state = softmax_add_part(state, mean, lse)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + tl.program_id(1) + one)
-        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc)
+        state = softmax_add_sink(state, tl.load(sinks_ptr + tl.program_id(1) + one))
+    out = softmax_mean(state)
     at = out_ptr + (head // PARTS * HEAD_DIM)[:, None] + column
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_head)

@@ -19,6 +19,8 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_tile,
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
+    AttentionOptions,
+    KeyPool,
     head_mask,
     head_scales,
     key_offsets,
@@ -70,43 +72,25 @@ def key_range(length, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.const
 
 
 @triton.jit
-def attend(
-    query,
-    kv_ptr,
-    page_table_ptr,
-    pages,
-    begin,
-    end,
-    length,
-    scale,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+def attend(query, pool: KeyPool, options: AttentionOptions, pages, begin, end, length):
     """Return the softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
 
-    `query` has one row per query head, `kv_ptr` points to the key head in page 0, `page_table_ptr` to the sequence's
-    row, and `pages` are the pages of the first tile.
+    `query` has one row per query head, and `pages` are the pages of the first tile.
     """
-    running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
-    for tile in range(begin, end, KEYS_PER_TILE):
-        keys = tile + tl.arange(0, KEYS_PER_TILE)
-        offsets = key_offsets(pages, keys, KV_HEADS, PAGE, HEAD_DIM)
-        pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, end, PAGE)
+    state = softmax_start(query.shape[0], pool.HEAD_DIM_PADDED)
+    for tile in range(begin, end, options.KEYS_PER_TILE):
+        keys = tile + tl.arange(0, options.KEYS_PER_TILE)
+        offsets = key_offsets(pool, pages, keys)
+        pages = load_pages(pool.page_table_ptr, keys + options.KEYS_PER_TILE, end, pool.PAGE)
         visible = keys < end
-        if WINDOW:
-            visible = visible & (keys >= length - WINDOW)
-        key, value = load_keys_values(kv_ptr, offsets, visible, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED)
-        running_max, running_sum, acc = softmax_tile(
-            query, key, value, visible[None, :], running_max, running_sum, acc, scale, SOFTCAP, DOT_DTYPE, INTERPRET
-        )
-    return running_max, running_sum, acc
+        if options.WINDOW:
+            visible = visible & (keys >= length - options.WINDOW)
+        key, value = load_keys_values(pool, offsets, visible)
+        state = softmax_tile(
+            query, key, value, visible[None, :], state, options.scale, options.SOFTCAP, options.DOT_DTYPE,
+            options.INTERPRET,
+        )  # fmt: skip
+    return state
 
 
 @triton.jit
@@ -157,19 +141,19 @@ def paged_decode(
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    running_max, running_sum, acc = attend(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    state = attend(
+        to_factor(query, DOT_DTYPE), KeyPool(kv_ptr, page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), first_pages, begin,
+        end, length,
     )  # fmt: skip
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
-        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
+        state = softmax_add_sink(state, tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1)))
     if SPLITS:
         head = head * SPLITS + tl.program_id(2)
-    out = softmax_mean(running_sum, acc) * value_scale
+    out = softmax_mean(state) * value_scale
     tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
     if SPLITS:
-        tl.store(lse_ptr + head, softmax_lse(running_max, running_sum), mask=member < GROUP)
+        tl.store(lse_ptr + head, softmax_lse(state), mask=member < GROUP)
 
 
 @triton.jit

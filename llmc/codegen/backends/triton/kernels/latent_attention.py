@@ -5,14 +5,34 @@ times heads. A tile of latents is loaded once, for both products; the rotary par
 their own, whose sums continue in the same logits.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.decode_attention import find_row, key_range
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.online_softmax import LOG2_E, softmax_lse, softmax_mean, softmax_start
+from llmc.codegen.backends.triton.kernels.online_softmax import (
+    LOG2_E,
+    softmax_add_logits,
+    softmax_lse,
+    softmax_mean,
+    softmax_start,
+)
 from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, load_pages, to_factor
 from llmc.codegen.backends.triton.kernels.prefill_attention import find_tile
+
+
+class LatentPool(NamedTuple):
+    """The latents and rotary keys of one sequence."""
+
+    pool_ptr: tl.tensor
+    page_table_ptr: tl.tensor  # the sequence's row of the page table
+    PAGE: tl.constexpr
+    LATENT: tl.constexpr
+    LATENT_PADDED: tl.constexpr
+    ROTARY: tl.constexpr
+    ROTARY_PADDED: tl.constexpr
 
 
 @triton.jit
@@ -24,76 +44,49 @@ def load_part(pointers, exists, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def attend_latents(
-    query,
-    query_rotary,
-    pool_ptr,
-    page_table_ptr,
-    positions,
-    begin,
-    end,
-    SCALE: tl.constexpr,
-    LATENT: tl.constexpr,
-    LATENT_PADDED: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROTARY_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Return the softmax state of query rows at `positions` [ROWS] of one sequence, after the keys from `begin` to
-    `end`; see kernels/online_softmax.py.
-
-    A query attends to the keys up to its position. `page_table_ptr` points to the sequence's row.
-    """
-    running_max, running_sum, acc = softmax_start(query.shape[0], LATENT_PADDED)
-    pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
-    for tile in range(begin, end, KEYS_PER_TILE):
-        keys = tile + tl.arange(0, KEYS_PER_TILE)
-        # Without this, Triton 3.6 copies rows of the pool 16 bytes at a time even if they are aligned to fewer.
-        slot = tl.multiple_of(pages.to(tl.int64) * PAGE + keys % PAGE, 1)
-        at = pool_ptr + slot * (LATENT + ROTARY)
-        pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, end, PAGE)
-        exists = keys < end
-        latent = load_part(at, exists, LATENT, LATENT_PADDED).to(DOT_DTYPE)
-        rotary = load_part(at + LATENT, exists, ROTARY, ROTARY_PADDED).to(DOT_DTYPE)
-        if INTERPRET:  # the interpreter computes with numpy, which has no bfloat16
-            latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
-        logits = tl.dot(query, tl.trans(latent), input_precision="ieee")
-        logits = tl.dot(query_rotary, tl.trans(rotary), logits, input_precision="ieee")
-        visible = exists[None, :] & (keys[None, :] <= positions[:, None])
-        logits = tl.where(visible, logits * (SCALE * LOG2_E), float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(logits, 1))
-        weights = tl.exp2(logits - new_max[:, None])
-        rescale = tl.exp2(running_max - new_max)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        weights = weights.to(DOT_DTYPE)
-        if INTERPRET:
-            weights = weights.to(tl.float32)
-        acc = tl.dot(weights, latent, acc * rescale[:, None], input_precision="ieee")
-        running_max = new_max
-    return running_max, running_sum, acc
-
-
-@triton.jit
-def load_queries(
     query_ptr,
     rotary_ptr,
     head,
     exists,
-    LATENT: tl.constexpr,
-    LATENT_PADDED: tl.constexpr,
-    ROTARY: tl.constexpr,
-    ROTARY_PADDED: tl.constexpr,
+    positions,
+    pool: LatentPool,
+    begin,
+    end,
+    SCALE: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Return the two parts of the queries [ROWS] with the numbers `head` (token * HEADS + head), zeros for padding."""
-    query = to_factor(load_part(query_ptr + head * LATENT, exists, LATENT, LATENT_PADDED), DOT_DTYPE)
-    rotary = to_factor(load_part(rotary_ptr + head * ROTARY, exists, ROTARY, ROTARY_PADDED), DOT_DTYPE)
-    if INTERPRET:
-        query, rotary = query.to(tl.float32), rotary.to(tl.float32)
-    return query, rotary
+    """Return the softmax state of query rows of one sequence after the keys from `begin` to `end`.
+
+    `head` [ROWS] are the numbers of the rows (token * HEADS + head), `exists` is false for padding, and `positions`
+    are those of the rows' tokens. A query attends to the keys up to its position.
+    """
+    LATENT: tl.constexpr = pool.LATENT
+    ROTARY: tl.constexpr = pool.ROTARY
+    query = to_factor(load_part(query_ptr + head * LATENT, exists, LATENT, pool.LATENT_PADDED), DOT_DTYPE)
+    query_rotary = to_factor(load_part(rotary_ptr + head * ROTARY, exists, ROTARY, pool.ROTARY_PADDED), DOT_DTYPE)
+    if INTERPRET:  # the interpreter computes with numpy, which has no bfloat16
+        query, query_rotary = query.to(tl.float32), query_rotary.to(tl.float32)
+    state = softmax_start(query.shape[0], pool.LATENT_PADDED)
+    pages = load_pages(pool.page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, pool.PAGE)
+    for tile in range(begin, end, KEYS_PER_TILE):
+        keys = tile + tl.arange(0, KEYS_PER_TILE)
+        # Without this, Triton 3.6 copies rows of the pool 16 bytes at a time even if they are aligned to fewer.
+        slot = tl.multiple_of(pages.to(tl.int64) * pool.PAGE + keys % pool.PAGE, 1)
+        at = pool.pool_ptr + slot * (LATENT + ROTARY)
+        pages = load_pages(pool.page_table_ptr, keys + KEYS_PER_TILE, end, pool.PAGE)
+        loaded = keys < end
+        latent = load_part(at, loaded, LATENT, pool.LATENT_PADDED).to(DOT_DTYPE)
+        rotary = load_part(at + LATENT, loaded, ROTARY, pool.ROTARY_PADDED).to(DOT_DTYPE)
+        if INTERPRET:
+            latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
+        logits = tl.dot(query, tl.trans(latent), input_precision="ieee")
+        logits = tl.dot(query_rotary, tl.trans(rotary), logits, input_precision="ieee")
+        visible = loaded[None, :] & (keys[None, :] <= positions[:, None])
+        logits = tl.where(visible, logits * (SCALE * LOG2_E), float("-inf"))
+        state = softmax_add_logits(state, logits, latent, DOT_DTYPE, INTERPRET)
+    return state
 
 
 @triton.jit
@@ -134,19 +127,16 @@ def latent_decode(
     member = tl.program_id(1) * QUERY_ROWS + tl.arange(0, QUERY_ROWS)
     exists = member < HEADS
     head = token.to(tl.int64) * HEADS + member
-    query, rotary = load_queries(
-        query_ptr, rotary_ptr, head, exists, LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED, DOT_DTYPE, INTERPRET
-    )
-    positions = length - 1 + member * 0
-    running_max, running_sum, acc = attend_latents(
-        query, rotary, pool_ptr, page_table_ptr, positions, begin, end, SCALE,
-        LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED, PAGE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    state = attend_latents(
+        query_ptr, rotary_ptr, head, exists, length - 1 + member * 0,
+        LatentPool(pool_ptr, page_table_ptr, PAGE, LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED),
+        begin, end, SCALE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     part = head * SPLITS + tl.program_id(2)
     mask = exists[:, None] & head_mask(LATENT, LATENT_PADDED)
     out = partial_ptr + (part * LATENT)[:, None] + tl.arange(0, LATENT_PADDED)[None, :]
-    tl.store(out, softmax_mean(running_sum, acc), mask=mask)
-    tl.store(lse_ptr + part, softmax_lse(running_max, running_sum), mask=exists)
+    tl.store(out, softmax_mean(state), mask=mask)
+    tl.store(lse_ptr + part, softmax_lse(state), mask=exists)
 
 
 @triton.jit
@@ -188,13 +178,11 @@ def latent_prefill(
     exists = (member < TILE_TOKENS * TILE_HEADS) & (token < stop) & (query_head < HEADS)
     position = tl.where(row >= 0, tl.load(positions_ptr + token, mask=exists, other=-1), -1)
     head = token.to(tl.int64) * HEADS + query_head
-    query, rotary = load_queries(
-        query_ptr, rotary_ptr, head, exists, LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED, DOT_DTYPE, INTERPRET
-    )
-    _, running_sum, acc = attend_latents(
-        query, rotary, pool_ptr, page_table_ptr, position, 0, tl.max(position, 0) + 1, SCALE,
-        LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED, PAGE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    state = attend_latents(
+        query_ptr, rotary_ptr, head, exists, position,
+        LatentPool(pool_ptr, page_table_ptr, PAGE, LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED),
+        0, tl.max(position, 0) + 1, SCALE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
-    out = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
+    out = softmax_mean(state).to(out_ptr.dtype.element_ty)
     mask = exists[:, None] & head_mask(LATENT, LATENT_PADDED)
     tl.store(out_ptr + (head * LATENT)[:, None] + tl.arange(0, LATENT_PADDED)[None, :], out, mask=mask)

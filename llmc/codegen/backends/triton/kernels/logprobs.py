@@ -1,5 +1,7 @@
 """Log-probabilities of the drawn id and of the likeliest ids, one program per row."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -8,6 +10,17 @@ from llmc.codegen.backends.triton.kernels.logit_keys import LOWEST_KEY, key_of, 
 from llmc.codegen.backends.triton.kernels.row_params import PARAMS, WANT_LOGPROBS
 
 NONE_LEFT = tl.constexpr(-(2**63))  # below every packed key
+
+
+class LogprobResults(NamedTuple):
+    """The results of `row_logprobs`, zeros for entries that did not request them."""
+
+    logprob_ptr: tl.tensor  # [entries]: of the drawn id
+    rank_ptr: tl.tensor  # [entries]: 1 for the likeliest id
+    ids_ptr: tl.tensor  # [entries, COUNT]: the likeliest ids in descending order
+    logprobs_ptr: tl.tensor  # [entries, COUNT]: their log-probabilities
+    COUNT: tl.constexpr
+    COUNT_PADDED: tl.constexpr
 
 
 @triton.jit
@@ -64,23 +77,15 @@ def likeliest(
 
 
 @triton.jit
-def store_likeliest(
-    entry,
-    found,
-    logprob_ptr,
-    rank_ptr,
-    ids_ptr,
-    logprobs_ptr,
-    COUNT: tl.constexpr,
-    COUNT_PADDED: tl.constexpr,
-):
+def store_likeliest(entry, found, results: LogprobResults):
     """Store what `likeliest` returned as row `entry` of the results."""
     logprob, rank, ids, logprobs = found
-    place = tl.arange(0, COUNT_PADDED)
-    tl.store(logprob_ptr + entry, logprob)
-    tl.store(rank_ptr + entry, rank)
-    tl.store(ids_ptr + entry * COUNT + place, ids, mask=place < COUNT)
-    tl.store(logprobs_ptr + entry * COUNT + place, logprobs, mask=place < COUNT)
+    place = tl.arange(0, results.COUNT_PADDED)
+    exists = place < results.COUNT
+    tl.store(results.logprob_ptr + entry, logprob)
+    tl.store(results.rank_ptr + entry, rank)
+    tl.store(results.ids_ptr + entry * results.COUNT + place, ids, mask=exists)
+    tl.store(results.logprobs_ptr + entry * results.COUNT + place, logprobs, mask=exists)
 
 
 @triton.jit
@@ -89,18 +94,13 @@ def row_logprobs(
     drawn_ptr,  # [entries]: ids
     rows_ptr,  # [entries]: rows of the state, -1 for padding; None: all entries request log-probabilities
     ints_ptr,  # [rows, PARAMS], or None
-    logprob_ptr,  # [entries]: result, of the drawn id
-    rank_ptr,  # [entries]: result, 1 for the likeliest id
-    ids_ptr,  # [entries, COUNT]: result, the likeliest ids in descending order
-    logprobs_ptr,  # [entries, COUNT]: result, their log-probabilities
+    results: LogprobResults,
     VOCAB: tl.constexpr,
-    COUNT: tl.constexpr,
-    COUNT_PADDED: tl.constexpr,
     TILE: tl.constexpr,
     TILES_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Log-probabilities of one row. The results of rows that did not request them are zeros."""
+    """Log-probabilities of one row."""
     entry = tl.program_id(0)
     wait_for_previous(DEPENDENT_LAUNCH)
     if rows_ptr is not None:
@@ -110,5 +110,5 @@ def row_logprobs(
         wanted = entry >= 0
     logits_ptr += entry.to(tl.int64) * VOCAB
     drawn = tl.load(drawn_ptr + entry)
-    found = likeliest(logits_ptr, drawn, wanted, VOCAB, COUNT, COUNT_PADDED, TILE, TILES_PADDED)
-    store_likeliest(entry, found, logprob_ptr, rank_ptr, ids_ptr, logprobs_ptr, COUNT, COUNT_PADDED)
+    found = likeliest(logits_ptr, drawn, wanted, VOCAB, results.COUNT, results.COUNT_PADDED, TILE, TILES_PADDED)
+    store_likeliest(entry, found, results)

@@ -1,7 +1,8 @@
 """Attention of packed (concatenated) prompts, without pages or a cache.
 
 A program computes one head of a tile of QUERY_ROWS tokens, which may belong to several sequences. A sequence starts at
-every token whose position is not that of the previous token plus one.
+every token whose position is not that of the previous token plus one. Logits may have a bias by distance, as in
+`prefill_attention`.
 """
 
 import triton
@@ -9,6 +10,7 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import (
+    LOG2_E,
     softmax_add_sink,
     softmax_mean,
     softmax_start,
@@ -66,6 +68,7 @@ def packed_attention(
     value_ptr,  # [token_count, KV_HEADS, VALUE_DIM]
     positions_ptr,  # [token_count]
     sinks_ptr,  # [HEADS], or None
+    slopes_ptr,  # [HEADS]: float32, of the bias by distance; None without bias
     out_ptr,  # [token_count, HEADS, VALUE_DIM]
     token_count,
     HEADS: tl.constexpr,
@@ -103,19 +106,19 @@ def packed_attention(
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & (column < HEAD_DIM)
     query = tl.load(query_ptr + (place * HEAD_DIM)[:, None] + column, mask=mask, other=0.0).to(DOT_DTYPE)
-    running_max, running_sum, acc = softmax_start(QUERY_ROWS, VALUE_DIM_PADDED)
+    state = softmax_start(QUERY_ROWS, VALUE_DIM_PADDED)
     for tile in range(first_key // KEYS_PER_TILE * KEYS_PER_TILE, last_key, KEYS_PER_TILE):
         keys = tile + tl.arange(0, KEYS_PER_TILE)
         key = load_head(key_ptr, keys, keys < token_count, kv_head, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED)
         value = load_head(value_ptr, keys, keys < token_count, kv_head, KV_HEADS, VALUE_DIM, VALUE_DIM_PADDED)
         visible = visible_keys(keys[None, :], tokens[:, None], first[:, None], end[:, None], CAUSAL, WINDOW)
-        running_max, running_sum, acc = softmax_tile(
-            query, key, value, visible, running_max, running_sum, acc, SCALE, SOFTCAP, DOT_DTYPE, INTERPRET
-        )
+        bias = None
+        if slopes_ptr is not None:
+            bias = (keys[None, :] - tokens[:, None]).to(tl.float32) * (tl.load(slopes_ptr + head) * LOG2_E)
+        state = softmax_tile(query, key, value, visible, state, SCALE, SOFTCAP, DOT_DTYPE, INTERPRET, bias)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head + tokens * 0)
-        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
+        state = softmax_add_sink(state, tl.load(sinks_ptr + head + tokens * 0))
     column = tl.arange(0, VALUE_DIM_PADDED)[None, :]
     mask = exists[:, None] & (column < VALUE_DIM)
-    out = softmax_mean(running_sum, acc).to(out_ptr.dtype.element_ty)
+    out = softmax_mean(state).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (place * VALUE_DIM)[:, None] + column, out, mask=mask)

@@ -4,10 +4,34 @@ A row of the page table lists the pages of one sequence: token n is at index `n 
 A pool of 8-bit floats has scales [2 * KV_HEADS] by which its keys, then its values, are multiplied.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 LARGEST_HALF = tl.constexpr(65504.0)
+
+
+class KeyPool(NamedTuple):
+    """The keys and values of one KV head and one sequence."""
+
+    kv_ptr: tl.tensor  # the first key of the head in page 0
+    page_table_ptr: tl.tensor  # the sequence's row of the page table
+    KV_HEADS: tl.constexpr
+    PAGE: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    HEAD_DIM_PADDED: tl.constexpr
+
+
+class AttentionOptions(NamedTuple):
+    """How the tiles of a sequence's keys are processed; see `softmax_tile`."""
+
+    scale: tl.tensor  # of the logits, multiplied by that of the keys
+    WINDOW: tl.constexpr  # keys that a query attends to, including its own; 0: all
+    SOFTCAP: tl.constexpr
+    KEYS_PER_TILE: tl.constexpr
+    DOT_DTYPE: tl.constexpr
+    INTERPRET: tl.constexpr
 
 
 @triton.jit
@@ -59,31 +83,24 @@ def load_pages(page_table_ptr, tokens, end, PAGE: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(pages, tokens, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def key_offsets(pool: KeyPool, pages, tokens):
     """Return the offsets of the keys of tokens [KEYS] in `pages` [KEYS], in elements from the head's first key."""
-    return pages.to(tl.int64) * (2 * KV_HEADS * PAGE * HEAD_DIM) + tokens % PAGE * HEAD_DIM
+    page_size: tl.constexpr = 2 * pool.KV_HEADS * pool.PAGE * pool.HEAD_DIM
+    return pages.to(tl.int64) * page_size + tokens % pool.PAGE * pool.HEAD_DIM
 
 
 @triton.jit
-def load_keys_values(
-    kv_ptr,
-    offsets,
-    wanted,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-):
-    """Load keys and values [KEYS, HEAD_DIM_PADDED] at `offsets` [KEYS] from `kv_ptr`, the first key of the head.
+def load_keys_values(pool: KeyPool, offsets, wanted):
+    """Load keys and values [KEYS, HEAD_DIM_PADDED] at `offsets` [KEYS], which `key_offsets` returns.
 
     Padding columns, and tokens for which the mask `wanted` [KEYS] is false, are zeros; None selects all tokens. Unused
     slots of the pool must be masked, because they may contain NaN.
     """
-    column = tl.arange(0, HEAD_DIM_PADDED)
-    mask = head_mask(HEAD_DIM, HEAD_DIM_PADDED)
+    column = tl.arange(0, pool.HEAD_DIM_PADDED)
+    mask = head_mask(pool.HEAD_DIM, pool.HEAD_DIM_PADDED)
     if wanted is not None:
         mask = wanted[:, None] & mask
-    key = tl.load(kv_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
-    offsets += KV_HEADS * PAGE * HEAD_DIM
-    value = tl.load(kv_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
+    key = tl.load(pool.kv_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
+    offsets += pool.KV_HEADS * pool.PAGE * pool.HEAD_DIM
+    value = tl.load(pool.kv_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
     return key, value

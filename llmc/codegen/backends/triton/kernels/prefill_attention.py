@@ -2,14 +2,18 @@
 
 A program computes a tile of queries of one row and one key head: the rows of its tensor-core products are TILE_TOKENS
 tokens times the query heads that share the key head. It iterates over the keys with an online softmax (Dao et al. 2022,
-arXiv 2205.14135).
+arXiv 2205.14135). Logits may have a bias by distance (ALiBi, Press et al. 2021, arXiv 2108.12409): the slope of the
+head times the position of the key minus that of the query.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import (
+    LOG2_E,
     softmax_add_part,
     softmax_add_sink,
     softmax_mean,
@@ -18,6 +22,8 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_tile,
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
+    AttentionOptions,
+    KeyPool,
     head_mask,
     head_scales,
     key_offsets,
@@ -28,6 +34,24 @@ from llmc.codegen.backends.triton.kernels.paged_kv import (
 
 FAR = tl.constexpr(1 << 30)  # larger than every token index
 ROWS_PER_STEP = tl.constexpr(128)  # rows that `find_tile` compares at once
+
+
+class Queries(NamedTuple):
+    """The query rows of a tile, all of one sequence."""
+
+    query: tl.tensor  # [ROWS, HEAD_DIM_PADDED], as factors
+    positions: tl.tensor  # [ROWS]; -1: attends to no key
+    exists: tl.tensor  # [ROWS]: false for the padding of the tile
+    slopes: tl.tensor  # [ROWS]: of the bias by distance; None without bias
+
+
+class KeyBounds(NamedTuple):
+    """Which keys the queries of a tile attend to. `begin` and `whole` are multiples of a tile of keys."""
+
+    begin: tl.tensor
+    whole: tl.tensor  # all queries attend to all keys from `begin` to `whole`
+    end: tl.tensor
+    lowest: tl.tensor  # the first key of a window
 
 
 @triton.jit
@@ -58,62 +82,52 @@ def find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS: tl.cons
 
 @triton.jit
 def attend_range(
-    query,
-    kv_ptr,
-    page_table_ptr,
+    queries: Queries,
+    pool: KeyPool,
+    options: AttentionOptions,
+    bounds: KeyBounds,
     begin,
     end,
-    keys_end,
-    lowest,
-    positions,
-    running_max,
-    running_sum,
-    acc,
+    state,
     pages,
-    scale,
     MASKED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """Return the softmax state after the keys from `begin` to `end`, and the pages of the tile at `end`.
 
     All queries attend to all of these keys if not MASKED. Otherwise a query attends to the keys up to its position,
-    within its window, and keys are loaded from `lowest` to `keys_end`.
+    within its window, and keys are loaded from `bounds.lowest` to `bounds.end`.
     """
-    for tile in range(begin, end, KEYS_PER_TILE):
-        keys = tile + tl.arange(0, KEYS_PER_TILE)
-        offsets = key_offsets(pages, keys, KV_HEADS, PAGE, HEAD_DIM)
-        pages = load_pages(page_table_ptr, keys + KEYS_PER_TILE, keys_end, PAGE)
+    for tile in range(begin, end, options.KEYS_PER_TILE):
+        keys = tile + tl.arange(0, options.KEYS_PER_TILE)
+        offsets = key_offsets(pool, pages, keys)
+        pages = load_pages(pool.page_table_ptr, keys + options.KEYS_PER_TILE, bounds.end, pool.PAGE)
         wanted = None
         if MASKED:
-            wanted = keys < keys_end
-            if WINDOW:
-                wanted = wanted & (keys >= lowest)
-        key, value = load_keys_values(kv_ptr, offsets, wanted, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED)
+            wanted = keys < bounds.end
+            if options.WINDOW:
+                wanted = wanted & (keys >= bounds.lowest)
+        key, value = load_keys_values(pool, offsets, wanted)
         visible = None
         if MASKED:
-            visible = keys[None, :] <= positions[:, None]
-            if WINDOW:
-                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
-        running_max, running_sum, acc = softmax_tile(
-            query, key, value, visible, running_max, running_sum, acc, scale, SOFTCAP, DOT_DTYPE, INTERPRET
-        )
-    return running_max, running_sum, acc, pages
+            visible = keys[None, :] <= queries.positions[:, None]
+            if options.WINDOW:
+                visible = visible & (keys[None, :] > queries.positions[:, None] - options.WINDOW)
+        bias = None
+        if queries.slopes is not None:
+            distance = keys[None, :] - queries.positions[:, None]
+            bias = distance.to(tl.float32) * (queries.slopes * LOG2_E)[:, None]
+        state = softmax_tile(
+            queries.query, key, value, visible, state, options.scale, options.SOFTCAP, options.DOT_DTYPE,
+            options.INTERPRET, bias,
+        )  # fmt: skip
+    return state, pages
 
 
 @triton.jit
 def key_bounds(positions, exists, WINDOW: tl.constexpr, KEYS_PER_TILE: tl.constexpr):
-    """Return bounds of the keys of query rows: begin, end of the tiles that need no mask, end, lowest key of a window.
+    """Return the bounds of the keys of query rows.
 
-    `begin` and the end of the tiles without masks are multiples of a tile. Without a window, all queries attend to the
-    first tiles, which therefore need no masks.
+    Without a window, all queries attend to the first tiles, which therefore need no masks.
     """
     end = tl.max(positions, 0) + 1
     lowest = 0
@@ -123,128 +137,53 @@ def key_bounds(positions, exists, WINDOW: tl.constexpr, KEYS_PER_TILE: tl.conste
     whole = begin
     if not WINDOW:
         whole = (tl.min(tl.where(exists, positions, FAR), 0) + 1) // KEYS_PER_TILE * KEYS_PER_TILE
-    return begin, whole, end, lowest
+    return KeyBounds(begin, whole, end, lowest)
 
 
 @triton.jit
-def attend_causal(
-    query,
-    kv_ptr,
-    page_table_ptr,
-    positions,
-    begin,
-    whole,
-    stop,
-    end,
-    lowest,
-    scale,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key), after the
-    keys from `begin` to `stop`.
-
-    Tiles up to `whole` need no masks; `end` and `lowest` are those of `key_bounds`.
-    """
-    running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
-    pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
-    if not WINDOW:
-        running_max, running_sum, acc, pages = attend_range(
-            query, kv_ptr, page_table_ptr, begin, whole, end, lowest, positions, running_max, running_sum, acc, pages,
-            scale, False, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
-            INTERPRET,
-        )  # fmt: skip
-    running_max, running_sum, acc, pages = attend_range(
-        query, kv_ptr, page_table_ptr, whole, stop, end, lowest, positions, running_max, running_sum, acc, pages,
-        scale, True, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE,
-        INTERPRET,
-    )  # fmt: skip
-    return running_max, running_sum, acc
+def attend_causal(queries: Queries, pool: KeyPool, options: AttentionOptions, bounds: KeyBounds, begin, whole, stop):
+    """Return the softmax state after the keys from `begin` to `stop`, of which those up to `whole` need no masks."""
+    state = softmax_start(queries.query.shape[0], pool.HEAD_DIM_PADDED)
+    pages = load_pages(pool.page_table_ptr, begin + tl.arange(0, options.KEYS_PER_TILE), bounds.end, pool.PAGE)
+    if not options.WINDOW:
+        state, pages = attend_range(queries, pool, options, bounds, begin, whole, state, pages, False)
+    state, pages = attend_range(queries, pool, options, bounds, whole, stop, state, pages, True)
+    return state
 
 
 @triton.jit
 def attend_part(
-    query,
-    kv_ptr,
-    page_table_ptr,
-    positions,
+    queries: Queries,
+    pool: KeyPool,
+    options: AttentionOptions,
+    bounds: KeyBounds,
     first,
-    begin,
-    whole,
-    end,
-    lowest,
-    scale,
     value_scale,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PART: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
-    """Return the attention of query rows over the keys from `first` to `first` + PART, and its lse (see softmax_part).
-
-    The bounds are those of `key_bounds`.
-    """
-    start, stop = tl.maximum(first, begin), tl.minimum(first + PART, end)
-    running_max, running_sum, acc = attend_causal(
-        query, kv_ptr, page_table_ptr, positions, start, tl.minimum(tl.maximum(whole, start), stop), stop, end, lowest,
-        scale, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
-    )  # fmt: skip
-    return softmax_part(running_max, running_sum, acc, value_scale)
+    """Return the attention over the keys from `first` to `first` + PART, and its lse (see `softmax_part`)."""
+    start, stop = tl.maximum(first, bounds.begin), tl.minimum(first + PART, bounds.end)
+    whole = tl.minimum(tl.maximum(bounds.whole, start), stop)
+    state = attend_causal(queries, pool, options, bounds, start, whole, stop)
+    return softmax_part(state, value_scale)
 
 
 @triton.jit
-def attend_keys(
-    query,
-    kv_ptr,
-    page_table_ptr,
-    positions,
-    exists,
-    scale,
-    value_scale,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PART: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Return the softmax state of query rows at `positions` [ROWS] of one sequence (-1: attends to no key).
+def attend_keys(queries: Queries, pool: KeyPool, options: AttentionOptions, value_scale, PART: tl.constexpr):
+    """Return the softmax state after all keys.
 
-    `exists` [ROWS] is false for the padding of the tile. With PART, every part of so many keys has its own softmax,
-    and the parts, whose means are multiplied by `value_scale`, are added from the first to the last.
+    With PART, every part of so many keys has its own softmax, and the parts, whose means are multiplied by
+    `value_scale`, are added from the first to the last.
     """
-    begin, whole, end, lowest = key_bounds(positions, exists, WINDOW, KEYS_PER_TILE)
+    bounds = key_bounds(queries.positions, queries.exists, options.WINDOW, options.KEYS_PER_TILE)
     if PART:
-        running_max, running_sum, acc = softmax_start(query.shape[0], HEAD_DIM_PADDED)
-        for first in range(begin // PART * PART, end, PART):
-            mean, lse = attend_part(
-                query, kv_ptr, page_table_ptr, positions, first, begin, whole, end, lowest, scale, value_scale,
-                KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
-            )  # fmt: skip
-            running_max, running_sum, acc = softmax_add_part(running_max, running_sum, acc, mean, lse)
+        state = softmax_start(queries.query.shape[0], pool.HEAD_DIM_PADDED)
+        for first in range(bounds.begin // PART * PART, bounds.end, PART):
+            mean, lse = attend_part(queries, pool, options, bounds, first, value_scale, PART)
+            state = softmax_add_part(state, mean, lse)
     else:
-        running_max, running_sum, acc = attend_causal(
-            query, kv_ptr, page_table_ptr, positions, begin, whole, end, end, lowest, scale,
-            KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
-        )  # fmt: skip
-    return running_max, running_sum, acc
+        state = attend_causal(queries, pool, options, bounds, bounds.begin, bounds.whole, bounds.end)
+    return state
 
 
 @triton.jit
@@ -257,6 +196,7 @@ def paged_prefill(
     positions_ptr,  # [token_count]: the position of each token in its sequence
     scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
     sinks_ptr,  # [HEADS], or None
+    slopes_ptr,  # [HEADS]: float32, of the bias by distance; None without bias
     out_ptr,  # [token_count, HEADS, HEAD_DIM]
     row_count,
     token_count,
@@ -287,23 +227,23 @@ def paged_prefill(
         return
     key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
     page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
-    kv_ptr += kv_head * (PAGE * HEAD_DIM)
     member = tl.arange(0, QUERY_ROWS)
     token, query_head = begin + member // GROUP, kv_head * GROUP + member % GROUP
     exists = (member < TILE_TOKENS * GROUP) & (token < stop)
     position = tl.where(row >= 0, tl.load(positions_ptr + token, mask=exists, other=-1), -1)
+    slopes = tl.load(slopes_ptr + query_head) if slopes_ptr is not None else None
     head = token.to(tl.int64) * HEADS + query_head
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    running_max, running_sum, acc = attend_keys(
-        to_factor(query, DOT_DTYPE), kv_ptr, page_table_ptr, position, exists, SCALE * key_scale, value_scale,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, PART, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    state = attend_keys(
+        Queries(to_factor(query, DOT_DTYPE), position, exists, slopes),
+        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), value_scale, PART,
     )  # fmt: skip
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + query_head)
-        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc)
+        state = softmax_add_sink(state, tl.load(sinks_ptr + query_head))
+    out = softmax_mean(state)
     if not PART:
         out *= value_scale
     tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -3,6 +3,8 @@
 Sets of token ids are bitmaps: id i is bit i % 32 of the int32 word i // 32.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,46 @@ from llmc.codegen.backends.triton.kernels.row_params import (
     TEMPERATURE,
 )
 from llmc.codegen.backends.triton.kernels.sampling_rules import load_penalties, penalized, penalizes
+
+
+class RowTables(NamedTuple):
+    """The logits and the state of all rows: what the ids of a step are sampled from."""
+
+    logits_ptr: tl.tensor  # [entries, VOCAB]: raw
+    rows_ptr: tl.tensor  # [entries]: rows of the state, -1 for padding
+    starts_ptr: tl.tensor  # [entries + 1]
+    positions_ptr: tl.tensor  # [tokens]
+    floats_ptr: tl.tensor  # [rows, PARAMS]
+    ints_ptr: tl.tensor  # [rows, PARAMS]
+    stops_ptr: tl.tensor  # [rows, STOPS]
+    seen_ptr: tl.tensor  # [rows, WORDS]
+    counts_ptr: tl.tensor  # [rows, VOCAB]
+    bias_ids_ptr: tl.tensor  # [rows, BIASES]
+    biases_ptr: tl.tensor  # [rows, BIASES]
+    allowed_ptr: tl.tensor  # [rows, MASKS, WORDS]
+    VOCAB: tl.constexpr
+    WORDS: tl.constexpr
+    MASKS: tl.constexpr
+    STOPS: tl.constexpr
+    BIASES: tl.constexpr
+
+
+class RowLogits(NamedTuple):
+    """The raw logits of one entry, and what its row changes in them."""
+
+    logits_ptr: tl.tensor
+    seen_ptr: tl.tensor
+    counts_ptr: tl.tensor
+    stops_ptr: tl.tensor
+    num_stops: tl.tensor
+    bias_ids_ptr: tl.tensor
+    biases_ptr: tl.tensor
+    allowed_ptr: tl.tensor
+    has_penalties: tl.tensor
+    masks_stops: tl.tensor
+    num_biases: tl.tensor
+    masked: tl.tensor
+    penalties: tl.tuple
 
 
 @triton.jit
@@ -56,29 +98,25 @@ def penalize(logits, seen_ptr, counts_ptr, penalties, ids, exists, drafted=0):
 
 
 @triton.jit
-def change_logits(logits, row, ids, exists):
-    """Apply all of the row's parameters to the raw logits of one tile; `row` is the state returned by `load_row`."""
-    (
-        _, seen_ptr, counts_ptr, stops_ptr, stop_count, bias_ids_ptr, biases_ptr, allowed_ptr, has_penalties,
-        masks_stops, num_biases, masked, penalties,
-    ) = row  # fmt: skip
-    if num_biases > 0:
-        logits = bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids)
-    if has_penalties:
-        logits = penalize(logits, seen_ptr, counts_ptr, penalties, ids, exists)
-    if masks_stops:
-        for stop in range(stop_count):
-            logits = tl.where(ids == tl.load(stops_ptr + stop), float("-inf"), logits)
-    if masked:
-        word = tl.load(allowed_ptr + (ids >> 5), mask=exists, other=0)
+def change_logits(logits, row: RowLogits, ids, exists):
+    """Apply all of the row's parameters to the raw logits of one tile."""
+    if row.num_biases > 0:
+        logits = bias(logits, row.bias_ids_ptr, row.biases_ptr, row.num_biases, ids)
+    if row.has_penalties:
+        logits = penalize(logits, row.seen_ptr, row.counts_ptr, row.penalties, ids, exists)
+    if row.masks_stops:
+        for stop in range(row.num_stops):
+            logits = tl.where(ids == tl.load(row.stops_ptr + stop), float("-inf"), logits)
+    if row.masked:
+        word = tl.load(row.allowed_ptr + (ids >> 5), mask=exists, other=0)
         logits = tl.where(contains(word, ids), logits, float("-inf"))
     return logits
 
 
 @triton.jit
-def changed_logits(row, ids, exists):
+def changed_logits(row: RowLogits, ids, exists):
     """Load the logits of one tile and apply the row's parameters."""
-    return change_logits(tl.load(row[0] + ids, mask=exists, other=0.0).to(tl.float32), row, ids, exists)
+    return change_logits(tl.load(row.logits_ptr + ids, mask=exists, other=0.0).to(tl.float32), row, ids, exists)
 
 
 @triton.jit
@@ -105,47 +143,38 @@ def bitmap_of(allowed_ptr, ints_ptr, live, position, MASKS: tl.constexpr, WORDS:
 
 
 @triton.jit
-def load_row(
-    row,
-    entry,
-    raw_ptr,
-    starts_ptr,
-    positions_ptr,
-    floats_ptr,
-    ints_ptr,
-    stops_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_ids_ptr,
-    biases_ptr,
-    allowed_ptr,
-    VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    MASKS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-):
-    """Return (the state of a row for `changed_logits`, its temperature, the position of the token to sample).
+def load_row(tables: RowTables, entry, row):
+    """Return (the `RowLogits` of an entry, its temperature, the position of the token to sample).
 
-    `raw_ptr` points to the entry's logits. Padding (row -1) reads row 0 and changes nothing.
+    Padding (row -1) reads row 0 and changes nothing.
     """
     live = tl.maximum(row, 0)
-    floats_ptr += live * PARAMS
-    ints_ptr += live * PARAMS
+    floats_ptr = tables.floats_ptr + live * PARAMS
+    ints_ptr = tables.ints_ptr + live * PARAMS
     temperature = tl.load(floats_ptr + TEMPERATURE)
     penalties = load_penalties(floats_ptr)
-    position = next_position(entry, starts_ptr, positions_ptr)
+    position = next_position(entry, tables.starts_ptr, tables.positions_ptr)
     has_penalties = (row >= 0) & penalizes(penalties)
     masks_stops = (row >= 0) & (position < tl.load(ints_ptr + MIN_LEN))
     num_biases = tl.where(row >= 0, tl.load(ints_ptr + NUM_BIASES), 0)
-    masked, allowed_ptr = bitmap_of(allowed_ptr, ints_ptr, live, position, MASKS, WORDS)
+    masked, allowed_ptr = bitmap_of(tables.allowed_ptr, ints_ptr, live, position, tables.MASKS, tables.WORDS)
     masked &= row >= 0
-    state = (
-        raw_ptr, seen_ptr + live * WORDS, counts_ptr + live * VOCAB, stops_ptr + live * STOPS, STOPS,
-        bias_ids_ptr + live * BIASES, biases_ptr + live * BIASES, allowed_ptr, has_penalties,
-        masks_stops, num_biases, masked, penalties,
-    )  # fmt: skip
-    return state, temperature, position
+    changes = RowLogits(
+        tables.logits_ptr + entry.to(tl.int64) * tables.VOCAB,
+        tables.seen_ptr + live * tables.WORDS,
+        tables.counts_ptr + live * tables.VOCAB,
+        tables.stops_ptr + live * tables.STOPS,
+        tables.STOPS,
+        tables.bias_ids_ptr + live * tables.BIASES,
+        tables.biases_ptr + live * tables.BIASES,
+        allowed_ptr,
+        has_penalties,
+        masks_stops,
+        num_biases,
+        masked,
+        penalties,
+    )
+    return changes, temperature, position
 
 
 @triton.jit

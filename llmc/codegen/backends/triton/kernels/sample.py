@@ -5,13 +5,17 @@
 second launch, only rows with top_k, top_p or min_p read logits.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.logit_keys import LOWEST_KEY, key_of, packed, packed_id, packed_key, value_of
-from llmc.codegen.backends.triton.kernels.logprobs import likeliest, store_likeliest
+from llmc.codegen.backends.triton.kernels.logprobs import LogprobResults, likeliest, store_likeliest
 from llmc.codegen.backends.triton.kernels.row_logits import (
+    RowLogits,
+    RowTables,
     change_logits,
     changed_logits,
     load_row,
@@ -28,18 +32,43 @@ from llmc.codegen.backends.triton.kernels.row_params import (
     TOP_P,
     WANT_LOGPROBS,
 )
-from llmc.codegen.backends.triton.kernels.sampling_math import draw_filtered, draw_key, exponential
+from llmc.codegen.backends.triton.kernels.sampling_math import (
+    Filters,
+    RowScan,
+    draw_filtered,
+    draw_key,
+    exponential,
+)
 from llmc.codegen.backends.triton.kernels.sampling_rules import least_probability
+
+
+class BlockSummaries(NamedTuple):
+    """What `row_block_max` finds out about blocks of ids; see the op."""
+
+    best_ptr: tl.tensor  # [entries, BLOCKS]
+    drawn_ptr: tl.tensor  # [entries, BLOCKS]
+    scores_ptr: tl.tensor  # [entries, BLOCKS]
+    BLOCKS: tl.constexpr
+
+
+class DrawOptions(NamedTuple):
+    """Constants of `draw_from_blocks`; see `RowScan`."""
+
+    LOG_VOCAB: tl.constexpr
+    BLOCKS_PADDED: tl.constexpr
+    TILE: tl.constexpr
+    TILES_PADDED: tl.constexpr
 
 
 @triton.jit
 def load_filters(floats_ptr, ints_ptr, row, VOCAB: tl.constexpr):
-    """Return (whether ids may be excluded, top_p, the least relative probability, top_k) of a row."""
+    """Return the filters of a row."""
     floats_ptr += row * PARAMS
     top_p = tl.load(floats_ptr + TOP_P)
     least_p = least_probability(floats_ptr)
     top_k = tl.load(ints_ptr + row * PARAMS + TOP_K)
-    return (top_p < 1.0) | (least_p > 0.0) | ((top_k > 0) & (top_k < VOCAB)), top_p, least_p, top_k
+    active = (top_p < 1.0) | (least_p > 0.0) | ((top_k > 0) & (top_k < VOCAB))
+    return Filters(active, top_p, least_p, top_k)
 
 
 @triton.jit
@@ -84,11 +113,11 @@ def row_sample(
         out = packed_id(first)
         in_prompt = position < tl.load(ints_ptr + row * PARAMS + PROMPT_LEN)
         if (t > 0) & (in_prompt == 0):
-            _, top_p, least_p, top_k = load_filters(floats_ptr, ints_ptr, row, VOCAB)
+            filters = load_filters(floats_ptr, ints_ptr, row, VOCAB)
             draw = load_draw(ints_ptr, row, position)
             top = value_of(packed_key(first))
             out = draw_filtered(
-                logits_ptr, top, t, top_p, least_p, top_k, draw, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+                RowScan(logits_ptr, top, t, plain_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED), filters, draw
             )
         prompt_id = tl.load(token_ids_ptr + row * max_length + position, mask=in_prompt, other=0)
         out = tl.where(in_prompt, prompt_id, out)
@@ -97,26 +126,13 @@ def row_sample(
 
 @triton.jit
 def store_summary(
-    entry,
-    row,
-    state,
-    t,
-    draws,
-    draw,
-    block,
-    raw,
-    ids,
-    best_ptr,
-    drawn_ptr,
-    scores_ptr,
-    VOCAB: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    entry, exists, row: RowLogits, t, draws, draw, block, raw, ids, out: BlockSummaries, VOCAB: tl.constexpr
 ):
-    """Store the largest logit of a block, an id and its score; see the op row_block_max.
+    """Store the largest logit of a block, an id and its score; zeros for padding, which does not exist.
 
-    `draws` says whether the row has a temperature and no filters, and `draw` is the key of its draw.
+    `draws` is whether the row has a temperature and no filters, and `draw` is the key of its draw.
     """
-    logits = change_logits(raw.to(tl.float32), state, ids, ids < VOCAB)
+    logits = change_logits(raw.to(tl.float32), row, ids, ids < VOCAB)
     pair = tl.max(packed(tl.where(ids < VOCAB, key_of(logits), LOWEST_KEY), ids), 0)
     best = value_of(packed_key(pair))
     score = tl.zeros([], tl.float32)
@@ -124,259 +140,137 @@ def store_summary(
         scores = tl.exp(tl.where(logits == best, 0.0, logits - best) / t) / exponential(draw, ids)
         pair = tl.max(packed(tl.where(ids < VOCAB, key_of(scores), LOWEST_KEY), ids), 0)
         score = value_of(packed_key(pair))
-    at = entry.to(tl.int64) * BLOCKS + block
-    tl.store(best_ptr + at, tl.where(row >= 0, best, 0.0))
-    tl.store(drawn_ptr + at, tl.where(row >= 0, packed_id(pair), 0))
-    tl.store(scores_ptr + at, score)
+    at = entry.to(tl.int64) * out.BLOCKS + block
+    tl.store(out.best_ptr + at, tl.where(exists, best, 0.0))
+    tl.store(out.drawn_ptr + at, tl.where(exists, packed_id(pair), 0))
+    tl.store(out.scores_ptr + at, score)
 
 
 @triton.jit
 def row_block_max(
-    logits_ptr,  # [entries, VOCAB]: raw
-    rows_ptr,  # [entries]: rows of the state, -1 for padding
-    starts_ptr,  # [entries + 1]
-    positions_ptr,  # [tokens]
-    floats_ptr,  # [rows, PARAMS]
-    ints_ptr,  # [rows, PARAMS]
-    stops_ptr,  # [rows, STOPS]
-    seen_ptr,  # [rows, WORDS]
-    counts_ptr,  # [rows, VOCAB]
-    bias_ids_ptr,  # [rows, BIASES]
-    biases_ptr,  # [rows, BIASES]
-    allowed_ptr,  # [rows, MASKS, WORDS]
-    best_ptr,  # [entries, BLOCKS]: result
-    drawn_ptr,  # [entries, BLOCKS]: result
-    scores_ptr,  # [entries, BLOCKS]: result
-    VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    MASKS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
+    tables: RowTables,
+    summaries: BlockSummaries,  # result
     BLOCK: tl.constexpr,  # ids per block
-    BLOCKS: tl.constexpr,
     BLOCKS_PER_PROGRAM: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Summarize blocks of a row; the logits of the next block are loaded while one is processed."""
+    VOCAB: tl.constexpr = tables.VOCAB
     entry = tl.program_id(1)
     first = tl.program_id(0) * BLOCKS_PER_PROGRAM
     lanes = tl.arange(0, BLOCK)
-    logits_ptr += entry.to(tl.int64) * VOCAB
+    logits_ptr = tables.logits_ptr + entry.to(tl.int64) * VOCAB
     wait_for_previous(DEPENDENT_LAUNCH)
-    row = tl.load(rows_ptr + entry).to(tl.int64)
+    row = tl.load(tables.rows_ptr + entry).to(tl.int64)
     raw = tl.load(logits_ptr + first * BLOCK + lanes, mask=first * BLOCK + lanes < VOCAB, other=0.0)
-    state, t, position = load_row(
-        row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, MASKS, STOPS, BIASES,
-    )  # fmt: skip
+    changes, t, position = load_row(tables, entry, row)
     live = tl.maximum(row, 0)
-    filters, _, _, _ = load_filters(floats_ptr, ints_ptr, live, VOCAB)
-    draws = (row >= 0) & (t > 0) & (filters == 0)
-    draw = load_draw(ints_ptr, live, position)
+    filters = load_filters(tables.floats_ptr, tables.ints_ptr, live, VOCAB)
+    draws = (row >= 0) & (t > 0) & (filters.active == 0)
+    draw = load_draw(tables.ints_ptr, live, position)
     if BLOCKS_PER_PROGRAM == 1:
         ids = first * BLOCK + lanes
-        store_summary(
-            entry, row, state, t, draws, draw, first, raw, ids, best_ptr, drawn_ptr, scores_ptr, VOCAB, BLOCKS
-        )
+        store_summary(entry, row >= 0, changes, t, draws, draw, first, raw, ids, summaries, VOCAB)
     else:
-        for block in range(first, tl.minimum(first + BLOCKS_PER_PROGRAM, BLOCKS)):
+        for block in range(first, tl.minimum(first + BLOCKS_PER_PROGRAM, summaries.BLOCKS)):
             ids = block * BLOCK + lanes
             this = raw
             more = (ids + BLOCK < VOCAB) & (block + 1 < first + BLOCKS_PER_PROGRAM)
             raw = tl.load(logits_ptr + ids + BLOCK, mask=more, other=0.0)
-            store_summary(
-                entry, row, state, t, draws, draw, block, this, ids, best_ptr, drawn_ptr, scores_ptr, VOCAB, BLOCKS
-            )
+            store_summary(entry, row >= 0, changes, t, draws, draw, block, this, ids, summaries, VOCAB)
 
 
 @triton.jit
 def draw_from_blocks(
-    entry,
-    logits_ptr,
-    rows_ptr,
-    starts_ptr,
-    positions_ptr,
-    floats_ptr,
-    ints_ptr,
-    stops_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_ids_ptr,
-    biases_ptr,
-    allowed_ptr,
-    token_ids_ptr,
-    best_ptr,
-    drawn_ptr,
-    scores_ptr,
-    max_length,
-    VOCAB: tl.constexpr,
-    LOG_VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    MASKS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES_PADDED: tl.constexpr,
+    entry, tables: RowTables, summaries: BlockSummaries, token_ids_ptr, max_length, options: DrawOptions
 ):
-    """Return (sampled id, row, position) of an entry; `logits_ptr` points to the entry's logits."""
-    block = tl.arange(0, BLOCKS_PADDED)
-    at = entry.to(tl.int64) * BLOCKS + block
-    row = tl.load(rows_ptr + entry).to(tl.int64)
-    best = tl.load(best_ptr + at, mask=block < BLOCKS, other=0.0)
-    drawn = tl.load(drawn_ptr + at, mask=block < BLOCKS, other=0)
-    state, t, position = load_row(
-        row, entry, logits_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, VOCAB, WORDS, MASKS, STOPS, BIASES,
-    )  # fmt: skip
-    pair = tl.max(packed(tl.where(block < BLOCKS, key_of(best), LOWEST_KEY), drawn), 0)
+    """Return (sampled id, row, position) of an entry."""
+    VOCAB: tl.constexpr = tables.VOCAB
+    block = tl.arange(0, options.BLOCKS_PADDED)
+    exists = block < summaries.BLOCKS
+    at = entry.to(tl.int64) * summaries.BLOCKS + block
+    row = tl.load(tables.rows_ptr + entry).to(tl.int64)
+    best = tl.load(summaries.best_ptr + at, mask=exists, other=0.0)
+    drawn = tl.load(summaries.drawn_ptr + at, mask=exists, other=0)
+    changes, t, position = load_row(tables, entry, row)
+    pair = tl.max(packed(tl.where(exists, key_of(best), LOWEST_KEY), drawn), 0)
     out = tl.where(row >= 0, packed_id(pair), 0)
     live = tl.maximum(row, 0)
-    in_prompt = (row >= 0) & (position < tl.load(ints_ptr + live * PARAMS + PROMPT_LEN))
+    in_prompt = (row >= 0) & (position < tl.load(tables.ints_ptr + live * PARAMS + PROMPT_LEN))
     if (row >= 0) & (t > 0) & (in_prompt == 0):
-        filters, top_p, least_p, top_k = load_filters(floats_ptr, ints_ptr, live, VOCAB)
+        filters = load_filters(tables.floats_ptr, tables.ints_ptr, live, VOCAB)
         top = value_of(packed_key(pair))
-        if filters:
-            draw = load_draw(ints_ptr, live, position)
+        if filters.active:
+            draw = load_draw(tables.ints_ptr, live, position)
             out = draw_filtered(
-                state, top, t, top_p, least_p, top_k, draw, changed_logits, VOCAB, LOG_VOCAB, TILE, TILES_PADDED
+                RowScan(changes, top, t, changed_logits, VOCAB, options.LOG_VOCAB, options.TILE, options.TILES_PADDED),
+                filters,
+                draw,
             )
         else:
-            score = tl.load(scores_ptr + at, mask=block < BLOCKS, other=0.0) * tl.exp((best - top) / t)
-            out = packed_id(tl.max(packed(tl.where(block < BLOCKS, key_of(score), LOWEST_KEY), drawn), 0))
+            score = tl.load(summaries.scores_ptr + at, mask=exists, other=0.0) * tl.exp((best - top) / t)
+            out = packed_id(tl.max(packed(tl.where(exists, key_of(score), LOWEST_KEY), drawn), 0))
     prompt_id = tl.load(token_ids_ptr + live * max_length + position, mask=in_prompt, other=0)
     return tl.where(in_prompt, prompt_id, out), row, position
 
 
 @triton.jit
 def row_sample_blocks(
-    logits_ptr,  # as in row_block_max
-    rows_ptr,
-    starts_ptr,
-    positions_ptr,
-    floats_ptr,
-    ints_ptr,
-    stops_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_ids_ptr,
-    biases_ptr,
-    allowed_ptr,
+    tables: RowTables,
+    summaries: BlockSummaries,
     token_ids_ptr,  # [rows, max_length]
-    best_ptr,  # [entries, BLOCKS]: results of row_block_max
-    drawn_ptr,
-    scores_ptr,
     out_ptr,  # [entries]
     max_length,
-    VOCAB: tl.constexpr,
-    LOG_VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    MASKS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES_PADDED: tl.constexpr,
+    options: DrawOptions,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Sample an id from the summaries of the blocks and, if necessary, the logits."""
     entry = tl.program_id(0)
-    logits_ptr += entry.to(tl.int64) * VOCAB
     wait_for_previous(DEPENDENT_LAUNCH)
-    out, _, _ = draw_from_blocks(
-        entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, drawn_ptr, scores_ptr, max_length,
-        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
-    )  # fmt: skip
+    out, _, _ = draw_from_blocks(entry, tables, summaries, token_ids_ptr, max_length, options)
     tl.store(out_ptr + entry, out)
 
 
 @triton.jit
-def commit(
-    entry,
-    row,
-    position,
-    out,
-    rows_ptr,
-    starts_ptr,
-    emit_ptr,
-    token_ids_ptr,
-    length_ptr,
-    counts_ptr,
-    entry_count,
-    max_length,
-    VOCAB: tl.constexpr,
-):
+def commit(entry, row, position, out, tables: RowTables, emit_ptr, token_ids_ptr, length_ptr, entry_count, max_length):
     """Append the id to its row. Of the entries of one row only the last one that has tokens writes."""
     emits = tl.load(emit_ptr + entry) != 0
-    continues = tl.load(rows_ptr + entry + 1, mask=entry + 1 < entry_count, other=-1) == row
-    if (row >= 0) & (continues == 0) & (tl.load(starts_ptr + entry) < tl.load(starts_ptr + entry + 1)):
+    continues = tl.load(tables.rows_ptr + entry + 1, mask=entry + 1 < entry_count, other=-1) == row
+    has_tokens = tl.load(tables.starts_ptr + entry) < tl.load(tables.starts_ptr + entry + 1)
+    if (row >= 0) & (continues == 0) & has_tokens:
         tl.store(length_ptr + row, position)
         if emits:
-            count_ptr = counts_ptr + row * VOCAB + out
+            count_ptr = tables.counts_ptr + row * tables.VOCAB + out
             tl.store(count_ptr, tl.load(count_ptr) + 1)
             tl.store(token_ids_ptr + row * max_length + position, out, mask=position < max_length)
 
 
 @triton.jit
 def row_finish(
-    logits_ptr,  # as in row_block_max
-    rows_ptr,
-    starts_ptr,
-    positions_ptr,
-    floats_ptr,
-    ints_ptr,
-    stops_ptr,
-    seen_ptr,
-    counts_ptr,
-    bias_ids_ptr,
-    biases_ptr,
-    allowed_ptr,
-    token_ids_ptr,  # [rows, max_length]
-    best_ptr,  # [entries, BLOCKS]: results of row_block_max
-    drawn_ptr,
-    scores_ptr,
+    tables: RowTables,  # counts: updated
+    summaries: BlockSummaries,
+    token_ids_ptr,  # [rows, max_length]: updated
     emit_ptr,  # [entries]: nonzero if the id is output
     out_ptr,  # [entries]: result
-    logprob_ptr,  # [entries]: result, as are the next three; see row_logprobs
-    rank_ptr,
-    top_ids_ptr,
-    top_logprobs_ptr,
-    length_ptr,  # [rows]: updated, as are token_ids and counts
+    logprobs: LogprobResults,
+    length_ptr,  # [rows]: updated
     entry_count,
     max_length,
-    VOCAB: tl.constexpr,
-    LOG_VOCAB: tl.constexpr,
-    WORDS: tl.constexpr,
-    MASKS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES_PADDED: tl.constexpr,
-    COUNT: tl.constexpr,  # number of likeliest ids
-    COUNT_PADDED: tl.constexpr,
+    options: DrawOptions,
     LOGPROBS_TILE: tl.constexpr,
     LOGPROBS_TILES_PADDED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """row_sample_blocks, row_logprobs of the raw logits and row_commit in one launch."""
     entry = tl.program_id(0)
-    logits_ptr += entry.to(tl.int64) * VOCAB
     wait_for_previous(DEPENDENT_LAUNCH)
-    out, row, position = draw_from_blocks(
-        entry, logits_ptr, rows_ptr, starts_ptr, positions_ptr, floats_ptr, ints_ptr, stops_ptr, seen_ptr, counts_ptr,
-        bias_ids_ptr, biases_ptr, allowed_ptr, token_ids_ptr, best_ptr, drawn_ptr, scores_ptr, max_length,
-        VOCAB, LOG_VOCAB, WORDS, MASKS, STOPS, BIASES, BLOCKS, BLOCKS_PADDED, TILE, TILES_PADDED,
-    )  # fmt: skip
+    out, row, position = draw_from_blocks(entry, tables, summaries, token_ids_ptr, max_length, options)
     tl.store(out_ptr + entry, out)
-    wanted = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
-    found = likeliest(logits_ptr, out, wanted, VOCAB, COUNT, COUNT_PADDED, LOGPROBS_TILE, LOGPROBS_TILES_PADDED)
-    store_likeliest(entry, found, logprob_ptr, rank_ptr, top_ids_ptr, top_logprobs_ptr, COUNT, COUNT_PADDED)
-    commit(
-        entry, row, position, out, rows_ptr, starts_ptr, emit_ptr, token_ids_ptr, length_ptr, counts_ptr, entry_count,
-        max_length, VOCAB,
+    wanted = (row >= 0) & (tl.load(tables.ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
+    logits_ptr = tables.logits_ptr + entry.to(tl.int64) * tables.VOCAB
+    found = likeliest(
+        logits_ptr, out, wanted, tables.VOCAB, logprobs.COUNT, logprobs.COUNT_PADDED, LOGPROBS_TILE,
+        LOGPROBS_TILES_PADDED,
     )  # fmt: skip
+    store_likeliest(entry, found, logprobs)
+    commit(entry, row, position, out, tables, emit_ptr, token_ids_ptr, length_ptr, entry_count, max_length)

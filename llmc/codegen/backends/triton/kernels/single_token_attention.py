@@ -10,7 +10,14 @@ import triton.language as tl
 from llmc.codegen.backends.triton.kernels.decode_attention import attend, key_range
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import softmax_add_sink, softmax_mean
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, head_scales, load_pages, to_factor
+from llmc.codegen.backends.triton.kernels.paged_kv import (
+    AttentionOptions,
+    KeyPool,
+    head_mask,
+    head_scales,
+    load_pages,
+    to_factor,
+)
 
 
 @triton.jit
@@ -68,16 +75,16 @@ def single_token_attention(
     offsets = kv_head * (GROUP * HEAD_DIM) + member[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM_PADDED)[None, :]
     first_head = start.to(tl.int64) * (HEADS * HEAD_DIM)
     query = to_factor(tl.load(query_ptr + first_head + offsets, mask=mask & is_single, other=0.0), DOT_DTYPE)
-    running_max, running_sum, acc = attend(
-        query, kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, first_pages, begin, end, length, SCALE * key_scale,
-        KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
+    state = attend(
+        query, KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), first_pages, begin,
+        end, length,
     )  # fmt: skip
     if INPUTS_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1))
-        running_max, running_sum, acc = softmax_add_sink(running_max, running_sum, acc, sink)
-    out = softmax_mean(running_sum, acc) * value_scale
+        state = softmax_add_sink(state, tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1)))
+    out = softmax_mean(state) * value_scale
     tl.store(out_ptr + first_head + offsets, out.to(out_ptr.dtype.element_ty), mask=mask & is_single)
     if longer_ptr.to(tl.int64) != out_ptr.to(tl.int64):
         end = tl.where(index == row_count - 1, token_count, stop)  # the last row's programs also copy the padding
