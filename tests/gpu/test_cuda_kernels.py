@@ -140,7 +140,7 @@ graph @main(
     return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, stored)
 
 
-# Codes of 8 bits: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of the result. Sizes
+# Few tokens of 8-bit codes or bf16: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of the result. Sizes
 # are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens are several tiles.
 FEW_TOKENS = (
     (1, 8, 16, 1, False, "bf16"),
@@ -153,7 +153,7 @@ FEW_TOKENS = (
     (64, 192, 14336, 1, True, "bf16"),
     (70, 456, 640, 1, True, "f32"),
 )
-MOST_WAYS = 24  # schedules of a product of codes of 8 bits that are drawn
+MOST_WAYS = 24  # schedules of a product of few tokens that are drawn
 
 
 def few_tokens(m: int, n: int, k: int, parts: int, residual: bool, out: str, code: str) -> Case:

@@ -13,7 +13,9 @@ import pytest
 
 from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA, SKINNY_WGMMA_BF16, SkinnyProduct, SkinnyWgmma
 from llmc.codegen.backends.cuda.wgmma import multiply
+from llmc.codegen.candidates import candidates
 from llmc.codegen.cubin import read_entry
+from llmc.codegen.tuning_records import Tuning
 from llmc.extension import load
 from llmc.ir.graph import Node
 from llmc.ir.ops import OPS
@@ -115,6 +117,22 @@ def test_products_of_bf16() -> None:
     assert SKINNY_WGMMA_BF16.opt_in and SKINNY_WGMMA_BF16.reject(product(bf16), sm_90()) is None
     assert "272 x 1036" in str(SKINNY_WGMMA_BF16.reject(product(bf16.replace("1032", "1036")), sm_90()))
     assert "factors of f8e4m3" in str(SKINNY_WGMMA_BF16.reject(product(), sm_90()))
+
+
+def test_where_bf16_was_measured() -> None:
+    """The shipped records choose it for a rank's down product of Llama-3.1-8B at 32 rows, and nowhere unmeasured."""
+
+    def best(columns: int) -> str:
+        text = f"""
+sym R in [17, 32]
+graph @main(%x: bf16[R, {columns}], %w: weight bf16[4096, {columns}]) {{
+  %y = linear(%x, %w) : bf16[R, 4096]
+  return %y
+}}
+"""
+        return candidates(product(text), load().kernels, sm_90(), {"R": 32}, Tuning.shipped(sm_90()))[0].kernel.name
+
+    assert best(7168) == SKINNY_WGMMA_BF16.name and best(7176) != SKINNY_WGMMA_BF16.name
 
 
 def test_only_hopper_has_wgmma() -> None:
