@@ -129,8 +129,8 @@ class SkinnyWgmma(CudaKernel):
             grid=(p.m.ceildiv(s["tokens"]) * (p.tiles(s) * s["split"]),),
             threads=p.parts * s["rows"] // HEIGHT * WARPGROUP + PRODUCER,
             constants={
-                "N": p.n, "K": p.k, "ITEM": p.item, "PARTS": p.parts, "TOKENS": s["tokens"], "ROWS": s["rows"], "CHUNKS": s["chunks"],
-                "STAGES": s["stages"], "SPLIT": s["split"],
+                "N": p.n, "K": p.k, "ITEM": p.item, "PARTS": p.parts, "TOKENS": s["tokens"], "ROWS": s["rows"],
+                "CHUNKS": s["chunks"], "STAGES": s["stages"], "SPLIT": s["split"],
                 "SUM": INSTRUCTIONS[dtype].sum, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
