@@ -141,7 +141,8 @@ graph @main(
 
 
 # Few tokens of 8-bit codes or bf16: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of
-# the result. Sizes are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens are several tiles.
+# the result. Sizes are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens
+# are several tiles.
 FEW_TOKENS = (
     (1, 8, 16, 1, False, "bf16"),
     (3, 264, 208, 1, True, "bf16"),
