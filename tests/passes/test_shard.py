@@ -1,4 +1,4 @@
-"""What `shard` divides, interpreted on all ranks: a serving step with their parts of the KV pool, and groups of codes."""
+"""What `shard` divides, interpreted on all ranks: a serving step with parts of its KV pool, and groups of codes."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from llmc.ir.scalar import walk
 class Split(NamedTuple):
     """A value of which each rank holds one of `parts` equal parts along `axis`.
 
-    Rank r of W holds part floor(r * parts / W), so that ranks share a part if there are fewer parts than ranks. The size
-    of a part is a multiple of `unit`.
+    Rank r of W holds part floor(r * parts / W), so that ranks share a part if there are fewer parts than ranks. The
+    size of a part is a multiple of `unit`.
     """
 
     axis: int
