@@ -10,6 +10,7 @@ import pytest
 from llmc.check.random_inputs import draw
 from llmc.check.run_ranks import run_ranks
 from llmc.extension import load
+from llmc.ir.graph import Module
 from llmc.ir.interp import run
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx
@@ -57,8 +58,8 @@ def test_parts_of_an_mlp_are_whole_groups_of_codes(columns: int, ranks: int, par
     """The ranks of a quantised MLP agree with the whole one; columns that are no whole groups are divided evenly."""
     registry = load()
 
-    def passes(m: object, text: str) -> None:
-        run_pipeline(m, parse_pipeline(text, registry.passes), Ctx(registry.opset()))  # type: ignore[arg-type]
+    def passes(m: Module, text: str) -> None:
+        run_pipeline(m, parse_pipeline(text, registry.passes), Ctx(registry.opset()))
 
     whole, divided = (parse(MLP.format(columns=columns, both=2 * columns), registry.opset()) for _ in range(2))
     inputs = draw(whole, whole.graphs["main"], np.random.default_rng(0))
