@@ -24,7 +24,7 @@ from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
-from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA
+from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA, SKINNY_WGMMA_BF16
 from llmc.codegen.kernel import SETTLED, Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
@@ -140,9 +140,10 @@ graph @main(
     return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, stored)
 
 
-# Codes of 8 bits: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of the result. Sizes
-# are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens are several tiles.
-EIGHT_BITS = (
+# Few tokens of 8-bit codes or bf16: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of
+# the result. Sizes are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens
+# are several tiles.
+FEW_TOKENS = (
     (1, 8, 16, 1, False, "bf16"),
     (3, 264, 208, 1, True, "bf16"),
     (8, 128, 4096, 2, False, "bf16"),
@@ -153,11 +154,13 @@ EIGHT_BITS = (
     (64, 192, 14336, 1, True, "bf16"),
     (70, 456, 640, 1, True, "f32"),
 )
-MOST_WAYS = 24  # schedules of a product of codes of 8 bits that are drawn
+MOST_WAYS = 24  # schedules of a product of few tokens that are drawn
 
 
-def eight_bits(m: int, n: int, k: int, parts: int, residual: bool, out: str, code: str) -> Case:
-    """A product of m tokens, a run-time size, with scales of columns and tokens as in a model. Results are near 1."""
+def few_tokens(m: int, n: int, k: int, parts: int, residual: bool, out: str, code: str) -> Case:
+    """A product of m tokens, a run-time size, with scales of columns and tokens as in a model. Results are near 1.
+
+    code: the dtype of both factors."""
     sums = [f"mul(mul(a{i}, a{parts + i}), a{2 * parts})" for i in range(parts)]
     body = f"mul(mul({sums[0]}, sigmoid({sums[0]})), {sums[1]})" if parts == 2 else sums[0]
     for other in sums[1:] if parts > 2 else ():
@@ -184,7 +187,8 @@ graph @main(%x: {code}[T, {k}], %w: weight {code}[{n * parts}, {k}], {", ".join(
     stored = [x.astype(np.float32) for x in inputs]
     # Hopper's tensor cores keep about 14 bits of a sum of products of e4m3.
     tolerance = 1e-2 if code == "f8e4m3" else 4e-3
-    return Case(name, parse(text, OPS).graphs["main"], SKINNY_WGMMA, {}, stored, atol=tolerance)
+    kernel = SKINNY_WGMMA_BF16 if code == "bf16" else SKINNY_WGMMA
+    return Case(name, parse(text, OPS).graphs["main"], kernel, {}, stored, atol=tolerance)
 
 
 def norm(rows: int, width: int, dtype: str, kernel: Kernel, schedule: Schedule) -> Case:
@@ -308,12 +312,12 @@ def test_4_bit_codes_few_tokens(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("code", ["f8e4m3", "i8"])
-@pytest.mark.parametrize("problem", EIGHT_BITS, ids=str)
-def test_8_bit_codes_few_tokens(problem: tuple[Any, ...], code: str, card: Card) -> None:
-    case = eight_bits(*problem, code)
-    found = SKINNY_WGMMA.schedules(case.node, sm_90())
-    assert found and SKINNY_WGMMA.reject(case.node, sm_90()) is None
+@pytest.mark.parametrize("code", ["f8e4m3", "i8", "bf16"])
+@pytest.mark.parametrize("problem", FEW_TOKENS, ids=str)
+def test_few_tokens_in_wgmma(problem: tuple[Any, ...], code: str, card: Card) -> None:
+    case = few_tokens(*problem, code)
+    found = case.kernel.schedules(case.node, sm_90())
+    assert found and case.kernel.reject(case.node, sm_90()) is None
     drawn = generator().permutation(len(found))[:MOST_WAYS]
     check([replace(case, schedule=found[i], name=f"{case.name} {found[i]}") for i in drawn], card, CACHE)
 

@@ -1,20 +1,36 @@
-"""A serving step that `shard` divides, interpreted on all ranks with their parts of the KV pool."""
+"""What `shard` divides, interpreted on all ranks: a serving step with parts of its KV pool, and groups of codes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llmc.check.random_inputs import draw
 from llmc.check.run_ranks import run_ranks
 from llmc.extension import load
+from llmc.ir.graph import Module
 from llmc.ir.interp import run
-from llmc.ir.text import parse
+from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx
+from llmc.passes.lower.shard import Shard, with_ranks
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 
 TEXT = Path(__file__).with_name("shard_paged.llir")
+MLP = """
+sym T in [1, 8]
+graph @main(%x: f32[T, 64], %gu: weight f32[{both}, 64], %d: weight f32[64, {columns}], %h: weight f32[8, 64]) {{
+  %a = linear(%x, %gu) : f32[T, {both}]
+  %g = slice(%a) {{axis=1, start=0, stop={columns}}} : f32[T, {columns}]
+  %u = slice(%a) {{axis=1, start={columns}, stop={both}}} : f32[T, {columns}]
+  %s = sigmoid(%g) : f32[T, {columns}]
+  %m = mul(%s, %u) : f32[T, {columns}]
+  %y = linear(%m, %d) : f32[T, 64]
+  %z = linear(%y, %h) : f32[T, 8]
+  return %z
+}}
+"""
 
 
 def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its_pool() -> None:
@@ -33,3 +49,33 @@ def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its
         for x, y in zip(got[:-1], want[:-1], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(np.concatenate([got[-1] for got in both], 2), want[-1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("columns", "ranks", "part"), [(96, 2, 64), (96, 4, 32), (128, 2, 64), (64, 4, 32), (90, 2, 45)]
+)
+def test_parts_of_an_mlp_are_whole_groups_of_codes(columns: int, ranks: int, part: int) -> None:
+    """The ranks of a quantised MLP agree with the whole one; columns that are no whole groups are divided evenly."""
+    registry = load()
+
+    def passes(m: Module, text: str) -> None:
+        run_pipeline(m, parse_pipeline(text, registry.passes), Ctx(registry.opset()))
+
+    whole, divided = (parse(MLP.format(columns=columns, both=2 * columns), registry.opset()) for _ in range(2))
+    inputs = draw(whole, whole.graphs["main"], np.random.default_rng(0))
+    arrays = [inputs.arrays[v.name] for v in whole.graphs["main"].inputs]
+    passes(whole, "quantize{weights=int4, group=32}")
+    passes(divided, f"shard{{ranks={ranks}, group=32}}, quantize{{weights=int4, group=32}}")
+    want = run(whole.graphs["main"], arrays, inputs.sizes, exact=True)
+    for got in run_ranks(divided.graphs["main"], [arrays] * ranks, inputs.sizes, exact=True):
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-9, atol=1e-12)
+    text = show(divided)
+    assert f"f32[T, {part}]" in text
+    assert text.count("= quantize(") == (3 if columns % 32 == 0 else 2)
+
+
+@pytest.mark.parametrize(("quantize", "group"), [("int4", 128), ("int4, group=32", 32), ("int8", 0), ("none", 0)])
+def test_the_groups_of_parts_are_those_of_quantize(quantize: str, group: int) -> None:
+    registry = load()
+    pipeline = parse_pipeline(f"page-attention, quantize{{weights={quantize}}}", registry.passes)
+    assert Shard(ranks=2, group=group) in with_ranks(pipeline, 2, registry.target("cpu:native"))

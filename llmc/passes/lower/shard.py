@@ -16,8 +16,9 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
 from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
 from llmc.passes.lower.shard_plan import Plan, make_plans
-from llmc.passes.lower.shard_rules import Relation, Split, local
+from llmc.passes.lower.shard_rules import Relation, Split
 from llmc.passes.lower.shard_siblings import separate
+from llmc.passes.weights.quantize import Quantize
 from llmc.targets.target import Target
 
 BEHIND_SUMS = ("fuse-norm-linear", "fuse-norm-quantized", "select")  # the first of these follows fuse-reduce-norm
@@ -34,11 +35,13 @@ class Shard(Pass):
     all_gather, and embeddings by rows, followed by an all_reduce; norms, routers and small tables are whole on every
     rank. The parts of a weight are slices that begin at a multiple of K; columns and rows of tables that do not divide
     are padded with zeros. The pass runs after page-attention and before fuse-linear; `--explain` names the products
-    that stay whole. ranks: their number.
+    that stay whole. ranks: their number. group: columns that `quantize` will give one scale, of which every part of an
+    MLP or an expert gets a multiple if the whole has one; 0 or 1 if there are none.
     """
 
     name: ClassVar[str] = "shard"
     ranks: int = 1
+    group: int = 0
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Divide every launched graph; return the number of changes."""
@@ -51,7 +54,7 @@ class Shard(Pass):
         m.symbols[RANK] = (0, self.ranks - 1)
         graphs = m.launched
         done = sum(separate(g, ctx) for g in graphs)
-        for g, plan in make_plans(graphs, self.ranks, ctx):
+        for g, plan in make_plans(graphs, self.ranks, ctx, max(1, self.group)):
             done += _Sharding(g, plan, self.ranks, ctx).apply()
         if not done:
             del m.symbols[RANK]
@@ -79,7 +82,8 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
     if at is None:
         cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
         raise Diagnostic("E421", cause, "add it to --pipeline")
-    front, back = [*passes[: at + 1], Shard(ranks=ranks)], list(passes[at + 1 :])
+    group = next((p.columns for p in passes if isinstance(p, Quantize)), 0)
+    front, back = [*passes[: at + 1], Shard(ranks=ranks, group=group)], list(passes[at + 1 :])
     if target.family == "cuda":
         front.append(FuseReduce())
         end = next((i for i, p in enumerate(back) if p.name in BEHIND_SUMS), len(back))
@@ -133,7 +137,7 @@ class _Sharding:
             operands.append(x)
         op, attrs = n.op, dict[str, Any](n.attrs)
         if r.partial and op.name == "take":
-            op, attrs = self.ops["take_part"], {"start": local(n.operands[0].type.shape[0], self.ranks) * D(RANK)}
+            op, attrs = self.ops["take_part"], {"start": n.operands[0].type.shape[0].ceildiv(self.ranks) * D(RANK)}
         if n.op.name in SHAPED and r.results[0] is not None:
             attrs["shape"] = _local_shape(n.result.type.shape, r.results[0])
         names = [v.name for v in n.results] if not r.partial else []
@@ -150,10 +154,10 @@ class _Sharding:
         if v not in self.parts:
             return v
         if v not in self.whole:
-            axis, size = self.plan.splits[v].axis, v.type.shape[self.plan.splits[v].axis]
+            split = self.plan.splits[v]
+            axis, size = split.axis, v.type.shape[split.axis]
             whole: Value = b.all_gather(self.parts[v], axis=axis, ranks=self.ranks)
-            padded = size.divide(self.ranks) is None
-            self.whole[v] = b.slice(whole, axis=axis, start=D(0), stop=size) if padded else whole
+            self.whole[v] = whole if split.divides(size) else b.slice(whole, axis=axis, start=D(0), stop=size)
         return self.whole[v]
 
     def _part(self, b: Builder, v: Value, s: Split, halves: bool) -> Value:
@@ -164,7 +168,7 @@ class _Sharding:
         if key not in self.sliced:
             x, size = self._gathered(b, v), v.type.shape[s.axis]
             if halves:
-                half = local(size, 2)
+                half = size.ceildiv(2)
                 two = [self._slice(b, x, s, half, at) for at in (D(0), half)]
                 self.sliced[key] = b.concat(*two, axis=s.axis)
             else:
@@ -173,8 +177,8 @@ class _Sharding:
 
     def _slice(self, b: Builder, x: Value, s: Split, size: Dim, offset: Dim) -> Value:
         """A rank's part of the `size` elements from `offset` along an axis, and of zeros if they do not divide."""
-        width = local(size, s.parts)
-        if size.divide(s.parts) is None:
+        width = s.local(size)
+        if not s.divides(size):
             x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)
         part = D(RANK) if s.parts == self.ranks else (D(RANK) + 1).ceildiv(self.ranks // s.parts) - 1
         start = offset + width * part
@@ -191,4 +195,4 @@ class _Sharding:
 
 
 def _local_shape(shape: tuple[Dim, ...], s: Split) -> tuple[Dim, ...]:
-    return (*shape[: s.axis], local(shape[s.axis], s.parts), *shape[s.axis + 1 :])
+    return (*shape[: s.axis], s.local(shape[s.axis]), *shape[s.axis + 1 :])

@@ -37,24 +37,26 @@ class Plan:
     gathered: set[Value] = field(default_factory=set)
 
 
-def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx) -> list[tuple[Graph, Plan]]:
+def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int = 1) -> list[tuple[Graph, Plan]]:
     """Return the plan of each graph. A state is split in the same way in all of them.
+
+    group: columns inside an MLP or an expert of which every part gets a multiple, if the whole has one.
 
     Raises Diagnostic E437 if heads, or quantised columns inside an MLP or an expert, do not divide.
     """
-    plans = [make_plan(g, ranks, ctx, {}) for g in graphs]
+    plans = [make_plan(g, ranks, ctx, {}, group) for g in graphs]
     states = {v.name: s for plan in plans for v, s in plan.splits.items() if v.type.state and v.node is None}
     done = []
     for g, plan in zip(graphs, plans, strict=True):
         split_elsewhere = {v: states[v.name] for v in g.inputs if v.name in states and v not in plan.splits}
-        done.append((g, make_plan(g, ranks, ctx, split_elsewhere) if split_elsewhere else plan))
+        done.append((g, make_plan(g, ranks, ctx, split_elsewhere, group) if split_elsewhere else plan))
     return done
 
 
-def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split]) -> Plan:
+def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split], group: int = 1) -> Plan:
     """Split attention by heads, `states` as another graph does that reads them, and products by columns where the split
     ends in products by rows or in the output."""
-    planner = _Planner(g, ranks, ctx)
+    planner = _Planner(g, ranks, ctx, group)
     planner.split_attention()
     planner.split_writers(states)
     planner.split_tables()
@@ -65,8 +67,8 @@ def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split]) -> 
 class _Planner:
     """Makes the plan of one graph, op by op: each method adds its nodes and the regions that their splits reach."""
 
-    def __init__(self, g: Graph, ranks: int, ctx: Ctx) -> None:
-        self.g, self.ranks, self.ctx = g, ranks, ctx
+    def __init__(self, g: Graph, ranks: int, ctx: Ctx, group: int) -> None:
+        self.g, self.ranks, self.ctx, self.group = g, ranks, ctx, group
         self.plan = Plan()
         self.weights = _weights(g)
 
@@ -137,6 +139,11 @@ class _Planner:
             self.ctx.miss("shard", n, region)
             return
         reduced = any(r.partial for r in region.relations.values())
+        unit = self._unit(size, n.operands[1])
+        if reduced and unit > 1:
+            relation = relate(n, n.result, Split(last, self.ranks, unit), self.ranks)
+            in_groups = self._region(n, relation, gather=False) if relation else ""
+            region = region if isinstance(in_groups, str) else in_groups
         if size % self.ranks and n.operands[1].type.format is not None:
             cause = f"{size} quantised columns do not divide over {self.ranks} ranks"
             if reduced:
@@ -145,13 +152,18 @@ class _Planner:
         elif reduced or region.gathered:
             self._accept(region)
 
+    def _unit(self, size: int, weight: Value) -> int:
+        """The unit of the parts of an MLP's columns: whole groups, if the whole has them and equal parts do not."""
+        uneven = size % self.group == 0 and size % (self.group * self.ranks) != 0
+        return self.group if uneven and weight.type.format is None else 1
+
     def _split_experts(self, n: Node) -> None:
         """Divide the columns inside every expert. Raises Diagnostic E437 if quantised ones do not divide."""
-        relation = experts_of(n, self.ranks)
+        down = n.operand("down")
+        assert down is not None
+        size = int(down.type.shape[2])
+        relation = experts_of(n, self.ranks, self._unit(size, down))
         if relation is None:
-            down = n.operand("down")
-            assert down is not None
-            size = int(down.type.shape[2])
             cause = f"{size} quantised columns of an expert do not divide over {self.ranks} ranks"
             raise _error(n, cause, _divisors(size))
         self.plan.relations[n] = relation

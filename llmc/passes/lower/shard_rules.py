@@ -15,11 +15,21 @@ from llmc.ir.scalar import walk
 class Split(NamedTuple):
     """A value of which each rank holds one of `parts` equal parts along `axis`.
 
-    Rank r of W holds part floor(r * parts / W), so that ranks share a part if there are fewer parts than ranks.
+    Rank r of W holds part floor(r * parts / W), so that ranks share a part if there are fewer parts than ranks. The
+    size of a part is a multiple of `unit`.
     """
 
     axis: int
     parts: int
+    unit: int = 1
+
+    def local(self, size: Dim) -> Dim:
+        """Return the size of a part. If the size does not divide, the last parts end in zeros."""
+        return size.ceildiv(self.parts * self.unit) * self.unit
+
+    def divides(self, size: Dim) -> bool:
+        """Whether no part ends in zeros."""
+        return size.divide(self.parts * self.unit) is not None
 
 
 Splits = tuple[Split | None, ...]
@@ -66,13 +76,13 @@ def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:
     at = s.axis + rank - v.type.rank
     if v.type.shape[s.axis] != n.results[0].type.shape[at]:
         return None
-    operands = tuple(_aligned(x, at - rank, s.parts) for x in n.operands)
-    return Relation(operands, (Split(at, s.parts),) * len(n.results))
+    operands = tuple(_aligned(x, at - rank, s) for x in n.operands)
+    return Relation(operands, (s._replace(axis=at),) * len(n.results))
 
 
-def _aligned(x: Value, from_end: int, parts: int) -> Split | None:
+def _aligned(x: Value, from_end: int, s: Split) -> Split | None:
     axis = x.type.rank + from_end
-    return Split(axis, parts) if axis >= 0 and x.type.shape[axis] != 1 else None
+    return s._replace(axis=axis) if axis >= 0 and x.type.shape[axis] != 1 else None
 
 
 def _rows(n: Node, v: Value, s: Split) -> Relation | None:
@@ -99,9 +109,9 @@ def _linear(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     x, w = n.operands
     last = x.type.rank - 1
     if v is n.result and s.axis == last:
-        return Relation((None, Split(0, s.parts)), (s,))
-    if v is x and s == (last, ranks):
-        return Relation((s, Split(w.type.rank - 1, ranks)), (None,), partial=True)
+        return Relation((None, s._replace(axis=0)), (s,))
+    if v is x and (s.axis, s.parts) == (last, ranks):
+        return Relation((s, s._replace(axis=w.type.rank - 1)), (None,), partial=True)
     return _rows(n, v, s)
 
 
@@ -112,7 +122,7 @@ def _reshape(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     before = product(v.type.shape[: s.axis])
     for axis, size in enumerate(other.type.shape):
         if product(other.type.shape[:axis]) == before and size != 1:
-            if size.divide(s.parts) is None:
+            if size.divide(s.parts) is None or not s.divides(v.type.shape[s.axis]):
                 return None
             t = Split(axis, s.parts)
             return Relation((s,), (t,)) if v is x else Relation((t,), (s,))
@@ -122,8 +132,8 @@ def _reshape(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 def _transpose(n: Node, v: Value, s: Split, ranks: int) -> Relation:
     perm = n.attrs["perm"]
     if v is n.result:
-        return Relation((Split(perm[s.axis], s.parts),), (s,))
-    return Relation((s,), (Split(perm.index(s.axis), s.parts),))
+        return Relation((s._replace(axis=perm[s.axis]),), (s,))
+    return Relation((s,), (s._replace(axis=perm.index(s.axis)),))
 
 
 def _broadcast(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
@@ -131,7 +141,7 @@ def _broadcast(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     at = s.axis + y.type.rank - v.type.rank
     if v.type.shape[s.axis] != y.type.shape[at]:
         return None
-    return Relation((_aligned(x, at - y.type.rank, s.parts),), (Split(at, s.parts),))
+    return Relation((_aligned(x, at - y.type.rank, s),), (s._replace(axis=at),))
 
 
 def _rope(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
@@ -189,26 +199,21 @@ def _kv_append(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     return Relation((pool, heads, heads, None), (pool,))
 
 
-def experts_of(n: Node, ranks: int) -> Relation | None:
-    """Return the relation of a mixture whose experts are split by columns; None if they are quantised and do not
-    divide."""
+def experts_of(n: Node, ranks: int, unit: int = 1) -> Relation | None:
+    """Return the relation of a mixture whose experts are split by columns, in multiples of `unit`; None if they are
+    quantised and do not divide."""
     down, bias = n.operand("down"), n.operand("down_bias")
     assert down is not None
     if down.type.shape[2].divide(ranks) is None and down.type.format is not None:
         return None
     at = n.op.places([x.type for x in n.operands])
-    split = {at["gate_up"]: Split(1, ranks), at["down"]: Split(2, ranks)}
+    split = {at["gate_up"]: Split(1, ranks, unit), at["down"]: Split(2, ranks, unit)}
     halves = [at["gate_up"]]
     if bias is not None:
-        split[at["gate_bias"]] = Split(1, ranks)
+        split[at["gate_bias"]] = Split(1, ranks, unit)
         halves.append(at["gate_bias"])
     operands = tuple(split.get(i) for i in range(len(n.operands)))
     return Relation(operands, (None,), True, tuple(halves), at.get("down_bias"))
-
-
-def local(size: Dim, parts: int) -> Dim:
-    """Return the size of a part. If the size does not divide, the last parts end in zeros."""
-    return size.ceildiv(parts)
 
 
 Rule = Callable[[Node, Value, Split, int], Relation | None]

@@ -33,6 +33,13 @@ class Quantize(Pass):
     group: int = 0
     head: str = NONE
 
+    @property
+    def columns(self) -> int:
+        """Columns of a row of the body's weights that share a scale; 0 if they are all, or if scales are of tiles."""
+        recipe = _recipe(self.weights, self.group)
+        rows, columns = recipe.block if recipe else (1, 0)
+        return columns if rows == 1 else 0
+
     def run(self, m: Module, ctx: Ctx) -> int:
         """Apply the pass to every launched graph; return the number of changes."""
         if self.weights == self.head == NONE:

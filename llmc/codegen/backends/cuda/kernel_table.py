@@ -13,5 +13,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cuda/skinny_fixed": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_FIXED",
         "cuda/skinny_gemm": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_GEMM",
         "cuda/skinny_wgmma": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA",
+        "cuda/skinny_wgmma_bf16": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA_BF16",
     }
 )

@@ -1,5 +1,5 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) of codes of 8 bits, for few tokens M, on Hopper
-// (sm_90a): e4m3 with f32 sums, or i8 with i32 sums.
+// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) for few tokens M, on Hopper (sm_90a): of codes of
+// 8 bits, e4m3 with f32 sums or i8 with i32 sums, or of bf16 with f32 sums.
 //
 // A block computes ROWS columns of y for TOKENS tokens. Rows of w are the left factor of wgmma: the sums are transposed.
 // The last warp (the producer) issues bulk copies of w and x into a ring of STAGES buffers in shared memory; of the first
@@ -12,14 +12,15 @@
 // SPLIT blocks of a cluster compute the same tile over different columns of w. Each writes its sums to shared memory,
 // and each adds up those of all blocks for its share of the tokens.
 //
-// Constants: N (a multiple of 8), K (a multiple of 16), PARTS, TOKENS (8, 16, 32 or 64), ROWS (of each part; PARTS * ROWS
-// is a multiple of 64), CHUNKS (of 128 columns in a step), STAGES, SPLIT (1, 2, 4 or 8), SUM (float or int) and OUT. The
-// generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others` and
-// `epilogue`.
+// Constants: N (a multiple of 8), ITEM (bytes of an element of x and w), K (K * ITEM is a multiple of 16), PARTS, TOKENS
+// (8, 16, 32 or 64), ROWS (of each part; PARTS * ROWS is a multiple of 64), CHUNKS (of 128 bytes of a row in a step),
+// STAGES, SPLIT (1, 2, 4 or 8), SUM (float or int) and OUT. The generated text before this file defines `multiply`,
+// OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others` and `epilogue`.
 
-constexpr int WARPGROUP = 128, HEIGHT = 64, WIDTH = 128;  // threads; rows of w of a consumer; columns of a box
+constexpr int WARPGROUP = 128, HEIGHT = 64, WIDTH = 128;  // threads; rows of w of a consumer; bytes of a row of a box
 constexpr int CONSUMERS = PARTS * ROWS / HEIGHT, WRITERS = CONSUMERS * WARPGROUP, THREADS = WRITERS + 32;
-constexpr int STEP = CHUNKS * WIDTH, ALL_STEPS = (K + STEP - 1) / STEP, STEPS = (ALL_STEPS + SPLIT - 1) / SPLIT;
+constexpr int COLUMNS = WIDTH / ITEM;  // of a box
+constexpr int STEP = CHUNKS * COLUMNS, ALL_STEPS = (K + STEP - 1) / STEP, STEPS = (ALL_STEPS + SPLIT - 1) / SPLIT;
 // A buffer: w [CHUNKS][PARTS * ROWS][WIDTH], x [CHUNKS][TOKENS][WIDTH], in the 128-byte swizzle.
 constexpr int W_BYTES = PARTS * ROWS * WIDTH, X_BYTES = TOKENS * WIDTH;
 constexpr int STAGE_BYTES = CHUNKS * (W_BYTES + X_BYTES);
@@ -42,13 +43,13 @@ __device__ inline void copy_weights(const Tile& t, const TensorMap& w, int step,
 #pragma unroll
     for (int part = 0; part < PARTS; part++)
       copy_box(t.buffer(stage) + c * W_BYTES + part * ROWS * WIDTH, w, part * N + t.column,
-               (t.begin + step) * STEP + c * WIDTH, t.full + 8 * stage);
+               (t.begin + step) * STEP + c * COLUMNS, t.full + 8 * stage);
 }
 
 __device__ inline void copy_tokens(const Tile& t, const TensorMap& x, int step, int stage) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++)
-    copy_box(t.buffer(stage) + CHUNKS * W_BYTES + c * X_BYTES, x, t.token, (t.begin + step) * STEP + c * WIDTH,
+    copy_box(t.buffer(stage) + CHUNKS * W_BYTES + c * X_BYTES, x, t.token, (t.begin + step) * STEP + c * COLUMNS,
              t.full + 8 * stage);
 }
 
@@ -159,7 +160,7 @@ __device__ inline void finish(const Tile& t, const float* shared, Loaded (&loade
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    llmc_skinny_codes(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, OTHER_PARAMETERS OUT* y,
+    llmc_skinny_wgmma(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, OTHER_PARAMETERS OUT* y,
                       int m) {
   extern __shared__ unsigned char memory[];
   __shared__ unsigned long long barriers[2 * STAGES];
