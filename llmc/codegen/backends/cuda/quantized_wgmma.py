@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, INT4_TO_BF16, SCALAR_MATH, WGMMA_REGISTERS, Binding
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    HOPPER,
+    INT4_TO_BF16,
+    PAIRS,
+    SCALAR_MATH,
+    WGMMA_REGISTERS,
+    Binding,
+)
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP
 from llmc.codegen.kernel import Map, Schedule
@@ -27,6 +36,11 @@ _START, _STEP, _COPY, _SUMS, _FACTORS, _END, _CLUSTER, _PEER = 2.68, 0.419, 1.24
 _READ, _CACHE = 0.72, 9.9e12  # share of the bandwidth that is reached; bytes/s of copies from the L2 cache
 
 
+def slices(s: Schedule) -> int:
+    """Warpgroups of a block that have different columns of the same rows; schedules of one do not name it."""
+    return int(s.get("slices", 1))
+
+
 @dataclass(frozen=True)
 class TiledProduct(FragmentProduct):
     """A product in tiles of tokens and columns."""
@@ -38,7 +52,7 @@ class TiledProduct(FragmentProduct):
 
     def consumers(self, s: Schedule) -> int:
         """Consumer warpgroups of a block."""
-        return self.parts * int(s["rows"]) // BLOCK
+        return self.parts * int(s["rows"]) // BLOCK * slices(s)
 
     def producer(self, s: Schedule) -> int:
         """Threads of the producer: a warpgroup if it releases registers to the consumers, else a warp."""
@@ -55,9 +69,10 @@ class TiledProduct(FragmentProduct):
         """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
         scales = max(1, self.step // self.group)
         entry = 2 * BLOCK + BLOCK * bool(self.node.attrs["zeros"])
-        stage = s["tokens"] * self.step * 2 + self.consumers(s) * (BLOCK * self.step // 2 + scales * entry)
+        of_x = slices(s) * s["tokens"] * self.step * 2
+        stage = of_x + self.consumers(s) * (BLOCK * self.step // 2 + scales * entry)
         ring = s["stages"] * (-(-stage // ALIGN) * ALIGN)
-        sums = s["tokens"] * (self.parts * s["rows"] + 4) * 4
+        sums = slices(s) * s["tokens"] * (self.parts * s["rows"] + 4) * 4
         return int(max(ring, sums)) + ALIGN
 
 
@@ -97,14 +112,15 @@ class QuantizedWgmma(FragmentKernel):
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": s["rows"],
-                "STAGES": s["stages"], "SPLIT": s["split"], "LATE": int(bool(s.get("late"))),
+                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "FOLD": int(s.get("fold", 0)), "PIN": int(s.get("pin", 0)),
+                "ABLATE": int(s.get("ablate", 0)), "LATE": int(bool(s.get("late"))),
                 "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
             sizes=(p.m,),
             maps=(Map(0, (p.m, D(p.k)), (s["tokens"], BLOCK), SWIZZLE),),
             cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
-            text=p.epilogue(),
+            text=p.epilogue(pair_epilogue),
         )  # fmt: skip
 
 
@@ -157,5 +173,5 @@ QUANTIZED_WGMMA = QuantizedWgmma(
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",
-    headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, INT4_TO_BF16),
+    headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, PAIRS, INT4_TO_BF16),
 )
