@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ from llmc.targets.target import Target
 TOKENS = (8, 16, 32, 64, 128, 256)  # of a tile
 PRODUCER = 32  # threads
 STAGES = (12, 8, 6, 4, 3, 2)
+SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
+SLICES = (1, 2, 4)  # warpgroups of a block that have different columns of the same rows
+MOST_SLICED, MOST_CONSUMERS = 64, 4  # tokens of a tile, and warpgroups of a block, with several slices
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
 MOST_THREADS, MOST_REGISTERS = 2048, 65536  # of a multiprocessor
 REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest number of tokens
@@ -100,7 +104,7 @@ class QuantizedWgmma(FragmentKernel):
         while waiting > 0:
             resident = min(most, waiting)
             waiting -= resident
-            us += _START + p.k // p.step // s["split"] * _step_us(p, s, resident, min(1.0, blocks / units), target)
+            us += _START + p.k // p.step // (s["split"] * slices(s)) * _step_us(p, s, resident, min(1.0, blocks / units), target)
         us += _END * s["tokens"] * s["rows"] * p.parts / 4096
         return us + (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us
 
@@ -112,8 +116,7 @@ class QuantizedWgmma(FragmentKernel):
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": s["rows"],
-                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "FOLD": int(s.get("fold", 0)), "PIN": int(s.get("pin", 0)),
-                "ABLATE": int(s.get("ablate", 0)), "LATE": int(bool(s.get("late"))),
+                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "LATE": int(bool(s.get("late"))),
                 "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
@@ -127,7 +130,7 @@ class QuantizedWgmma(FragmentKernel):
 def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: Target) -> float:
     """Microseconds of a step of `resident` blocks per multiprocessor; busy: share of multiprocessors in use."""
     units, consumers = target.limits.units, p.consumers(s)
-    codes, tokens = consumers * BLOCK * p.step / 2, s["tokens"] * p.step * 2  # bytes
+    codes, tokens = consumers * BLOCK * p.step / 2, slices(s) * s["tokens"] * p.step * 2  # bytes
     instructions = _SUMS if s["tokens"] <= 32 and p.group >= p.step else _FACTORS
     flops = 2.0 * consumers * BLOCK * p.step * s["tokens"]
     shared = (
@@ -144,20 +147,26 @@ def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
     m, most = p.m.const, TOKENS[-1]
     nearest = next((t for t in TOKENS if t >= (m or most)), most)
     for tokens in TOKENS if m is None else sorted({nearest, max(TOKENS[0], nearest // 2)}, reverse=True):
-        for rows in (64, 128) if p.parts == 1 else (64,):
-            for split in (1, 2, 4, 8):
-                steps = p.k // p.step
-                if p.n % rows or (split > 1 and (steps % split or steps < 4 * split)) or (split > 2 and tokens > 64):
-                    continue
-                yield from _rings(p, tokens, rows, split, target)
+        for rows, split, sliced in itertools.product((64, 128) if p.parts == 1 else (64,), SPLITS, SLICES):
+            tile = {"tokens": tokens, "rows": rows, "split": split} | ({"slices": sliced} if sliced > 1 else {})
+            if p.n % rows == 0 and _divides(p, tile):
+                yield from _rings(p, tile, target)
 
 
-def _rings(p: TiledProduct, tokens: int, rows: int, split: int, target: Target) -> Iterator[Schedule]:
+def _divides(p: TiledProduct, s: Schedule) -> bool:
+    """Whether the columns of a tile can be divided among its blocks and their warpgroups."""
+    steps, shares, sliced = p.k // p.step, int(s["split"]) * slices(s), slices(s)
+    if sliced > 1 and (s["tokens"] > MOST_SLICED or s["split"] > 2 or p.consumers(s) > MOST_CONSUMERS):
+        return False
+    return (shares == 1 or (steps % shares == 0 and steps >= 4 * shares)) and (s["split"] <= 2 or s["tokens"] <= 64)
+
+
+def _rings(p: TiledProduct, tile: Schedule, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
     seen = set()
     for resident in RESIDENT:
         for stages in STAGES:
-            s = {"tokens": tokens, "rows": rows, "split": split, "stages": stages}
+            s = {**tile, "stages": stages}
             if p.shared(s) <= target.limits.shared // resident - ALIGN:
                 if stages not in seen:
                     seen.add(stages)

@@ -89,17 +89,17 @@ __device__ inline void copy_tokens(const Problem& p, int step, int stage) {
 __device__ inline void produce(const Problem& p) {
   constexpr int first = STEPS < STAGES ? STEPS : STAGES;
   for (int i = 0; i < first; i++) {
-    barrier_expect(p.full + 8 * i, ABLATE == 1 ? USED_BYTES - X_BYTES : ABLATE == 4 ? X_BYTES : USED_BYTES);
-    if (ABLATE != 4) copy_weights(p, p.begin + i, i);
+    barrier_expect(p.full + 8 * i, USED_BYTES);
+    copy_weights(p, p.begin + i, i);
   }
   wait_for_previous();
-  for (int i = 0; i < first; i++) if (ABLATE != 1) copy_tokens(p, p.begin + i, i);
+  for (int i = 0; i < first; i++) copy_tokens(p, p.begin + i, i);
   for (int i = first; i < STEPS; i++) {
     const int stage = i % STAGES, round = i / STAGES;
     barrier_wait(p.empty + 8 * stage, (round & 1) ^ 1);
-    barrier_expect(p.full + 8 * stage, ABLATE == 1 ? USED_BYTES - X_BYTES : ABLATE == 4 ? X_BYTES : USED_BYTES);
-    if (ABLATE != 4) copy_weights(p, p.begin + i, stage);
-    if (ABLATE != 1) copy_tokens(p, p.begin + i, stage);
+    barrier_expect(p.full + 8 * stage, USED_BYTES);
+    copy_weights(p, p.begin + i, stage);
+    copy_tokens(p, p.begin + i, stage);
   }
 }
 
@@ -111,8 +111,8 @@ struct Weights {
 };
 
 // Converts the codes of a chunk into the left factors of four products; without SCALE_SUMS, times their scales.
-__device__ inline void convert(unsigned (&a)[4][4], const uint4& words, const Weights& from, int chunk, unsigned mask,
-                               unsigned base) {
+__device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chunk, unsigned mask, unsigned base) {
+  const uint4 words = from.codes[chunk * WARPGROUP];
   const unsigned word[4] = {words.x, words.y, words.z, words.w};
   unsigned scale[2], offset[2];
 #pragma unroll
@@ -127,9 +127,7 @@ __device__ inline void convert(unsigned (&a)[4][4], const uint4& words, const We
     }
 #pragma unroll
     for (int r = 0; r < 4; r++) {
-      if (ABLATE == 2) { a[s][r] = word[s] ^ r; continue; }
-      const unsigned pair = code_pair(word[s] >> 4 * r, mask, base);
-      const unsigned less = FOLD ? pair : subtract(pair, offset[r % 2]);
+      const unsigned less = subtract(code_pair(word[s] >> 4 * r, mask, base), offset[r % 2]);
       a[s][r] = SCALE_SUMS ? less : multiply(less, scale[r % 2]);
     }
   }
@@ -199,7 +197,7 @@ struct Consumer {
       for (int c = 0; c < CHUNKS; c++) {
         wait_products<CHUNKS - 1>();
         if (c == CHUNKS - 1) release_previous();
-        convert(a[c], from.codes[c * WARPGROUP], from, c, mask, base);
+        convert(a[c], from, c, mask, base);
         pin_sums();
         begin_products();
 #pragma unroll
@@ -212,116 +210,41 @@ struct Consumer {
     pin_sums();
   }
 
-  // Scaled sums: a step has separate sums, `fresh`. Its products run while the codes of the next step are converted.
+  // Scaled sums: every chunk of a step has separate sums, `fresh`, so that its products do not wait for those of the
+  // other chunk. They are scaled and added in the next step.
   __device__ void add_scaled_steps() {
-    unsigned even[CHUNKS][4][4], odd[CHUNKS][4][4];
-    float fresh[WIDTH / 2] = {}, scale[2] = {};
-    uint4 words[CHUNKS];
-    Weights from;
-    if (PIN) {
-      from = arrived();
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) words[c] = from.codes[c * WARPGROUP];
-    }
+    unsigned a[CHUNKS][4][4];
+    float fresh[CHUNKS][WIDTH / 2] = {}, scale[2] = {};
 #pragma unroll 1
-    for (int i = 0; i < STEPS / 2; i++) {
-      if (PIN) {
-        pipe_step(even, words, from, fresh, scale, true);
-        pipe_step(odd, words, from, fresh, scale, 2 * i + 2 < STEPS);
-      } else {
-        add_scaled_step(even, fresh, scale);
-        add_scaled_step(odd, fresh, scale);
-      }
-    }
-    if (STEPS % 2) {
-      if (PIN) {
-        pipe_step(even, words, from, fresh, scale, false);
-      } else {
-        add_scaled_step(even, fresh, scale);
-      }
-    }
-    wait_products<0>();
-    add(fresh, scale);
-  }
-
-  __device__ void pipe_step(unsigned (&a)[CHUNKS][4][4], uint4 (&words)[CHUNKS], Weights& from, float (&fresh)[WIDTH / 2],
-                            float (&scale)[2], bool more) {
-    float next[2];
-    unsigned minus[4];
+    for (int i = 0; i < STEPS; i++) {
+      const Weights from = arrived();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) convert(a[c], words[c], from, c, mask, base);
+      for (int c = 0; c < CHUNKS; c++) convert(a[c], from, c, mask, base);
+      wait_products<0>();
+      release_previous();
+      add(fresh, scale);
 #pragma unroll
-    for (int half = 0; half < 2; half++) next[half] = to_float(from.scales[8 * half]);
+      for (int half = 0; half < 2; half++) scale[half] = to_float(from.scales[8 * half]);
+      begin_products();
 #pragma unroll
-    for (int r = 0; r < 4; r++) minus[r] = opaque(twice(0xC300 + (HAS_ZEROS ? from.zeros[r % 2 * 8] : ZERO_POINT)));
-    const Ring now = ring;
-    if (more) {
+      for (int s = 0; s < 4; s++)
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) multiply(fresh[c], a[c][s], tokens(c) + 32 * s / 16, s > 0);
+      end_products();
       ring.advance();
-      from = arrived();
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) words[c] = from.codes[c * WARPGROUP];
     }
     wait_products<0>();
-    const int previous = now.stage == 0 ? STAGES - 1 : now.stage - 1;
-    if (threadIdx.x % 32 == 0 && now.steps > 0) barrier_arrive(p.empty + 8 * previous);
     add(fresh, scale);
-    scale[0] = next[0], scale[1] = next[1];
-    begin_products();
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      const int at = consumer % SLICES * CHUNKS + c;
-      const unsigned x = (unsigned)matrix(p.buffers + now.stage * STAGE_BYTES) + at * (TOKENS * BLOCK * 2 / 16);
-      if (ABLATE == 3) {
-        for (int i = 0; i < 4; i++) fresh[i] += __uint_as_float(a[c][i][0] ^ a[c][i][1] ^ a[c][i][2] ^ a[c][i][3]);
-        continue;
-      }
-      multiply_chunk(fresh, a[c], x, c > 0);
-      if (FOLD) {
-#pragma unroll
-        for (int s = 0; s < 4; s++) multiply(fresh, minus, x + 32 * s / 16, true);
-      }
-    }
-    end_products();
   }
 
-  // Begins the products of a step, and adds the sums of the step before.
-  __device__ void add_scaled_step(unsigned (&a)[CHUNKS][4][4], float (&fresh)[WIDTH / 2], float (&scale)[2]) {
-    const Weights from = arrived();
+  __device__ void add(float (&fresh)[CHUNKS][WIDTH / 2], const float (&scale)[2]) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-      convert(a[c], from.codes[c * WARPGROUP], from, c, mask, base);
+      pin(fresh[c]);
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; i++) sums[0][i] += fresh[c][i] * scale[i / 2 % 2];
+      pin(fresh[c]);
     }
-    unsigned minus[4];
-#pragma unroll
-    for (int r = 0; r < 4; r++)
-      minus[r] = opaque(twice(0xC300 + (HAS_ZEROS ? from.zeros[r % 2 * 8] : ZERO_POINT)));
-    wait_products<0>();
-    release_previous();
-    add(fresh, scale);
-#pragma unroll
-    for (int half = 0; half < 2; half++) scale[half] = to_float(from.scales[8 * half]);
-    begin_products();
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      if (ABLATE == 3) {
-        for (int i = 0; i < 4; i++) fresh[i] += __uint_as_float(a[c][i][0] ^ a[c][i][1] ^ a[c][i][2] ^ a[c][i][3]);
-        continue;
-      }
-      multiply_chunk(fresh, a[c], tokens(c), c > 0);
-      if (FOLD) {
-#pragma unroll
-        for (int s = 0; s < 4; s++) multiply(fresh, minus, tokens(c) + 32 * s / 16, true);
-      }
-    }
-    end_products();
-    ring.advance();
-  }
-
-  __device__ void add(float (&fresh)[WIDTH / 2], const float (&scale)[2]) {
-    pin(fresh);
-#pragma unroll
-    for (int i = 0; i < WIDTH / 2; i++) sums[0][i] += fresh[i] * scale[i / 2 % 2];
-    pin(fresh);
   }
 
   __device__ void pin_sums() {
