@@ -210,41 +210,41 @@ struct Consumer {
     pin_sums();
   }
 
-  // Scaled sums: every chunk of a step has separate sums, `fresh`, so that its products do not wait for those of the
-  // other chunk. They are scaled and added in the next step.
+  // Scaled sums: a step has separate sums, `fresh`. The factors of the step before must not change while its products run.
   __device__ void add_scaled_steps() {
-    unsigned a[CHUNKS][4][4];
-    float fresh[CHUNKS][WIDTH / 2] = {}, scale[2] = {};
-#pragma unroll 1
-    for (int i = 0; i < STEPS; i++) {
-      const Weights from = arrived();
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) convert(a[c], from, c, mask, base);
-      wait_products<0>();
-      release_previous();
-      add(fresh, scale);
-#pragma unroll
-      for (int half = 0; half < 2; half++) scale[half] = to_float(from.scales[8 * half]);
-      begin_products();
-#pragma unroll
-      for (int s = 0; s < 4; s++)
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) multiply(fresh[c], a[c][s], tokens(c) + 32 * s / 16, s > 0);
-      end_products();
-      ring.advance();
+    unsigned even[CHUNKS][4][4], odd[CHUNKS][4][4];
+    float fresh[WIDTH / 2] = {}, scale[2] = {};
+    for (int i = 0; i < STEPS / 2; i++) {
+      add_scaled_step(even, fresh, scale);
+      add_scaled_step(odd, fresh, scale);
     }
+    if (STEPS % 2) add_scaled_step(even, fresh, scale);
     wait_products<0>();
     add(fresh, scale);
   }
 
-  __device__ void add(float (&fresh)[CHUNKS][WIDTH / 2], const float (&scale)[2]) {
+  // Begins the products of a step, and adds the sums of the step before.
+  __device__ void add_scaled_step(unsigned (&a)[CHUNKS][4][4], float (&fresh)[WIDTH / 2], float (&scale)[2]) {
+    const Weights from = arrived();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      pin(fresh[c]);
+    for (int c = 0; c < CHUNKS; c++) convert(a[c], from, c, mask, base);
+    wait_products<0>();
+    release_previous();
+    add(fresh, scale);
 #pragma unroll
-      for (int i = 0; i < WIDTH / 2; i++) sums[0][i] += fresh[c][i] * scale[i / 2 % 2];
-      pin(fresh[c]);
-    }
+    for (int half = 0; half < 2; half++) scale[half] = to_float(from.scales[8 * half]);
+    begin_products();
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) multiply_chunk(fresh, a[c], tokens(c), c > 0);
+    end_products();
+    ring.advance();
+  }
+
+  __device__ void add(float (&fresh)[WIDTH / 2], const float (&scale)[2]) {
+    pin(fresh);
+#pragma unroll
+    for (int i = 0; i < WIDTH / 2; i++) sums[0][i] += fresh[i] * scale[i / 2 % 2];
+    pin(fresh);
   }
 
   __device__ void pin_sums() {
