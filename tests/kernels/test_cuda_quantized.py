@@ -7,7 +7,9 @@ tests/gpu/test_cuda_kernels.py runs it.
 from __future__ import annotations
 
 import random
+import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -132,9 +134,10 @@ def test_ways_become_binaries_of_sm_90(tmp_path: Path) -> None:
 
 def residual(tokens: int) -> Node:
     """A packed product of 256 rows and 4,096 columns, whose result is added to a residual."""
+    attrs = 'block=[1, 128], zero_point=8, body="add(a1, a0)"'
     text = f"""
 graph @main(%x: bf16[{tokens}, 4096], %w: weight u8[256, 2048], %s: weight bf16[32, 256], %r: bf16[{tokens}, 256]) {{
-  %y = packed_fragments_linear(%x, %w, %s, %r) {{block=[1, 128], zero_point=8, body="add(a1, a0)"}} : bf16[{tokens}, 256]
+  %y = packed_fragments_linear(%x, %w, %s, %r) {{{attrs}}} : bf16[{tokens}, 256]
   return %y
 }}
 """
@@ -154,18 +157,41 @@ def machine_code(node: Node, way: Schedule, folder: Path) -> tuple[Compiled, lis
     return made, [line for line in text.splitlines() if line.lstrip().startswith("/*")]
 
 
-def test_warpgroups_divide_columns(tmp_path: Path) -> None:
-    """Slices of few tokens: every column has one, what they share fits, and their products run beside conversions."""
-    node, target = residual(16), sm_90()
+def overwritten(code: Sequence[str]) -> list[str]:
+    """Return the instructions that write a register which a product may still read as its left factor.
+
+    The code, a loop up to its last product, is read twice. A product reads four registers until the next wait for all.
+    """
+    running: set[int] = set()
+    found = []
+    for line in [*code, *code]:
+        opcode, _, operands = line.partition("*/")[2].strip().removesuffix(";").partition(" ")
+        registers = [int(n) for n in re.findall(r"\bR(\d+)", operands)]
+        if opcode.startswith("WARPGROUP.DEPBAR"):
+            running.clear()
+        elif opcode.startswith("HGMMA"):
+            running.update(range(registers[1], registers[1] + 4))
+        elif re.match(r"R\d+", operands) and not opcode.startswith(("ST", "RED", "SYNCS", "R2UR")):
+            width = int((re.search(r"\.(64|128)$", opcode) or [0, "32"])[1]) // 32
+            if running & set(range(registers[0], registers[0] + width)):
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+def test_warpgroups_divide_columns(tokens: int, tmp_path: Path) -> None:
+    """Slices of few tokens: every column has one, what they share fits, and no product loses its left factor."""
+    node, target = residual(tokens), sm_90()
     ways = [way for way in QUANTIZED_WGMMA.schedules(node, target) if slices(way) > 1]
     assert {slices(way) for way in ways} == {2, 4} and {way["split"] for way in ways} == {1, 2}
     p = TiledProduct.of(node)
     assert all(p.shared(way) <= target.limits.shared and p.consumers(way) <= 4 for way in ways)
-    for way in random.sample(ways, 2):
-        made, code = machine_code(node, way, tmp_path)
-        assert made.threads == p.consumers(way) * 128 + 32 and made.shared == p.shared(way)
-        waits = [line for line in code if "WARPGROUP.DEPBAR" in line]
-        assert sum("HGMMA" in line for line in code) == 8 and len(waits) == 2
+    way = random.choice([way for way in ways if way["tokens"] == tokens])
+    made, code = machine_code(node, way, tmp_path)
+    assert made.threads == p.consumers(way) * 128 + 32 and made.shared == p.shared(way)
+    products = [i for i, line in enumerate(code) if "HGMMA" in line]
+    begin = next(i for i, line in enumerate(code) if "TRYWAIT" in line)
+    assert len(products) in (8, 16) and not overwritten(code[begin : products[-1] + 1])
 
 
 def test_other_operands_are_loaded_together(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest nu
 # a step and of its copies; the instructions of a warpgroup in a step, with scaled sums and with scaled factors; the end
 # of a block, for 4096 sums; a cluster, and each of its blocks.
 _START, _STEP, _COPY, _SUMS, _FACTORS, _END, _CLUSTER, _PEER = 2.68, 0.419, 1.246, 0.041, 0.177, 0.92, 1.13, 0.17
+# The share of the multiprocessors that clusters of more than two blocks can use; what slices of 128 rows take longer.
+_FOURS, _WIDE = 0.9, 1.15
 _READ, _CACHE = 0.72, 9.9e12  # share of the bandwidth that is reached; bytes/s of copies from the L2 cache
 
 
@@ -100,13 +102,17 @@ class QuantizedWgmma(FragmentKernel):
         """Predict microseconds: rounds of resident blocks, whose steps are bound by latency or by a shared resource."""
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
         blocks = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // s["rows"]) * s["split"]
-        waiting, most, us = -(-blocks // units), p.resident(s, target), 0.0
+        seats = int(units * _FOURS) if s["split"] > 2 else units
+        waiting, most, us = -(-blocks // seats), p.resident(s, target), 0.0
         while waiting > 0:
             resident = min(most, waiting)
             waiting -= resident
-            us += _START + p.k // p.step // (s["split"] * slices(s)) * _step_us(p, s, resident, min(1.0, blocks / units), target)
+            us += _START + p.k // p.step // (s["split"] * slices(s)) * _step_us(
+                p, s, resident, min(1.0, blocks / units), target
+            )
         us += _END * s["tokens"] * s["rows"] * p.parts / 4096
-        return us + (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us
+        us += (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us
+        return us * (_WIDE if slices(s) > 1 and s["rows"] > BLOCK else 1.0)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = TiledProduct.of(node), schedule

@@ -13,10 +13,10 @@
 // tokens.
 //
 // Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
-// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64, 128 or 256), STAGES, SLICES and SPLIT (whose product divides the steps), LATE (allow
-// the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and OUT. The
-// generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS,
-// OTHERS, Loaded, `load_others` and `epilogue`.
+// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SLICES and SPLIT (whose product divides the steps), LATE
+// (allow the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and
+// OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`
+// and `epilogue`.
 
 constexpr int WARPGROUP = 128, BLOCK = 64;          // threads of a warpgroup; rows and columns of a block of codes
 constexpr int TALL = PARTS * ROWS / BLOCK;          // blocks of 64 rows
@@ -336,7 +336,9 @@ __device__ inline void finish(const Problem& p, const float* shared, int rank, i
       for (int half = 0; half < 2; half++) {
         float a[PARTS][2], out[2];
 #pragma unroll
-        for (int part = 0; part < PARTS; part++) a[part][0] = sums[part][2 * half], a[part][1] = sums[part][2 * half + 1];
+        for (int part = 0; part < PARTS; part++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) a[part][j] = sums[part][2 * half + j];
         epilogue(out, a, loaded[i][half]);
 #pragma unroll
         for (int j = 0; j < 2; j++) four.of[2 * half + j] = from_float<OUT>(out[j]);
