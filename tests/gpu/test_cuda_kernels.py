@@ -87,6 +87,8 @@ CODES = (
     (130, 256, 1024, 1, 1024, False, "add(a1, a0)", "f16"),
     (300, 128, 2048, 1, 128, False, "add(add(a0, a1), a2)"),
     (520, 192, 256, 2, 16, True, SILU),
+    (13, 192, 4096, 1, 128, True, "add(add(a0, a1), a2)"),
+    (16, 128, 4096, 2, 256, False, SILU),
 )
 # The same for few tokens, and the dtype of the scales. 576 and 1,216 columns do not divide evenly among the warps, and
 # 19 tokens are more than a tile.

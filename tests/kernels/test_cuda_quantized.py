@@ -7,20 +7,25 @@ tests/gpu/test_cuda_kernels.py runs it.
 from __future__ import annotations
 
 import random
+import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import triton
 from draw import generator
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
-from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
+from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA, TiledProduct, slices
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.cubin import read_entry
+from llmc.codegen.kernel import Schedule
 from llmc.codegen.pack import Pack
 from llmc.codegen.select import Select
+from llmc.codegen.toolchain import Compiled
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.graph import Graph, Module, Node
@@ -125,6 +130,76 @@ def test_ways_become_binaries_of_sm_90(tmp_path: Path) -> None:
         assert made.threads == 2 * 128 + (128 if way["tokens"] == 256 else 32)
         assert read_entry(made.binary, source.entry).sizes == (128, 8, 8, 8, 8, 4)
         assert source.cluster == ((way["split"], 1, 1) if way["split"] > 1 else ())
+
+
+def residual(tokens: int) -> Node:
+    """A packed product of 256 rows and 4,096 columns, whose result is added to a residual."""
+    attrs = 'block=[1, 128], zero_point=8, body="add(a1, a0)"'
+    text = f"""
+graph @main(%x: bf16[{tokens}, 4096], %w: weight u8[256, 2048], %s: weight bf16[32, 256], %r: bf16[{tokens}, 256]) {{
+  %y = packed_fragments_linear(%x, %w, %s, %r) {{{attrs}}} : bf16[{tokens}, 256]
+  return %y
+}}
+"""
+    return the_product(parse(text, OPS).graphs["main"])
+
+
+def machine_code(node: Node, way: Schedule, folder: Path) -> tuple[Compiled, list[str]]:
+    """Return a binary, and its instructions by the disassembler that comes with Triton."""
+    target = sm_90()
+    tool = load().toolchains["cuda"](target)
+    source = QUANTIZED_WGMMA.emit(node, way, target)
+    made = tool.compile([(source, "")], folder)[tool.key(source)]
+    (folder / "kernel.cubin").write_bytes(made.binary)
+    dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    command = [str(dump), "-c", str(folder / "kernel.cubin")]
+    text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return made, [line for line in text.splitlines() if line.lstrip().startswith("/*")]
+
+
+def overwritten(code: Sequence[str]) -> list[str]:
+    """Return the instructions that write a register which a product may still read as its left factor.
+
+    The code, a loop up to its last product, is read twice. A product reads four registers until the next wait for all.
+    """
+    running: set[int] = set()
+    found = []
+    for line in [*code, *code]:
+        opcode, _, operands = line.partition("*/")[2].strip().removesuffix(";").partition(" ")
+        registers = [int(n) for n in re.findall(r"\bR(\d+)", operands)]
+        if opcode.startswith("WARPGROUP.DEPBAR"):
+            running.clear()
+        elif opcode.startswith("HGMMA"):
+            running.update(range(registers[1], registers[1] + 4))
+        elif re.match(r"R\d+", operands) and not opcode.startswith(("ST", "RED", "SYNCS", "R2UR")):
+            width = int((re.search(r"\.(64|128)$", opcode) or [0, "32"])[1]) // 32
+            if running & set(range(registers[0], registers[0] + width)):
+                found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+def test_warpgroups_divide_columns(tokens: int, tmp_path: Path) -> None:
+    """Slices of few tokens: every column has one, what they share fits, and no product loses its left factor."""
+    node, target = residual(tokens), sm_90()
+    ways = [way for way in QUANTIZED_WGMMA.schedules(node, target) if slices(way) > 1]
+    assert {slices(way) for way in ways} == {2, 4} and {way["split"] for way in ways} == {1, 2}
+    p = TiledProduct.of(node)
+    assert all(p.shared(way) <= target.limits.shared and p.consumers(way) <= 4 for way in ways)
+    way = random.choice([way for way in ways if way["tokens"] == tokens])
+    made, code = machine_code(node, way, tmp_path)
+    assert made.threads == p.consumers(way) * 128 + 32 and made.shared == p.shared(way)
+    products = [i for i, line in enumerate(code) if "HGMMA" in line]
+    begin = next(i for i, line in enumerate(code) if "TRYWAIT" in line)
+    assert len(products) in (8, 16) and not overwritten(code[begin : products[-1] + 1])
+
+
+def test_other_operands_are_loaded_together(tmp_path: Path) -> None:
+    """A thread loads eight groups of a residual before it stores a result: it waits for memory once for them."""
+    way = {"tokens": 256, "rows": 128, "split": 1, "stages": 3}
+    _, code = machine_code(residual(256), way, tmp_path)
+    first = next(i for i, line in enumerate(code) if "STG" in line)
+    assert sum("LDG" in line for line in code[:first]) >= 16
 
 
 @pytest.mark.parametrize("kernel", [SKINNY_GEMM, SKINNY_FIXED], ids=lambda k: k.name)

@@ -71,11 +71,13 @@ def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, befo
     )
 
 
-def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type) -> str:
+def pair_epilogue(
+    body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()
+) -> str:  # fmt: skip
     """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, and an epilogue of two neighbouring columns in two functions.
 
     `load_others(loaded, token, column OTHERS)` loads the other operands, for an even column, into a `Loaded`;
-    `epilogue(y, sums, loaded)` computes y[2] from sums[parts][2]. They need pairs.cuh.
+    `epilogue(y, sums, loaded)` computes y[2] from sums[parts][2]. They need pairs.cuh. before: as of `epilogue`.
     """
     names = [f"e{i}" for i in range(len(operands))]
     parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
@@ -91,7 +93,7 @@ def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type)
     members = "".join(f" float {name}[2];" for name in names)
     taken = f"Loaded& to, int token, int column{arguments}"
     return (
-        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in parameters)}\n"
+        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in (*before, *parameters))}\n"
         f"#define OTHER_ARGUMENTS {arguments}\n"
         f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
         f"struct Loaded {{{members} }};\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
@@ -65,11 +65,11 @@ class FragmentProduct(ProductNode):
         """The zero point of all groups, or -1 if each has one."""
         return -1 if self.node.attrs["zeros"] else int(self.node.attrs["zero_point"])
 
-    def epilogue(self) -> str:
+    def epilogue(self, generate: Callable[..., str] = epilogue) -> str:
         """The generated text of the kernels: GAIN, ZEROS, and what `cuda_epilogue` generates."""
         present = {"gain": ("const bf16*", self.normed), "zeros": ("const unsigned char*", self.node.attrs["zeros"])}
         before = tuple(f"{kind} {name}" for name, (kind, there) in present.items() if there)
-        text = epilogue(self.node.attrs["body"], self.parts, self.extras, self.node.result.type, before)
+        text = generate(self.node.attrs["body"], self.parts, self.extras, self.node.result.type, before)
         defines = [f"#define {x.upper()} {x if there else 'nullptr'}" for x, (_, there) in present.items()]
         return "\n".join([*defines, text])
 

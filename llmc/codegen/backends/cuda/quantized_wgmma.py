@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, INT4_TO_BF16, SCALAR_MATH, WGMMA_REGISTERS, Binding
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    HOPPER,
+    INT4_TO_BF16,
+    PAIRS,
+    SCALAR_MATH,
+    WGMMA_REGISTERS,
+    Binding,
+)
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP
 from llmc.codegen.kernel import Map, Schedule
@@ -17,6 +27,9 @@ from llmc.targets.target import Target
 TOKENS = (8, 16, 32, 64, 128, 256)  # of a tile
 PRODUCER = 32  # threads
 STAGES = (12, 8, 6, 4, 3, 2)
+SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
+SLICES = (1, 2, 4)  # warpgroups of a block that have different columns of the same rows
+MOST_SLICED, MOST_CONSUMERS = 64, 4  # tokens of a tile, and warpgroups of a block, with several slices
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
 MOST_THREADS, MOST_REGISTERS = 2048, 65536  # of a multiprocessor
 REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest number of tokens
@@ -24,7 +37,14 @@ REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest nu
 # a step and of its copies; the instructions of a warpgroup in a step, with scaled sums and with scaled factors; the end
 # of a block, for 4096 sums; a cluster, and each of its blocks.
 _START, _STEP, _COPY, _SUMS, _FACTORS, _END, _CLUSTER, _PEER = 2.68, 0.419, 1.246, 0.041, 0.177, 0.92, 1.13, 0.17
+# The share of the multiprocessors that clusters of more than two blocks can use; what slices of 128 rows take longer.
+_FOURS, _WIDE = 0.9, 1.15
 _READ, _CACHE = 0.72, 9.9e12  # share of the bandwidth that is reached; bytes/s of copies from the L2 cache
+
+
+def slices(s: Schedule) -> int:
+    """Warpgroups of a block that have different columns of the same rows; schedules of one do not name it."""
+    return int(s.get("slices", 1))
 
 
 @dataclass(frozen=True)
@@ -38,7 +58,7 @@ class TiledProduct(FragmentProduct):
 
     def consumers(self, s: Schedule) -> int:
         """Consumer warpgroups of a block."""
-        return self.parts * int(s["rows"]) // BLOCK
+        return self.parts * int(s["rows"]) // BLOCK * slices(s)
 
     def producer(self, s: Schedule) -> int:
         """Threads of the producer: a warpgroup if it releases registers to the consumers, else a warp."""
@@ -55,9 +75,10 @@ class TiledProduct(FragmentProduct):
         """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
         scales = max(1, self.step // self.group)
         entry = 2 * BLOCK + BLOCK * bool(self.node.attrs["zeros"])
-        stage = s["tokens"] * self.step * 2 + self.consumers(s) * (BLOCK * self.step // 2 + scales * entry)
+        of_x = slices(s) * s["tokens"] * self.step * 2
+        stage = of_x + self.consumers(s) * (BLOCK * self.step // 2 + scales * entry)
         ring = s["stages"] * (-(-stage // ALIGN) * ALIGN)
-        sums = s["tokens"] * (self.parts * s["rows"] + 4) * 4
+        sums = slices(s) * s["tokens"] * (self.parts * s["rows"] + 4) * 4
         return int(max(ring, sums)) + ALIGN
 
 
@@ -81,13 +102,17 @@ class QuantizedWgmma(FragmentKernel):
         """Predict microseconds: rounds of resident blocks, whose steps are bound by latency or by a shared resource."""
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
         blocks = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // s["rows"]) * s["split"]
-        waiting, most, us = -(-blocks // units), p.resident(s, target), 0.0
+        seats = int(units * _FOURS) if s["split"] > 2 else units
+        waiting, most, us = -(-blocks // seats), p.resident(s, target), 0.0
         while waiting > 0:
             resident = min(most, waiting)
             waiting -= resident
-            us += _START + p.k // p.step // s["split"] * _step_us(p, s, resident, min(1.0, blocks / units), target)
+            us += _START + p.k // p.step // (s["split"] * slices(s)) * _step_us(
+                p, s, resident, min(1.0, blocks / units), target
+            )
         us += _END * s["tokens"] * s["rows"] * p.parts / 4096
-        return us + (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us
+        us += (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us
+        return us * (_WIDE if slices(s) > 1 and s["rows"] > BLOCK else 1.0)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = TiledProduct.of(node), schedule
@@ -97,21 +122,21 @@ class QuantizedWgmma(FragmentKernel):
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": s["rows"],
-                "STAGES": s["stages"], "SPLIT": s["split"], "LATE": int(bool(s.get("late"))),
+                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "LATE": int(bool(s.get("late"))),
                 "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
             sizes=(p.m,),
             maps=(Map(0, (p.m, D(p.k)), (s["tokens"], BLOCK), SWIZZLE),),
             cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
-            text=p.epilogue(),
+            text=p.epilogue(pair_epilogue),
         )  # fmt: skip
 
 
 def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: Target) -> float:
     """Microseconds of a step of `resident` blocks per multiprocessor; busy: share of multiprocessors in use."""
     units, consumers = target.limits.units, p.consumers(s)
-    codes, tokens = consumers * BLOCK * p.step / 2, s["tokens"] * p.step * 2  # bytes
+    codes, tokens = consumers * BLOCK * p.step / 2, slices(s) * s["tokens"] * p.step * 2  # bytes
     instructions = _SUMS if s["tokens"] <= 32 and p.group >= p.step else _FACTORS
     flops = 2.0 * consumers * BLOCK * p.step * s["tokens"]
     shared = (
@@ -128,20 +153,26 @@ def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
     m, most = p.m.const, TOKENS[-1]
     nearest = next((t for t in TOKENS if t >= (m or most)), most)
     for tokens in TOKENS if m is None else sorted({nearest, max(TOKENS[0], nearest // 2)}, reverse=True):
-        for rows in (64, 128) if p.parts == 1 else (64,):
-            for split in (1, 2, 4, 8):
-                steps = p.k // p.step
-                if p.n % rows or (split > 1 and (steps % split or steps < 4 * split)) or (split > 2 and tokens > 64):
-                    continue
-                yield from _rings(p, tokens, rows, split, target)
+        for rows, split, sliced in itertools.product((64, 128) if p.parts == 1 else (64,), SPLITS, SLICES):
+            tile = {"tokens": tokens, "rows": rows, "split": split} | ({"slices": sliced} if sliced > 1 else {})
+            if p.n % rows == 0 and _divides(p, tile):
+                yield from _rings(p, tile, target)
 
 
-def _rings(p: TiledProduct, tokens: int, rows: int, split: int, target: Target) -> Iterator[Schedule]:
+def _divides(p: TiledProduct, s: Schedule) -> bool:
+    """Whether the columns of a tile can be divided among its blocks and their warpgroups."""
+    steps, shares, sliced = p.k // p.step, int(s["split"]) * slices(s), slices(s)
+    if sliced > 1 and (s["tokens"] > MOST_SLICED or s["split"] > 2 or p.consumers(s) > MOST_CONSUMERS):
+        return False
+    return (shares == 1 or (steps % shares == 0 and steps >= 4 * shares)) and (s["split"] <= 2 or s["tokens"] <= 64)
+
+
+def _rings(p: TiledProduct, tile: Schedule, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
     seen = set()
     for resident in RESIDENT:
         for stages in STAGES:
-            s = {"tokens": tokens, "rows": rows, "split": split, "stages": stages}
+            s = {**tile, "stages": stages}
             if p.shared(s) <= target.limits.shared // resident - ALIGN:
                 if stages not in seen:
                     seen.add(stages)
@@ -157,5 +188,5 @@ QUANTIZED_WGMMA = QuantizedWgmma(
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",
-    headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, INT4_TO_BF16),
+    headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, PAIRS, INT4_TO_BF16),
 )

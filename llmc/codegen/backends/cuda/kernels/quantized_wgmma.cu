@@ -8,35 +8,42 @@
 // tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
 // when every consumer warp has finished reading it.
 //
-// SPLIT blocks of a cluster compute the same tile over different columns of w. Each writes its sums to shared memory,
-// and each adds up those of all blocks for its share of the tokens.
+// SLICES warpgroups have different columns of w for the same rows. SPLIT blocks of a cluster compute the same tile over
+// different columns of w. Each writes its sums to shared memory, and each adds up those of all blocks for its share of the
+// tokens.
 //
 // Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
-// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SPLIT (1, 2, 4 or 8; a divisor of the steps), LATE (allow
-// the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and OUT. The
-// generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHERS and the function `epilogue`.
+// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SLICES and SPLIT (whose product divides the steps), LATE
+// (allow the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and
+// OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`
+// and `epilogue`.
 
 constexpr int WARPGROUP = 128, BLOCK = 64;          // threads of a warpgroup; rows and columns of a block of codes
-constexpr int CONSUMERS = PARTS * ROWS / BLOCK;     // consumer warpgroups
+constexpr int TALL = PARTS * ROWS / BLOCK;          // blocks of 64 rows
+constexpr int CONSUMERS = TALL * SLICES;            // consumer warpgroups
 // The producer is a whole warpgroup, which gives its registers to the consumers.
 constexpr bool GIVES_REGISTERS = TOKENS > 128 && CONSUMERS > 1;
 constexpr int THREADS = CONSUMERS * WARPGROUP + (GIVES_REGISTERS ? WARPGROUP : 32);
 constexpr int CHUNKS = K % (2 * BLOCK) == 0 ? 2 : 1, STEP = CHUNKS * BLOCK;  // columns of a step
-constexpr int STEPS = K / STEP / SPLIT;             // of a block
+constexpr int STEPS = K / STEP / SLICES / SPLIT;    // of a block
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
 constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, WIDTHS = TOKENS / WIDTH;  // tokens of an instruction
 constexpr bool HAS_ZEROS = ZERO_POINT < 0;
 // The scales multiply the sums of a step if that is less work, otherwise the factors.
 constexpr bool SCALE_SUMS = TOKENS <= 32 && SCALES == 1;
 
-// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [CONSUMERS][CHUNKS][BLOCK * BLOCK / 2],
-// scales [CONSUMERS][SCALES][BLOCK], zero points [CONSUMERS][SCALES][BLOCK].
-constexpr int X_BYTES = TOKENS * STEP * 2, CODE_BYTES = BLOCK * STEP / 2, SCALE_BYTES = BLOCK * 2;
+// A buffer: x [SLICES][CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TALL][SLICES][CHUNKS][BLOCK * BLOCK / 2],
+// scales [TALL][SLICES][SCALES][BLOCK], zero points [TALL][SLICES][SCALES][BLOCK].
+constexpr int X_BYTES = SLICES * TOKENS * STEP * 2, CODE_BYTES = BLOCK * STEP / 2, SCALE_BYTES = BLOCK * 2;
 constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + CONSUMERS * CODE_BYTES;
 constexpr int ZEROS_AT = SCALES_AT + CONSUMERS * SCALES * SCALE_BYTES;
 constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? CONSUMERS * SCALES * BLOCK : 0);
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
 constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // floats of a token's sums in shared memory; no bank conflicts
+constexpr int WRITERS = CONSUMERS * WARPGROUP, SHARE = TOKENS / SPLIT;  // threads and tokens of a block that write y
+constexpr int QUADS = (SHARE * ROWS / 4 + WRITERS - 1) / WRITERS;  // groups of four columns of y that a thread writes
+constexpr int BATCH = QUADS < 8 ? QUADS : 8;  // quads whose other operands are loaded together
+constexpr bool EARLY = TOKENS <= 32;          // the first of them are loaded before the products
 
 // The inputs of a tile of y.
 struct Problem {
@@ -49,29 +56,32 @@ struct Problem {
   unsigned buffers, full, empty;  // addresses in shared memory
 };
 
-// The first row in w of the 64 rows of a consumer.
-__device__ inline int weight_row(const Problem& p, int consumer) {
-  return consumer / (ROWS / BLOCK) * N + p.column + consumer % (ROWS / BLOCK) * BLOCK;
+// The first row in w of the i-th block of rows.
+__device__ inline int weight_row(const Problem& p, int i) {
+  return i / (ROWS / BLOCK) * N + p.column + i % (ROWS / BLOCK) * BLOCK;
 }
 
 __device__ inline void copy_weights(const Problem& p, int step, int stage) {
   const unsigned buffer = p.buffers + stage * STAGE_BYTES, barrier = p.full + 8 * stage;
-  for (int c = 0; c < CONSUMERS; c++) {
-    const int row = weight_row(p, c);
-    const long long block = (long long)(row / BLOCK) * (K / BLOCK) + step * CHUNKS;
-    copy_bytes(buffer + CODES_AT + c * CODE_BYTES, p.codes + block * (BLOCK * BLOCK / 2), CODE_BYTES, barrier);
-    for (int s = 0; s < SCALES; s++) {
-      const long long entry = (long long)(step * STEP / GROUP + s) * (PARTS * N) + row;
-      copy_bytes(buffer + SCALES_AT + (c * SCALES + s) * SCALE_BYTES, p.scales + entry, SCALE_BYTES, barrier);
-      if (HAS_ZEROS) copy_bytes(buffer + ZEROS_AT + (c * SCALES + s) * BLOCK, p.zeros + entry, BLOCK, barrier);
+  for (int b = 0; b < TALL; b++) {
+    const int row = weight_row(p, b);
+    const long long block = (long long)(row / BLOCK) * (K / BLOCK) + step * (SLICES * CHUNKS);
+    copy_bytes(buffer + CODES_AT + b * SLICES * CODE_BYTES, p.codes + block * (BLOCK * BLOCK / 2), SLICES * CODE_BYTES,
+               barrier);
+    for (int s = 0; s < SLICES * SCALES; s++) {
+      const long long column = (long long)step * (SLICES * STEP) + s / SCALES * STEP + s % SCALES * GROUP;
+      const long long entry = column / GROUP * (PARTS * N) + row;
+      const int to = b * SLICES * SCALES + s;
+      copy_bytes(buffer + SCALES_AT + to * SCALE_BYTES, p.scales + entry, SCALE_BYTES, barrier);
+      if (HAS_ZEROS) copy_bytes(buffer + ZEROS_AT + to * BLOCK, p.zeros + entry, BLOCK, barrier);
     }
   }
 }
 
 __device__ inline void copy_tokens(const Problem& p, int step, int stage) {
-  for (int c = 0; c < CHUNKS; c++)
-    copy_box(p.buffers + stage * STAGE_BYTES + c * TOKENS * BLOCK * 2, p.x, p.token, step * STEP + c * BLOCK,
-             p.full + 8 * stage);
+  for (int c = 0; c < SLICES * CHUNKS; c++)
+    copy_box(p.buffers + stage * STAGE_BYTES + c * TOKENS * BLOCK * 2, p.x, p.token,
+             step * (SLICES * STEP) + c * BLOCK, p.full + 8 * stage);
 }
 
 // The producer: one thread issues the copies of all steps, each when its buffer is free. The weights of the first steps
@@ -167,7 +177,8 @@ struct Consumer {
   }
 
   __device__ unsigned tokens(int chunk) const {
-    return (unsigned)matrix(p.buffers + ring.stage * STAGE_BYTES) + chunk * (TOKENS * BLOCK * 2 / 16);
+    const int at = consumer % SLICES * CHUNKS + chunk;
+    return (unsigned)matrix(p.buffers + ring.stage * STAGE_BYTES) + at * (TOKENS * BLOCK * 2 / 16);
   }
 
   // Releases the buffer before the current one, if there is one.
@@ -199,7 +210,7 @@ struct Consumer {
     pin_sums();
   }
 
-  // Scaled sums: a step has separate sums, `fresh`. Its products run while the codes of the next step are converted.
+  // Scaled sums: a step has separate sums, `fresh`. The factors of the step before must not change while its products run.
   __device__ void add_scaled_steps() {
     unsigned even[CHUNKS][4][4], odd[CHUNKS][4][4];
     float fresh[WIDTH / 2] = {}, scale[2] = {};
@@ -242,10 +253,11 @@ struct Consumer {
   }
 };
 
-// Writes a warpgroup's sums to shared memory as [TOKENS][SUMS_STRIDE].
+// Writes a warpgroup's sums to shared memory as [SLICES][TOKENS][SUMS_STRIDE].
 __device__ inline void share(float* shared, const float (&sums)[WIDTHS][WIDTH / 2], int consumer) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  float* to = shared + lane % 4 * 2 * SUMS_STRIDE + consumer * BLOCK + warp * 16 + lane / 4;
+  float* to = shared + consumer % SLICES * (TOKENS * SUMS_STRIDE) + lane % 4 * 2 * SUMS_STRIDE +
+              consumer / SLICES * BLOCK + warp * 16 + lane / 4;
 #pragma unroll
   for (int w = 0; w < WIDTHS; w++)
 #pragma unroll
@@ -253,18 +265,22 @@ __device__ inline void share(float* shared, const float (&sums)[WIDTHS][WIDTH / 
       to[(w * WIDTH + i / 4 * 8 + i % 2) * SUMS_STRIDE + i / 2 % 2 * 8] = sums[w][i];
 }
 
-// Four neighbouring sums of one token, added over the blocks of the cluster.
+// Four neighbouring sums of one token, added over the slices and the blocks of the cluster.
 __device__ inline void add_up(float (&out)[4], const float* shared, int offset) {
   const unsigned address = shared_address(shared + offset);
 #pragma unroll
   for (int rank = 0; rank < SPLIT; rank++) {
-    float v[4];
     unsigned peer = address;
     if (SPLIT > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(peer) : "memory");
 #pragma unroll
-    for (int i = 0; i < 4; i++) out[i] = rank == 0 ? v[i] : out[i] + v[i];
+    for (int slice = 0; slice < SLICES; slice++) {
+      float v[4];
+      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                   : "r"(peer + slice * TOKENS * SUMS_STRIDE * 4) : "memory");
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[i] = rank + slice == 0 ? v[i] : out[i] + v[i];
+    }
   }
 }
 
@@ -273,6 +289,62 @@ __device__ inline void wait_for_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
   } else {
     __syncthreads();
+  }
+}
+
+// The i-th group of four neighbouring columns of y that a thread writes: its token and first column within the tile.
+struct Quad {
+  int token, column;
+  bool exists;
+
+  __device__ Quad(const Problem& p, int rank, int i, int m) {
+    const int at = i * WRITERS + threadIdx.x;
+    token = rank * SHARE + at / (ROWS / 4), column = at % (ROWS / 4) * 4;
+    exists = at < SHARE * (ROWS / 4) && p.token + token < m;
+  }
+};
+
+// Loads the other operands of the quads from `first` on, all before any is used.
+__device__ inline void load_batch(Loaded (&loaded)[BATCH][2], const Problem& p, int rank, int first,
+                                  int m OTHER_ARGUMENTS) {
+#pragma unroll
+  for (int i = 0; i < BATCH; i++) {
+    const Quad quad(p, rank, first + i, m);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (quad.exists) load_others(loaded[i][half], p.token + quad.token, p.column + quad.column + 2 * half OTHERS);
+  }
+}
+
+// Writes y for this block's share of the tokens. `loaded` has the other operands of the first batch.
+__device__ inline void finish(const Problem& p, const float* shared, int rank, int m,
+                              Loaded (&loaded)[BATCH][2] OTHER_ARGUMENTS, OUT* y) {
+  struct alignas(4 * sizeof(OUT)) Four { OUT of[4]; };
+#pragma unroll 1
+  for (int first = 0; first < QUADS; first += BATCH) {
+    if (first > 0) load_batch(loaded, p, rank, first, m OTHERS);
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+      const Quad quad(p, rank, first + i, m);
+      if (!quad.exists) continue;
+      float sums[PARTS][4];
+#pragma unroll
+      for (int part = 0; part < PARTS; part++)
+        add_up(sums[part], shared, quad.token * SUMS_STRIDE + part * ROWS + quad.column);
+      Four four;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float a[PARTS][2], out[2];
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) a[part][j] = sums[part][2 * half + j];
+        epilogue(out, a, loaded[i][half]);
+#pragma unroll
+        for (int j = 0; j < 2; j++) four.of[2 * half + j] = from_float<OUT>(out[j]);
+      }
+      *(Four*)(y + (long long)(p.token + quad.token) * N + p.column + quad.column) = four;
+    }
   }
 }
 
@@ -290,6 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Problem p = {x, codes, scales, ZEROS, tile % tiles * TOKENS, tile / tiles * ROWS,
                      rank * STEPS, buffers, full, empty};
   const int consumer = threadIdx.x / WARPGROUP;
+  Loaded loaded[BATCH][2];
   if (!LATE) launch_dependents();
   if (consumer == CONSUMERS) {
     if (GIVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -297,37 +370,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncwarp();
   } else {
     if (GIVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (EARLY) {
+      wait_for_previous();
+      load_batch(loaded, p, rank, 0, m OTHERS);
+    }
     Consumer c(p, memory, consumer);
     if (SCALE_SUMS) {
       c.add_scaled_steps();
     } else {
       c.add_steps();
     }
-    wait_for_previous();  // the other operands are written, and the memory of the result is not read any more
+    if (!EARLY) {  // the other operands are written, and the memory of the result is not read any more
+      wait_for_previous();
+      load_batch(loaded, p, rank, 0, m OTHERS);
+    }
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");  // no consumer reads the buffers any more
     share((float*)memory, c.sums, consumer);
   }
   if (LATE) launch_dependents();
   wait_for_cluster();
 
-  constexpr int SHARE = TOKENS / SPLIT, QUADS = ROWS / 4;  // tokens of this block; groups of four columns
-  for (int i = threadIdx.x; i < SHARE * QUADS && consumer < CONSUMERS; i += CONSUMERS * WARPGROUP) {
-    const int t = rank * SHARE + i / QUADS, c = i % QUADS * 4;
-    const int token = p.token + t, column = p.column + c;
-    if (token >= m) break;
-    float sums[PARTS][4];
-#pragma unroll
-    for (int part = 0; part < PARTS; part++)
-      add_up(sums[part], (const float*)memory, t * SUMS_STRIDE + part * ROWS + c);
-    struct alignas(4 * sizeof(OUT)) Quad { OUT of[4]; } out;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      float a[PARTS];
-#pragma unroll
-      for (int part = 0; part < PARTS; part++) a[part] = sums[part][j];
-      out.of[j] = from_float<OUT>(epilogue(a, token, column + j OTHERS));
-    }
-    *(Quad*)(y + (long long)token * N + column) = out;
-  }
+  if (consumer < CONSUMERS) finish(p, (const float*)memory, rank, m, loaded OTHERS, y);
   if (SPLIT > 1) wait_for_cluster();  // no block exits while others read its sums
 }
