@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.weight_shards import missing_shards
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -131,6 +132,9 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
             what, remedy = FILES[ending]
             return Diagnostic("E320", f"{where} has no {SINGLE}; {found[0]} is {what}", remedy)
     lacks = f"{where} has neither {SINGLE} nor {INDEX}"
+    if missing := missing_shards(names):
+        cause = f"{lacks}; of the numbered files, {len(missing)} are missing: {', '.join(missing[:3])}"
+        return Diagnostic("E320", cause, "download the missing files into the folder")
     if found := sorted(n for n in names if n.endswith(".safetensors")):
         remedy = f"also download {INDEX}" if len(found) > 1 or "-of-" in found[0] else f"rename it to {SINGLE}"
         if found[0].startswith("consolidated"):
