@@ -57,7 +57,7 @@ TESTED = (
     "falcon", "gptj", "granitemoehybrid", "gpt-sw3", "gpt_neo", "gpt_neox_japanese", "codegen", "bitnet",
     "mistral3", "internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llama4_text",
     "llama4", "dbrx", "gemma3n_text", "gemma3n", "bloom", "mpt", "xglm", "aria_text", "aria", "deepseek_v32",
-    "glm_moe_dsa", "axk2", "ernie4_5_vl_moe",
+    "glm_moe_dsa", "axk2", "glm4v_moe", "ernie4_5_vl_moe",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

@@ -336,6 +336,17 @@ FURTHER = (
         "glm4v",
         {"text_config": SMALL | axes(2, 1, 1, partial_rotary_factor=0.5), "vision_config": SEEN},
     ),
+    Case(
+        "glm4v_moe",
+        "glm4v_moe",
+        {
+            "text_config": SMALL
+            | ROUTED
+            | {"head_dim": 16, "first_k_dense_replace": 1}
+            | axes(2, 1, 1, partial_rotary_factor=0.5),
+            "vision_config": SEEN,
+        },
+    ),
     Case("ernie4_5_vl_moe", "ernie4_5_vl_moe", {"text_config": ERNIE, "vision_config": SEEN}),
     Case("llama4_text", "llama4_text", LLAMA4, trace={"max_positions": 64}),
     Case(
