@@ -22,8 +22,8 @@ from llmc.console import Console
 from llmc.diagnostics import Diagnostic
 from llmc.draft_model import add_draft, with_draft
 from llmc.driver import start
+from llmc.frontend.model_folder import has_weights
 from llmc.frontend.safetensors_reader import TensorFiles
-from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.options import Options
 from llmc.quant.make.planned import PlannedWeights
 from llmc.quant.make.recipes import NONE, RECIPES
@@ -92,7 +92,7 @@ def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]
 
 def _has_weights(job: Compilation) -> bool:
     """Whether the weights are in a local folder. A dry run downloads none, so those of a hub's model may be missing."""
-    if not any((job.model / name).exists() for name in (SINGLE, INDEX)):
+    if not has_weights({p.name for p in job.model.iterdir()}):
         return False
     try:
         TensorFiles(job.model).close()

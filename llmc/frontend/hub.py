@@ -27,6 +27,7 @@ from llmc.frontend.model_folder import (
     read_json,
 )
 from llmc.frontend.quantization_files import FILES
+from llmc.frontend.weight_shards import numbered_shards
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -135,11 +136,13 @@ class _Fetch:
         return Located(folder, self.name, commit)
 
     def shards(self, sizes: Collection[str], commit: str) -> list[str]:
-        """Names of the weight files: those in the index, or a single file, which takes precedence over the index."""
+        """Names of the weight files: a single file that the index lacks, those in the index, or all numbered shards."""
         if unsupported.INDEX not in sizes:
-            if unsupported.SINGLE not in sizes:
-                raise unsupported.refuse_weights(sizes, self.where)
-            return [unsupported.SINGLE]
+            if unsupported.SINGLE in sizes:
+                return [unsupported.SINGLE]
+            if numbered := numbered_shards(sizes):
+                return numbered
+            raise unsupported.refuse_weights(sizes, self.where)
         entries = read_json(self.file(unsupported.INDEX, commit)).get("weight_map")
         named = set(entries.values()) if isinstance(entries, dict) else set()
         if unsupported.SINGLE in sizes and unsupported.SINGLE not in named:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from llmc_runtime.format.json_fields import too_much
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 from llmc.frontend.quantization_files import FILES, with_quantization
+from llmc.frontend.weight_shards import numbered_shards
 
 MAX_BYTES, MAX_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
 MAX_SMALL = 256 << 20  # limit of a file that is copied into the artifact
@@ -56,7 +57,7 @@ TESTED = (
     "falcon", "gptj", "granitemoehybrid", "gpt-sw3", "gpt_neo", "gpt_neox_japanese", "codegen", "bitnet",
     "mistral3", "internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llama4_text",
     "llama4", "dbrx", "gemma3n_text", "gemma3n", "bloom", "mpt", "xglm", "aria_text", "aria", "deepseek_v32",
-    "glm_moe_dsa", "axk2",
+    "glm_moe_dsa", "axk2", "glm4v_moe", "ernie4_5_vl_moe",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"
@@ -100,7 +101,7 @@ def open_source(path: str | Path) -> Source:
         raise unsupported.refuse_without_config(names, str(folder))
     check_files(folder)
     config = read_config(folder)
-    if ADAPTER in names and not any(n in names for n in (unsupported.SINGLE, unsupported.INDEX)):
+    if ADAPTER in names and not has_weights(names):
         base = read_json(folder / ADAPTER).get("base_model_name_or_path", "not named")
         raise unsupported.refuse_adapter(str(folder), base)
     generation = folder / "generation_config.json"
@@ -149,10 +150,15 @@ def check_files(folder: Path) -> None:
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
 
 
+def has_weights(names: Collection[str]) -> bool:
+    """Whether the files of a folder include a model's weights: one file, an index, or all numbered shards."""
+    return unsupported.SINGLE in names or unsupported.INDEX in names or bool(numbered_shards(names))
+
+
 def check_weights(folder: Path) -> None:
     """Raise Diagnostic E320 if a folder has no safetensors weights. Called before anything is traced."""
     names = {p.name for p in folder.iterdir()}
-    if unsupported.SINGLE not in names and unsupported.INDEX not in names:
+    if not has_weights(names):
         raise unsupported.refuse_weights(names, str(folder))
 
 

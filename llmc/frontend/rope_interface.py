@@ -66,8 +66,8 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
                 freq = _frequencies(module, prefix, layer_type, str(kind), max_positions)
                 scaling = _scaling(module, prefix, max_positions)
                 near = _frequencies(module, prefix, layer_type, str(kind), PROBED)
-                layout, dtype = _layout(module, prefix, layer_type, near, path)
-                computed[f"{path}.{prefix}inv_freq"] = freq
+                layout, dtype, order = _layout(module, prefix, layer_type, near, path)
+                computed[f"{path}.{prefix}inv_freq"] = freq if order is None else freq[order]
                 plans[layer_type] = (f"{prefix}inv_freq", scaling, layout, dtype)
             module.forward = _forward(module, plans)
         except Diagnostic as e:
@@ -140,10 +140,12 @@ def _scaling(module: Any, prefix: str, max_positions: int) -> float:
 
 def _layout(
     module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor, path: str
-) -> tuple[str, torch.dtype | None]:
-    """Run the module's forward on a few positions to find its layout, and the dtype of its tables (None: that of x).
+) -> tuple[str, torch.dtype | None, Tensor | None]:
+    """Run the module's forward on a few positions to find how it makes its tables.
 
-    `freq` are the frequencies of so few positions.
+    Returns its layout, the dtype of its tables (None: that of x) and the order in which it takes its frequencies (None:
+    that in which it has them). ERNIE 4.5 VL stores those of height and width apart, and alternates them. `freq` are the
+    frequencies of so few positions.
     """
     try:
         tables, low = _probe(module, prefix, layer_type, freq)
@@ -153,17 +155,31 @@ def _layout(
     scaling = _scaling(module, prefix, PROBED)
     if isinstance(tables, Tensor) and tables.is_complex() and tables.shape == angles.shape:
         if torch.allclose(tables, torch.complex(angles.cos(), angles.sin()) * scaling):
-            return COMPLEX, None
+            return COMPLEX, None, None
     for layout, spread in LAYOUTS.items() if isinstance(tables, tuple) else ():
-        (cos, sin), a = tables, spread(angles)
-        if a.shape == cos.shape and torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):
-            return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype
+        (cos, sin), columns = tables, spread(torch.arange(len(freq)))
+        if cos.shape != (*angles.shape[:2], len(columns)):
+            continue
+        for order in (None, _order(angles.sin() * scaling, sin, columns)):
+            a = spread(angles if order is None else angles[..., order])
+            if torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):
+                return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype, order
     raise Diagnostic(
         "E306",
         f"{path}: {type(module).__name__} makes rotary tables in an unknown layout",
         "add its layout to LAYOUTS in llmc/frontend/rope_interface.py, and to `rope_tables` in "
         "llmc/frontend/aten_table.py",
     )
+
+
+def _order(known: Tensor, table: Tensor, columns: Tensor) -> Tensor:
+    """Return the number of the frequency from which a table of sines takes each of its own.
+
+    known [1, n, h] are the sines of each frequency; column j of table [1, n, w] has the table's frequency columns[j].
+    """
+    first = torch.stack([(columns == i).nonzero()[0, 0] for i in range(known.shape[-1])])
+    sines, wanted = known[0, 1:, :, None], table[0, 1:, None, first]  # at position 0, all are zero
+    return ((sines - wanted).abs() / sines.abs()).amax(0).argmin(0)
 
 
 def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 from llmc.frontend.model_folder import check_weights, is_regular, read_json
 from llmc.frontend.unsupported import INDEX, SINGLE
+from llmc.frontend.weight_shards import numbered_shards
 from llmc.ir.dtype import DTYPES
 
 _COMPARED = 1 << 20  # bytes that are compared at a time
@@ -73,11 +74,11 @@ class TensorFiles:
         """
         found: dict[str, Stored] = {}
         others: list[Stored] = []  # further tensors of the same names
-        for file in sorted(set(listed.values()), key=str) if listed else [self.folder / SINGLE]:
+        for file in sorted(set(listed.values()), key=str) if listed else _unlisted_files(self.folder):
             for t in self._header(file).values():
                 stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
                 is_listed_elsewhere = t.name in listed and listed[t.name] != file
-                is_found_unlisted = bool(listed) and t.name not in listed and t.name in found
+                is_found_unlisted = t.name not in listed and t.name in found
                 if is_listed_elsewhere or is_found_unlisted:
                     others.append(stored)
                 else:
@@ -162,7 +163,7 @@ def _corrupt(file: Path, why: object) -> Diagnostic:
 
 
 def _listed(folder: Path) -> dict[str, Path]:
-    """Map tensor names to files by the index; empty for a single-file checkpoint, even beside an index without it."""
+    """Map tensor names to files by the index; empty without one, and for a single file that the index does not name."""
     check_weights(folder)
     if not (folder / INDEX).exists() and not (folder / INDEX).is_symlink():
         return {}
@@ -179,6 +180,13 @@ def _listed(folder: Path) -> dict[str, Path]:
         cause = f"{INDEX} names files that {folder} lacks: {shortened(missing)}"
         raise Diagnostic("E322", cause, "download the missing files into the folder")
     return {name: folder / file for name, file in entries.items()}
+
+
+def _unlisted_files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder whose index does not apply: the single file, or else all numbered shards."""
+    if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
+        return [folder / SINGLE]
+    return [folder / name for name in numbered_shards(p.name for p in folder.iterdir())]
 
 
 def shortened(names: list[str]) -> str:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.weight_shards import missing_shards
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -122,6 +123,10 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
     """The error for a folder or repository without safetensors weights."""
     if "adapter_model.safetensors" in names:
         return refuse_adapter(where, "not named")
+    lacks = f"{where} has neither {SINGLE} nor {INDEX}"
+    if missing := missing_shards(names):
+        cause = f"{lacks}; of the numbered files, {len(missing)} are missing: {', '.join(missing[:3])}"
+        return Diagnostic("E320", cause, "download the missing files into the folder")
     old = sorted(n for n in names if n.endswith(PICKLES))
     if old:
         cause = f"{where} contains pickled weights only ({old[0]}), which are never opened: loading them runs code"
@@ -130,7 +135,6 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
         if found := sorted(n for n in names if n.endswith(ending)):
             what, remedy = FILES[ending]
             return Diagnostic("E320", f"{where} has no {SINGLE}; {found[0]} is {what}", remedy)
-    lacks = f"{where} has neither {SINGLE} nor {INDEX}"
     if found := sorted(n for n in names if n.endswith(".safetensors")):
         remedy = f"also download {INDEX}" if len(found) > 1 or "-of-" in found[0] else f"rename it to {SINGLE}"
         if found[0].startswith("consolidated"):

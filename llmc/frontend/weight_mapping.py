@@ -129,21 +129,49 @@ def _convert(build: Builder, converter: Any, target: str, group: Group, known: A
 def _stack(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     if op.dim != 0:
         raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", _AGAIN)
+    return {
+        c.target_patterns[0] if len(group) == 1 else pattern: [_stacked(b, values, target)]
+        for pattern, values in group.items()
+    }
+
+
+def _stacked(b: Builder, values: list[Value], target: str) -> Value:
+    """The values, of equal shapes, along a new first axis."""
+    if len({v.type.shape for v in values}) > 1:
+        raise _unequal(target, values)
+    rows = [b.reshape(v, shape=(1, *v.type.shape)) for v in _one_dtype(b, values)]
+    return b.concat(*rows, axis=0)
+
+
+def _stack_in_parts(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
+    """Divide the experts among the targets, such as those of text and of images; each stacks and joins its own."""
+    if op.stack_dim != 0:
+        raise Diagnostic("E326", f"{target}: experts stacked along axis {op.stack_dim} are not supported", _AGAIN)
+    counts = {len(values) for values in group.values()}
+    size, rest = divmod(max(counts), len(c.target_patterns))
+    if rest or len(counts) > 1:
+        cause = (
+            f"{target} is one of {len(c.target_patterns)} equal parts of {', '.join(map(str, sorted(counts)))} experts"
+        )
+        raise Diagnostic("E325", cause, "fetch the checkpoint again")
     out: Group = {}
-    for pattern, values in group.items():
-        if len({v.type.shape for v in values}) > 1:
-            raise _unequal(target, values)
-        rows = [b.reshape(v, shape=(1, *v.type.shape)) for v in _one_dtype(b, values)]
-        out[c.target_patterns[0] if len(group) == 1 else pattern] = [b.concat(*rows, axis=0)]
+    for i, name in enumerate(c.target_patterns):
+        stacks = [_stacked(b, group[p][i * size : (i + 1) * size], target) for p in c.source_patterns]
+        out[name] = [_joined(b, stacks, op.concat_dim, target)]
     return out
 
 
 def _concatenate(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     values = [v for pattern in c.source_patterns for v in group.get(pattern, ())]
-    axis = op.dim % values[0].type.rank
+    return {c.target_patterns[0]: [_joined(b, values, op.dim, target)]}
+
+
+def _joined(b: Builder, values: list[Value], dim: int, target: str) -> Value:
+    """The values joined along an axis; their other axes are equal."""
+    axis = dim % values[0].type.rank
     if len({(*v.type.shape[:axis], *v.type.shape[axis + 1 :]) for v in values}) > 1:
         raise _unequal(target, values)
-    return {c.target_patterns[0]: [b.concat(*_one_dtype(b, values), axis=axis)]}
+    return b.concat(*_one_dtype(b, values), axis=axis)
 
 
 def _chunk(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
@@ -187,5 +215,11 @@ def _unequal(target: str, values: list[Value]) -> Diagnostic:
 
 _AGAIN = "save the model again with transformers 5"
 _OPERATIONS: Mapping[str, Any] = MappingProxyType(
-    {"MergeModulelist": _stack, "Concatenate": _concatenate, "Chunk": _chunk, "Transpose": _transpose}
+    {
+        "MergeModulelist": _stack,
+        "Concatenate": _concatenate,
+        "Chunk": _chunk,
+        "Transpose": _transpose,
+        "ErnieFuseAndSplitTextVisionExperts": _stack_in_parts,
+    }
 )

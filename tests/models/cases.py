@@ -60,6 +60,7 @@ MSCALES = rope(
     long_mscale=1.3,
 )
 
+GPT = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 # Keys and values from a latent; keys are wider than values.
@@ -104,11 +105,7 @@ LISTED = (
     Case("qwen3", "qwen3", SMALL | {"head_dim": 24}),
     Case("mistral", "mistral", SMALL | {"sliding_window": 8}),
     Case("gemma2", "gemma2", SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 20}),
-    Case(
-        "gpt2",
-        "gpt2",
-        {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
-    ),
+    Case("gpt2", "gpt2", GPT | {"eos_token_id": 2}),
 )
 
 # Others that come by data alone.
@@ -163,9 +160,7 @@ UNLISTED = (
         )
     ),
     *(Case(name, name, SMALL | {"head_dim": 16, "sliding_window": 8}) for name in ("cohere2", "exaone4", "olmo3")),
-    Case(
-        "gpt_bigcode", "gpt_bigcode", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
-    ),
+    Case("gpt_bigcode", "gpt_bigcode", GPT),
     Case("biogpt", "biogpt", SMALL),
     Case("mixtral", "mixtral", SMALL | {"num_local_experts": 4}),
     Case("granitemoe", "granitemoe", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -230,6 +225,11 @@ LLAMA4 = SMALL | {
     "attention_chunk_size": 64,
     "floor_scale": 8,
 }
+# Experts for text, and experts for images that no text reaches.
+ERNIE = SMALL | axes(3, 3, 2) | {
+    "head_dim": 16, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 12], "moe_num_shared_experts": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+}  # fmt: skip
 HEARS = {"hidden_size": 16, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 2, "vocab_size": 8}
 GEMMA3N = SMALL | {
     "num_hidden_layers": 4,
@@ -289,12 +289,8 @@ FURTHER = (
     Case("deepseek_v2", "deepseek_v2", MLA | EXPERTS | MLA_EXPERTS | {"topk_method": "greedy"}),
     Case("falcon", "falcon", FALCON),
     Case("falcon-new", "falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    Case(
-        "gptj",
-        "gptj",
-        {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
-    ),
-    Case("gpt-sw3", "gpt-sw3", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    Case("gptj", "gptj", GPT | {"rotary_dim": 8}),
+    Case("gpt-sw3", "gpt-sw3", GPT),
     Case(
         "gpt_neo",
         "gpt_neo",
@@ -303,11 +299,7 @@ FURTHER = (
         | {"intermediate_size": 96},
     ),
     Case("gpt_neox_japanese", "gpt_neox_japanese", FALCON | {"intermediate_multiple_size": 2}),
-    Case(
-        "codegen",
-        "codegen",
-        {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256, "rotary_dim": 8},
-    ),
+    Case("codegen", "codegen", GPT | {"n_ctx": 256, "rotary_dim": 8}),
     Case("bitnet", "bitnet", SMALL),
     Case("ctrl", "ctrl", {"vocab_size": 320, "n_embd": 64, "dff": 96, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     Case("phi3-longrope-short", "phi3", SMALL | LONG | ORIGINAL, (37,), {"max_positions": 64}),
@@ -344,6 +336,18 @@ FURTHER = (
         "glm4v",
         {"text_config": SMALL | axes(2, 1, 1, partial_rotary_factor=0.5), "vision_config": SEEN},
     ),
+    Case(
+        "glm4v_moe",
+        "glm4v_moe",
+        {
+            "text_config": SMALL
+            | ROUTED
+            | {"head_dim": 16, "first_k_dense_replace": 1}
+            | axes(2, 1, 1, partial_rotary_factor=0.5),
+            "vision_config": SEEN,
+        },
+    ),
+    Case("ernie4_5_vl_moe", "ernie4_5_vl_moe", {"text_config": ERNIE, "vision_config": SEEN}),
     Case("llama4_text", "llama4_text", LLAMA4, trace={"max_positions": 64}),
     Case(
         "llama4",

@@ -65,6 +65,17 @@ def test_a_revision_is_pinned_and_listed_files_alone_come(
     assert all(f"/resolve/{COMMIT}/" in a for a in hub.asked if "/resolve/" in a)
 
 
+def test_numbered_shards_without_an_index_come(hub: HubStandIn, model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    (copy / "model.safetensors.index.json").unlink()
+    hub.repos["someone/numbered"] = copy
+    at = locate("someone/numbered", Hub(hub.url, tmp_path))
+    assert {p.name for p in at.folder.glob("*.safetensors")} == shards(model)
+    (copy / max(shards(model))).unlink()
+    words = "someone/numbered@main", "1 are missing", max(shards(model))
+    fails("E320", *words, do=lambda: locate("someone/numbered", Hub(hub.url, tmp_path / "other")))
+
+
 def test_weights_are_left_where_none_are_wanted(hub: HubStandIn, tmp_path: Path) -> None:
     at = locate(NAME, Hub(hub.url, tmp_path), weights=False)
     assert not list(at.folder.glob("*.safetensors*")) and (at.folder / "config.json").exists()

@@ -69,7 +69,8 @@ def test_an_adapter_beside_a_config(tmp_path: Path) -> None:
         ("tf_model.h5", "TensorFlow"),
         ("adapter_model.safetensors", "adapter"),
         ("weights.safetensors", "rename it to model.safetensors"),
-        ("model-00001-of-00001.safetensors", "download model.safetensors.index.json"),
+        ("model-00001-of-00003.safetensors", "2 are missing: model-00002-of-00003.safetensors"),
+        ("shard-00001-of-00001.safetensors", "download model.safetensors.index.json"),
         ("consolidated.safetensors", "publisher's own layout"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from models.cases import FURTHER, SMALL, UNLISTED
-from models.kit import build, fails
+from models.kit import build, fails, save
 from safetensors.torch import load_file, save_file
 
 from llmc.frontend.checkpoint import Checkpoint
@@ -139,3 +139,16 @@ def test_a_lost_weight_is_reported(tmp_path: Path) -> None:
     del tensors["language_model.model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     fails("E323", "layers.1.mlp.up_proj", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+def test_experts_of_text_and_of_images_in_one_list(tmp_path: Path) -> None:
+    """A layer stores those of text first, and those of images, which are smaller, under the next numbers."""
+    model = save(BY_NAME["ernie4_5_vl_moe"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.1.mlp.experts"
+    assert tensors[f"{layer}.3.up_proj.weight"].shape == (24, 64)
+    assert tensors[f"{layer}.7.up_proj.weight"].shape == (12, 64)
+    check(model, tmp_path)
+    del tensors[f"{layer}.7.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fails("E325", "one of 2 equal parts of 7, 8 experts", do=lambda: Checkpoint(trace(tmp_path)))
