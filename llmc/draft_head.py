@@ -35,9 +35,9 @@ def head_of(o: Options) -> HeadConfig | MtpLayer | None:
 def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     """Trace the head of a Compilation into the graph @draft of the module of `traced`, whose @main has its input.
 
-    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side times the head's `fc`, plus its
-    bias if it has one. Returns the head's weights, which `stack` closes; None unless `packed`. Raises Diagnostic E360 if the head does not
-    fit the model.
+    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side times the head's `fc`,
+    plus its bias if it has one. Returns the head's weights, which `stack` closes; None unless `packed`. Raises
+    Diagnostic E360 if the head does not fit the model.
     """
     if isinstance(job.head, MtpLayer):
         return add_mtp(job, traced, stack, packed)
