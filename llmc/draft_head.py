@@ -35,13 +35,13 @@ def head_of(o: Options) -> HeadConfig | MtpLayer | None:
 def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     """Trace the head of a Compilation into the graph @draft of the module of `traced`, whose @main has its input.
 
-    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side times the head's `fc`.
-    Returns the head's weights, which `stack` closes; None unless `packed`. Raises Diagnostic E360 if the head does not
-    fit the model.
+    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side times the head's `fc`,
+    plus its bias if it has one. Returns the head's weights, which `stack` closes; None unless `packed`. Raises
+    Diagnostic E360 if the head does not fit the model.
     """
     if isinstance(job.head, MtpLayer):
         return add_mtp(job, traced, stack, packed)
-    from llmc.frontend.eagle_head import EMBEDDING, FC, HeadWeights, head_graph, trace_head
+    from llmc.frontend.eagle_head import EMBEDDING, FC, FC_BIAS, HeadWeights, head_graph, trace_head
 
     head: HeadConfig = job.head
     facts, main = traced.facts, traced.module.graphs["main"]
@@ -57,13 +57,17 @@ def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     shared = "" if weights and weights.embeds else _embedding(traced, graph, EMBEDDING)
     b = Builder(main, OPS, loc="fc")
     fc = main.input(FC, tensor(facts.dtype, head_width, 3 * model_width), weight=True)
-    head_inputs = [v for v in (fc, *graph.inputs) if v.weight and v.name != shared]
+    biases = [main.input(FC_BIAS, tensor(facts.dtype, head_width), weight=True)] if weights and weights.biased else []
+    head_inputs = [v for v in (fc, *biases, *graph.inputs) if v.weight and v.name != shared]
     if weights:
         weights.serve({v.name: v.type for v in head_inputs}, traced_head.buffers)
     for v in head_inputs:
         v.name = DRAFT_PREFIX + v.name
     parts = [x if x.type.dtype == facts.dtype else b.cast(x, dtype=facts.dtype) for x in states]
-    main.outputs = [logits, b.linear(b.concat(*parts, axis=1), fc)]
+    joined = b.linear(b.concat(*parts, axis=1), fc)
+    for bias in biases:
+        joined = b.add(joined, b.broadcast(bias, shape=joined.type.shape))
+    main.outputs = [logits, joined]
     traced.module.graphs[DRAFT] = graph
     job.ir.append(("with-draft", show(traced.module)))
     job.done("draft", f"EAGLE-3 head, {len(graph.nodes)} nodes, {facts.dtype}")

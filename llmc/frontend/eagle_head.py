@@ -33,7 +33,7 @@ from llmc.ir.graph import Builder, Graph
 from llmc.ir.ops import OPS
 from llmc.ir.types import Type, tensor
 
-FC, EMBEDDING, VOCABULARY = "fc.weight", "embed_tokens.weight", "vocabulary"
+FC, FC_BIAS, EMBEDDING, VOCABULARY = "fc.weight", "fc.bias", "embed_tokens.weight", "vocabulary"
 D2T, T2D = "d2t", "t2d"  # draft id -> the model's id, less the draft id; the model's id -> whether it can be drafted
 _LOWEST = -1e30  # logit of tokens that the head cannot draft
 # Of training, or of the model itself, as heads made by the library speculators contain them.
@@ -162,6 +162,11 @@ class HeadWeights:
     def embeds(self) -> bool:
         """Whether the head has an embedding of its own."""
         return EMBEDDING in self._stored
+
+    @property
+    def biased(self) -> bool:
+        """Whether the product that joins the three hidden states has a bias."""
+        return FC_BIAS in self._stored
 
     def serve(self, weights: Mapping[str, Type], buffers: Mapping[str, np.ndarray]) -> None:
         """Serve weights of these types, of which `buffers` are computed.

@@ -19,7 +19,10 @@ TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_looku
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 # The keys of vLLM's JSON by method; those that draft on the host have no options but the number of tokens.
 KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {NGRAM: ("method", TOKENS, LOW, HIGH), **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", "model", TOKENS))}
+    {
+        NGRAM: ("method", TOKENS, LOW, HIGH),
+        **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", "model", TOKENS, "draft_tensor_parallel_size")),
+    }
 )
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
@@ -65,7 +68,7 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
     if method != NGRAM:
-        return out  # the draft model or head is the one in the artifact, regardless of `model`
+        return out  # the draft model or head and its ranks are those of the artifact
     out[HIGH] = _count(name, mapping, HIGH, mapping.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out

@@ -100,7 +100,7 @@ def drafted(
     """Return the greedy drafts after `tokens`, all but the last of which the model has computed, and their
     probabilities."""
     states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
-    hidden = torch.cat([states[n][0] for n in AUX], -1) @ w["fc.weight"].T
+    hidden = torch.cat([states[n][0] for n in AUX], -1) @ w["fc.weight"].T + w.get("fc.bias", 0.0)
     table, known, out, chances = model.get_input_embeddings().weight, list(tokens), list[int](), list[float]()
     for _ in range(count):
         x = layer(w, table[torch.tensor(known[1:])], hidden, before)

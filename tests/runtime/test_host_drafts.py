@@ -132,3 +132,12 @@ def test_an_unknown_method_is_refused() -> None:
         check_speculate("speculate", "medusa:3")
     with pytest.raises(LlmcError, match="unknown key 'prompt_lookup_max'"):
         check_speculate("speculate", {"method": "suffix", "num_speculative_tokens": 2, "prompt_lookup_max": 3})
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_keys_of_the_draft_model_in_vllms_json(method: str) -> None:
+    """The artifact decides on the draft model and its ranks, so both keys have no effect."""
+    published = {"method": method, "model": "any", "draft_tensor_parallel_size": 2, "num_speculative_tokens": 3}
+    assert check_speculate("speculate", published) == {"method": method, "num_speculative_tokens": 3}
+    with pytest.raises(LlmcError, match="unknown key 'draft_tensor'"):
+        check_speculate("speculate", {"method": method, "draft_tensor": 2})
