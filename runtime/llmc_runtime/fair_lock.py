@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import _signal  # its functions do not convert handlers to enums, which takes ten times as long as setting one
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 
 from llmc_runtime.format.errors import LlmcError
+
+_SIGINT = int(signal.SIGINT)
 
 
 class FairLock:
@@ -26,8 +28,7 @@ class FairLock:
         self._owner = 0
         self._queue: deque[tuple[threading.Lock, int]] = deque()
         self._deferred: deque[Callable[[], None]] = deque()
-        self._handle_interrupt: Callable[[], None] = lambda: None  # of the owner, see `_defer_interrupt`
-        self._loop: _DeferredInterrupt | None = None  # of a loop in the main thread
+        self._interrupt = _DeferredInterrupt()
 
     def __enter__(self) -> None:
         if self.forked:
@@ -35,17 +36,18 @@ class FairLock:
             raise LlmcError("E609", cause, "open the LLM after the fork, or start processes with the method spawn")
         if self._owner == threading.get_ident():
             raise RuntimeError("the LLM is used while this thread holds its lock, by a signal handler or an executor")
-        handle_interrupt = self._defer_interrupt()
+        interrupt = _DeferredInterrupt()
+        interrupt.hold()
         self._acquire(wait=True)
-        self._handle_interrupt = handle_interrupt
+        self._interrupt = interrupt
 
     def __exit__(self, *exc: object) -> None:
-        handle_interrupt = self._handle_interrupt
+        interrupt = self._interrupt
         try:
             self._run_deferred()
         finally:
             self._release()
-            handle_interrupt()
+            interrupt.release()
 
     @property
     def forked(self) -> bool:
@@ -58,7 +60,8 @@ class FairLock:
         self._deferred.append(action)
         if self.forked:
             return
-        handle_interrupt = self._defer_interrupt()
+        interrupt = _DeferredInterrupt()
+        interrupt.hold()
         try:
             if self._acquire(wait=False):
                 try:
@@ -66,35 +69,7 @@ class FairLock:
                 finally:
                     self._release()
         finally:
-            handle_interrupt()
-
-    @contextmanager
-    def loop(self) -> Iterator[None]:
-        """Context manager for a loop that enters the lock in each iteration: it sets the handler of SIGINT once, since
-        setting one takes longer than entering the lock. Between two entries, interrupts are handled at once.
-        """
-        if threading.current_thread() is not threading.main_thread() or self._loop is not None:
-            yield
-            return
-        loop = _DeferredInterrupt()
-        try:
-            loop.install()
-            loop.release()
-            self._loop = loop
-            yield
-        finally:
-            self._loop = None
-            loop.hold()
-            loop.restore()
-
-    def _defer_interrupt(self) -> Callable[[], None]:
-        """Defer SIGINT until the returned function is called."""
-        if self._loop is not None and threading.current_thread() is threading.main_thread():
-            self._loop.hold()
-            return self._loop.release
-        interrupt = _DeferredInterrupt()
-        interrupt.install()
-        return interrupt.restore
+            interrupt.release()
 
     def _run_deferred(self) -> None:
         while self._deferred:
@@ -127,47 +102,26 @@ class FairLock:
 
 
 class _DeferredInterrupt:
-    """Defers SIGINT in the main thread, the only one in which Python runs signal handlers.
-
-    From `install` to `restore`, an interrupt is handled at once, unless there were more calls of `hold` than of
-    `release`: then it is handled by the last of these or by `restore`. One call of `hold` counts from the beginning.
-    """
+    """Defers SIGINT in the main thread, the only one in which Python runs signal handlers."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, FrameType | None], object] | None = None
-        self._holds, self._received = 1, False
-
-    def install(self) -> None:
-        """Set the handler of SIGINT, in the main thread, unless interrupts are ignored or end the process."""
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._on_interrupt)
-
-    def restore(self) -> None:
-        """Restore the handler that was set before `install`."""
-        if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
-            self._handle()
+        self._received = False
 
     def hold(self) -> None:
-        """Defer interrupts."""
-        self._holds += 1
+        """Record interrupts instead of handling them."""
+        if threading.current_thread() is threading.main_thread():
+            handler = _signal.getsignal(_SIGINT)
+            if callable(handler):
+                self._handler = handler
+                _signal.signal(_SIGINT, self._note)
 
     def release(self) -> None:
-        """End what `hold` began."""
-        self._holds -= 1
-        if not self._holds:
-            self._handle()
+        """Restore the handler, and call it if an interrupt was received."""
+        if self._handler is not None:
+            _signal.signal(_SIGINT, self._handler)
+            if self._received:
+                self._handler(signal.SIGINT, None)
 
-    def _handle(self) -> None:
-        if self._received and self._handler is not None:
-            self._received = False
-            self._handler(signal.SIGINT, None)
-
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._holds:
-            self._received = True
-        elif self._handler is not None:
-            self._handler(number, frame)
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = True

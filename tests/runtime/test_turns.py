@@ -112,42 +112,6 @@ def test_ctrl_c_waits_for_the_end_of_the_turn(ctrl_c: None, method: str, depth: 
     assert answers(llm) == expected
 
 
-def test_ctrl_c_in_a_loop_is_handled_between_two_turns(ctrl_c: None) -> None:
-    turns, reached = FairLock(), []
-    with pytest.raises(KeyboardInterrupt), turns.loop():
-        with turns, pytest.raises(RuntimeError), turns:
-            pass
-        handler = signal.getsignal(signal.SIGINT)
-        with turns:
-            assert signal.getsignal(signal.SIGINT) == handler  # it is set once for the loop
-            turns.run_soon(lambda: reached.append("finalizer"))
-            signal.raise_signal(signal.SIGINT)
-            reached.append("turn")
-        reached.append("after it")
-    assert reached == ["turn", "finalizer"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt), turns.loop():
-        with turns:
-            pass
-        signal.raise_signal(signal.SIGINT)
-        reached.append("after it")
-    assert reached == ["turn", "finalizer"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_loop_of_another_thread_leaves_the_handler(ctrl_c: None) -> None:
-    turns, handlers = FairLock(), []
-
-    def work() -> None:
-        with turns.loop(), turns:
-            handlers.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert handlers == [signal.default_int_handler]
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["next", "_append"])
 def test_a_stream_lost_within_a_step_ends_after_it(method: str, depth: int) -> None:
