@@ -275,14 +275,13 @@ class LLM(PoolingAPI):
         Raises the LlmcError of the first prompt that is refused, before any of them runs, or that fails.
         """
         states: list[RequestState] = []
-        with self._lock.loop():
-            try:
-                self._submit_all(states, prompts, params, priorities)
-                self._finish(states, use_tqdm)
-            finally:
-                with self._lock:
-                    for state in states:
-                        self._outputs.drop(state)
+        try:
+            self._submit_all(states, prompts, params, priorities)
+            self._finish(states, use_tqdm)
+        finally:
+            with self._lock:
+                for state in states:
+                    self._outputs.drop(state)
         for state in states:
             if state.error is not None:
                 raise state.error
@@ -306,7 +305,7 @@ class LLM(PoolingAPI):
 
     def _finish(self, states: list[RequestState], use_tqdm: bool) -> None:
         """Run steps until each request is finished."""
-        with ProgressBar(len(states), use_tqdm) as bar:
+        with ProgressBar(len(states), use_tqdm) as bar, self._lock.loop():
             for state in states:
                 while not state.finished:
                     with self._lock:
