@@ -84,6 +84,14 @@ class Engine:
         """Whether some request has not ended."""
         return self.scheduler.has_work()
 
+    def spare_seconds(self) -> float:
+        """Return for how long the next call of `step` may be delayed, so that requests which arrive meanwhile run in
+        the step that it plans, and the executor still has it before the one that runs ends; 0 or less: not at all.
+        """
+        if len(self._tickets) != 1 or self.executor.depth < 2:
+            return 0.0
+        return self.scheduler.spare_seconds(self.scheduler.clock())
+
     def step(self) -> list[RequestDelta]:
         """Let an open step sample, launch the steps that can be launched, wait for the oldest step in flight. Return a
         delta for each request that got tokens or ended.

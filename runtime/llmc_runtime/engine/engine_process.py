@@ -291,6 +291,10 @@ class EngineProcess:
             if self._take_control(loop, control):
                 return 0
             self._take_adds(loop, max(_MIN_ADD_TIME, _ADD_SHARE * last))
+            while (spare_ms := int(1e3 * engine.spare_seconds())) > 0 and poller.poll(spare_ms):
+                if self._take_control(loop, control):
+                    return 0
+                self._take_adds(loop, _MIN_ADD_TIME)
             if loop.busy or loop.compiling:
                 began = time.monotonic()
                 deltas = loop.step()

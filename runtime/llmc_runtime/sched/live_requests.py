@@ -21,6 +21,9 @@ from llmc_runtime.sched.step import Step
 from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
+# A step is planned so many seconds, and at least this share of the duration of the step that runs, before that ends.
+AHEAD, AHEAD_SHARE = 0.002, 0.25
+
 
 class LiveRequests:
     """The base of Scheduler: everything that does not depend on how steps are planned. Belongs to the engine's thread.
@@ -63,6 +66,15 @@ class LiveRequests:
     def has_work(self) -> bool:
         """Whether some request has not ended."""
         return bool(self.requests)
+
+    def spare_seconds(self, now: float) -> float:
+        """Return for how long the step after the one that runs need not be planned: requests that arrive meanwhile can
+        join it. 0 if some wait already, if masks or drafts depend on the plan, or if the step's duration is not known.
+        """
+        if self.step_budget is None or len(self._in_flight) != 1 or self.waiting or self.guided or self.speculation is not None:
+            return 0.0
+        expected = self.step_budget.expected(self._in_flight[0][0].work)
+        return expected - max(AHEAD, AHEAD_SHARE * expected) - self.timer.running(now)
 
     def take_notices(self) -> list[RequestDelta]:
         """Return the deltas of requests that ended between two steps."""

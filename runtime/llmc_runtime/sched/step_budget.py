@@ -57,6 +57,10 @@ class StepTimer:
         began, self._ended = max(self._planned.popleft(), self._ended), now
         return now - began
 
+    def running(self, now: float) -> float:
+        """Return the seconds for which the oldest step in flight has run."""
+        return now - max(self._planned[0], self._ended)
+
     def forget(self) -> None:
         """Drop the steps in flight."""
         self._planned.clear()
@@ -103,6 +107,14 @@ class StepBudget:
             further = seconds - self._decode.value
             self._learn_size(sum(item.num_tokens for item in work), further, prompt * self._token.value)
             self._token.add(further / prompt)
+
+    def expected(self, work: Sequence[Work]) -> float:
+        """Return the seconds that a step should take by what was measured, 0 if that is not known."""
+        prompt = sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts)
+        rows = any(item.num_tokens <= 1 + item.drafts for item in work)
+        if (rows and not self._decode.value) or (prompt and not self._token.value):
+            return 0.0
+        return rows * self._decode.value + prompt * self._token.value
 
     def _learn_size(self, total: int, further: float, expected: float) -> None:
         """Take the further seconds of a step of `total` tokens, for which the time per token lets expect `expected`."""
