@@ -172,3 +172,42 @@ def test_a_long_prompt_leaves_decoding_requests_their_pace(depth: int) -> None:
     chunks = [sum(work.num_tokens for work in plan.work) for plan in rig.plans[before:] if len(plan.work) > 1]
     assert max(chunks) <= FIRST and sum(chunks) >= 950
     assert 64 <= chunks[3] <= 80, "1 ms for decoding and 0.1 ms for each token of the prompt make 8 ms, 40 % of 20"
+
+
+def test_a_step_is_planned_shortly_before_the_one_that_runs_ends() -> None:
+    """At depth 2, requests that arrive while a step runs join the next one, unless one waits already."""
+    rig = Rig(2, num_pages=400, max_model_len=1000, max_num_batched_tokens=900, target_itl=TARGET)
+    now, wait = 0.0, rig.wait
+
+    def timed(ticket: Any) -> Any:
+        nonlocal now
+        now += 0.012
+        return wait(ticket)
+
+    rig.scheduler.clock, rig.wait = lambda: now, timed  # type: ignore[method-assign]
+    assert rig.engine.spare_seconds() == 0.0, "no step runs"
+    rig.add("stream", 4, max_tokens=100)
+    rig.step()
+    assert rig.engine.spare_seconds() <= 0.0, "the duration of a step is not known"
+    for _ in range(30):
+        rig.step()
+    assert rig.engine.spare_seconds() == pytest.approx(0.012 - 0.003, rel=0.1), "a quarter of a step before its end"
+    now += 0.01
+    assert rig.engine.spare_seconds() <= 0.0
+    now -= 0.01
+    rig.add("other", 4, max_tokens=2)
+    assert rig.engine.spare_seconds() == 0.0, "a request waits"
+    rig.drain()
+
+
+def test_the_expected_duration_of_a_step() -> None:
+    budget = StepBudget(TARGET, LIMIT)
+    rows = [Work(i, 1, True) for i in range(3)]
+    prompt = Work(3, 200, False)
+    assert budget.expected(rows) == 0.0
+    for _ in range(10):
+        budget.learn(rows, 0.004)
+        budget.learn([*rows, prompt], 0.009)
+    assert budget.expected(rows) == pytest.approx(0.004)
+    assert budget.expected([*rows, prompt]) == pytest.approx(0.009, rel=0.05)
+    assert budget.expected([prompt]) == pytest.approx(0.005, rel=0.1)

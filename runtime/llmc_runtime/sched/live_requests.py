@@ -71,7 +71,13 @@ class LiveRequests:
         """Return for how long the step after the one that runs need not be planned: requests that arrive meanwhile can
         join it. 0 if some wait already, if masks or drafts depend on the plan, or if the step's duration is not known.
         """
-        if self.step_budget is None or len(self._in_flight) != 1 or self.waiting or self.guided or self.speculation is not None:
+        if (
+            self.step_budget is None
+            or len(self._in_flight) != 1
+            or self.waiting
+            or self.guided
+            or self.speculation is not None
+        ):
             return 0.0
         expected = self.step_budget.expected(self._in_flight[0][0].work)
         return expected - max(AHEAD, AHEAD_SHARE * expected) - self.timer.running(now)
