@@ -305,7 +305,7 @@ class LLM(PoolingAPI):
 
     def _finish(self, states: list[RequestState], use_tqdm: bool) -> None:
         """Run steps until each request is finished."""
-        with ProgressBar(len(states), use_tqdm) as bar, self._lock.loop():
+        with ProgressBar(len(states), use_tqdm) as bar:
             for state in states:
                 while not state.finished:
                     with self._lock:
