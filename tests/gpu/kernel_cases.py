@@ -1,6 +1,8 @@
 """The kernel cases that run on a GPU, and their binaries, which a pool of processes compiles without a GPU.
 
-    python tests/gpu/kernel_cases.py [--target cuda:sm_90]      compiles all into build/gpu/kernels
+    SEED=1 python tests/gpu/kernel_cases.py [--target cuda:sm_90] [--sample N]      compiles them into build/gpu/kernels
+
+A run of the tests with the same SEED finds these binaries; with another one, some of the cases have other kernels.
 
 The cases are those that all languages share (tests/kernels/cases.py) and those of the tests of single Triton kernels.
 """
@@ -88,6 +90,14 @@ def all_jobs(target: Target) -> list[Job]:
     return jobs
 
 
+def by_op(jobs: Sequence[Job]) -> dict[str, list[Job]]:
+    """Return the jobs of each op, in order."""
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(job.case.node.op.name, []).append(job)
+    return found
+
+
 def runs_on(case: Case, target: Target) -> bool:
     """Whether the target has the tensor maps and the 8-bit floats that a case needs."""
     if case.kernel.name.startswith("triton/gemm_tma") and not has_maps(target):
@@ -149,9 +159,10 @@ def _one(work: tuple[Source, str, Path]) -> Compiled | str:
 def main() -> None:
     ap = argparse.ArgumentParser(description="compile the GPU tests' kernels, without a GPU")
     ap.add_argument("--target", default="cuda:sm_90")
+    ap.add_argument("--sample", type=int, default=1, metavar="N", help="only every Nth case of each op")
     args = ap.parse_args()
     target = load().target(args.target)
-    jobs = all_jobs(target)
+    jobs = [job for found in by_op(all_jobs(target)).values() for job in found[:: args.sample]]
     found = compile_jobs(jobs, target)
     bad = {k: v for k, v in found.items() if isinstance(v, str)}
     print(f"{len(jobs)} cases, {len(found)} binaries in {CACHE}, {len(bad)} failed")

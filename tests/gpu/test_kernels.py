@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.kernel_cases import Job, all_jobs, compile_jobs, triton_kernels
+from gpu.kernel_cases import Job, all_jobs, by_op, compile_jobs, triton_kernels
 from gpu.launcher import Card, Packed
 from kernels.cases import DECODING, UNPAGED
 from kernels.harness import POISON, Buffer
@@ -42,10 +42,7 @@ NOT_LAUNCHED = (
 
 @lru_cache(maxsize=1)
 def jobs_by_op() -> Mapping[str, list[Job]]:
-    found: dict[str, list[Job]] = {}
-    for job in all_jobs(sm_90()):
-        found.setdefault(job.case.node.op.name, []).append(job)
-    return found
+    return by_op(all_jobs(sm_90()))
 
 
 @pytest.fixture(scope="session")
