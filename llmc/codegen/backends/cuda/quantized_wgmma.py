@@ -30,6 +30,8 @@ STAGES = (12, 8, 6, 4, 3, 2)
 SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
 SLICES = (1, 2, 4)  # warpgroups of a block that have different columns of the same rows
 MOST_SLICED, MOST_CONSUMERS = 64, 4  # tokens of a tile, and warpgroups of a block, with several slices
+# Buffers of a ring with several slices: with two, NVCC 13.0 converts codes into registers that a product still reads.
+FEWEST_SLICED_STAGES = 3
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
 MOST_THREADS, MOST_REGISTERS = 2048, 65536  # of a multiprocessor
 REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest number of tokens
@@ -173,6 +175,8 @@ def _rings(p: TiledProduct, tile: Schedule, target: Target) -> Iterator[Schedule
     for resident in RESIDENT:
         for stages in STAGES:
             s = {**tile, "stages": stages}
+            if slices(s) > 1 and stages < FEWEST_SLICED_STAGES:
+                continue
             if p.shared(s) <= target.limits.shared // resident - ALIGN:
                 if stages not in seen:
                     seen.add(stages)
