@@ -279,9 +279,10 @@ class EngineProcess:
 
         Return the exit status: 1 if a step fails or a rank ends. While nothing is to be computed, wait for the sockets.
         """
-        poller = zmq.Poller()
-        poller.register(self._adds, zmq.POLLIN)
-        poller.register(self._control, zmq.POLLIN)
+        poller, messages = zmq.Poller(), zmq.Poller()
+        for link in (self._adds, self._control):
+            poller.register(link, zmq.POLLIN)
+            messages.register(link, zmq.POLLIN)
         if group is not None:
             poller.register(group.alarm, zmq.POLLIN)
         last = 0.0  # duration of the last step in seconds
@@ -291,7 +292,7 @@ class EngineProcess:
             if self._take_control(loop, control):
                 return 0
             self._take_adds(loop, max(_MIN_ADD_TIME, _ADD_SHARE * last))
-            while (spare_ms := int(1e3 * engine.spare_seconds())) > 0 and poller.poll(spare_ms):
+            while (spare_ms := int(1e3 * engine.spare_seconds())) > 0 and messages.poll(spare_ms):
                 if self._take_control(loop, control):
                     return 0
                 self._take_adds(loop, _MIN_ADD_TIME)

@@ -71,9 +71,7 @@ def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, befo
     )
 
 
-def pair_epilogue(
-    body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()
-) -> str:  # fmt: skip
+def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()) -> str:
     """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, and an epilogue of two neighbouring columns in two functions.
 
     `load_others(loaded, token, column OTHERS)` loads the other operands, for an even column, into a `Loaded`;
