@@ -133,7 +133,7 @@ $(NOTEBOOKS_VENV)/.stamp: examples/notebooks/requirements.txt $(VENV)/.stamp-ven
 	$(NOTEBOOKS_VENV)/bin/pip check
 	@touch $@
 
-# Without podman and docker nothing is built; where python:3.12-slim cannot be pulled, mmdebstrap makes a base image.
+# Without podman and a running docker daemon nothing is built; where python:3.12-slim cannot be pulled, mmdebstrap makes a base image.
 image: $(DEMO)/manifest.json $(VENV)/.stamp-dev
 	@echo "make: building an image (a minute or two, the first time)" >&2
 	$(BIN)/python tests/image.py $(DEMO)

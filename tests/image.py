@@ -2,8 +2,9 @@
 
     python tests/image.py ARTIFACT
 
-The builder is podman or docker; without either, the program reports that and ends. If no registry of images can be
-reached, the base image is made from Debian's packages (mmdebstrap), with Debian's Python.
+The builder is podman or docker, and docker only with its daemon running; without either, the program reports that and
+ends. If no registry of images can be reached, the base image is made from Debian's packages (mmdebstrap), with Debian's
+Python.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ except OSError as error:
 
 
 def engine() -> list[str]:
-    """The command of the machine's builder, with its own storage in build/image for podman; [] if there is none."""
+    """The command of a builder that works here, with its own storage in build/image for podman; [] if none does.
+
+    The client of docker builds nothing without its daemon.
+    """
     if shutil.which("podman"):
         runtime = ["--runtime", "runc"] if shutil.which("runc") else []
         storage = ["--root", str(ROOM / "storage"), "--runroot", str(ROOM / "run")]
         return ["podman", "--cgroup-manager", "cgroupfs", *runtime, *storage]
-    return ["docker"] if shutil.which("docker") else []
+    daemon = shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True).returncode == 0
+    return ["docker"] if daemon else []
 
 
 def call(*command: str, check: bool = True) -> str:
@@ -167,7 +172,7 @@ def main() -> None:
         sys.exit(__doc__)
     builder = engine()
     if not builder:
-        print("  neither podman nor docker is installed: the image was not built")
+        print("  neither podman nor a running docker daemon was found: the image was not built")
         return
     ROOM.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
