@@ -106,6 +106,7 @@ def always() -> None:
     Speculation.wants = True  # type: ignore[assignment,method-assign]
     Speculation.stop = lambda self, request: None  # type: ignore[method-assign]
     Speculation.drafts = lambda self, request, room: max(0, min(room, request.num_drafts))  # type: ignore[method-assign]
+    Speculation.prefers_lookup = lambda self, request: False  # type: ignore[method-assign]
 
 
 def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:

@@ -113,8 +113,8 @@ def test_nothing_changes(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Speculation, "stop", lambda self, request: stop)
     run = DraftSteps.run
 
-    def recorded(self: DraftSteps, work: Any) -> dict[int, list[float]]:
-        likely = run(self, work)
+    def recorded(self: DraftSteps, work: Any, found: Any) -> dict[int, list[float]]:
+        likely = run(self, work, found)
         seen.extend((work[index].propose, chances) for index, chances in likely.items())
         return likely
 

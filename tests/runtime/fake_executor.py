@@ -211,7 +211,7 @@ class FakeExecutor:
         proposed = [self._propose(item) for item in work]
         for item in work:
             _require(not (step.plain and (item.propose or item.fill)), f"row {item.row}: drafts after a plain step")
-        likely = {i: found for i, item in enumerate(work) if (found := self._draft(item))}
+        likely = {i: made for i, item in enumerate(work) if (made := self._draft(item, proposed[i]))}
         looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
         return step.reply(
             [run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked, likely
@@ -250,7 +250,7 @@ class FakeExecutor:
         _require(item.emit and item.num_tokens == 1 + item.drafts, f"row {item.row}: {item}")
         end = row.length + item.num_tokens
         _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
-        if not row.params.drafting[0]:
+        if not row.params.drafting[0] or self._stops:
             drafted = len(row.placed) or row.proposed
             _require(item.drafts <= drafted, f"row {item.row}: {item.drafts} drafts of {drafted}")
         first, one, run = row.length, Work(item.row, 1, True), []
@@ -276,13 +276,17 @@ class FakeExecutor:
             return index == len(row.ahead) or row.ahead[index] != token
         return self._drafts is not None and self._drafts.random() < self.rejection
 
-    def _draft(self, item: Any) -> list[float]:
+    def _draft(self, item: Any, found: int) -> list[float]:
         """Compute the KV of a draft model that a step asks for; require what its drafts need.
 
         Returns their probabilities if it may stop drafting. A draft is marked in its KV slot until it is verified: it
-        may be the token, or not.
+        may be the token, or not. `found`: the number of drafts that prompt lookup has found.
         """
         row, size, kv, rng = self._row(item.row), self.page_size, self._drafted, self._drafts or random.Random(0)
+        if found and not (item.propose and not item.lookup):
+            _require(not item.fill, f"row {item.row}: prompt lookup beside a draft model")
+            row.proposed = found
+            return []
         row.proposed = made = rng.randint(1, item.propose) if self._stops and item.stop is not None else item.propose
         if row.params.guided and not row.params.drafting[0]:
             row.ahead = self._guess(row, made)

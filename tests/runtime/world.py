@@ -165,6 +165,8 @@ def draw_world(seed: int) -> World:
     world.ranks = rng.choice((1, 1, 1, 2, 3))
     drafts_by = config.speculation
     if seed % 2 and world.ranks == 1 and drafts_by is not None and drafts_by.max_rows:
-        world.depth, world.config = 1, replace(config, speculation=replace(drafts_by, stops=True))
+        low, high = (1, 3) if drafts_by.head and rng.random() < 0.7 else (0, 0)
+        stopping = replace(drafts_by, stops=True, min_ngram=low, max_ngram=high)
+        world.depth, world.config = 1, replace(config, speculation=stopping)
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     return world

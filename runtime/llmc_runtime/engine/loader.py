@@ -26,7 +26,7 @@ from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import SpeculationConfig
-from llmc_runtime.speculate_option import DRAFTED, HIGH, KEYS, LOW, NGRAM, TOKENS
+from llmc_runtime.speculate_option import DEFAULTS, DRAFTED, HIGH, KEYS, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ def speculation_of(
             what, flag = NEEDS[option["method"]]
             cause = f"speculate asks for drafts of {what}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
-        return SpeculationConfig(number or compiled, max_rows=rows, head=_HEADS.get(option["method"], ""), stops=stops)
+        low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
+        name = _HEADS.get(option["method"], "")
+        return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=name, stops=stops)
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 

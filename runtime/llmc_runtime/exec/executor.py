@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,7 +254,7 @@ class Executor:
             each = (4, 4, 4 * width, 4 * width)
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
         if not ticket.plain and self.draft_model:
-            ticket.likely = self.draft_model.run(ticket.work)
+            ticket.likely = self.draft_model.run(ticket.work, _found(ticket))
         for look in ticket.looks:
             ticket.looked[look.row] = self.rows.history(look.row, look.start, look.look)
         ticket.event = device.mark()
@@ -271,6 +271,14 @@ class Executor:
                 half = replace(program, launches=launches)
                 bound.halves.append(self.device.bind(half, self._layout.addresses(half), bound.symbols))
         return bound.halves
+
+
+def _found(ticket: Ticket) -> list[int]:
+    """Return the number of drafts that prompt lookup has found for each work item; empty if no item depends on it."""
+    if ticket.proposed is None or not any(w.lookup for w in ticket.work):
+        return []
+    found, ends = ticket.proposed.view(np.int32), accumulate(w.rows for w in ticket.work)
+    return [int(found[end - 1]) for end in ends]
 
 
 def digest_of(ticket: Ticket) -> int:

@@ -76,7 +76,8 @@ class DraftPlanner:
         if not (fill or propose):
             return item
         stop = self.speculation.stop(request) if propose > 1 else None
-        return Work(item.row, item.num_tokens, item.emit, item.score, item.drafts, fill, start, propose, stop)
+        lookup = self.speculation.prefers_lookup(request)
+        return Work(item.row, item.num_tokens, item.emit, item.score, item.drafts, fill, start, propose, stop, lookup)
 
     def _advance(self, request: Request, reach: int) -> None:
         """Record that the draft model gets the KV of the first `reach` tokens, as far as they are known."""

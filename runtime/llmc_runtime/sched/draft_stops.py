@@ -13,6 +13,7 @@ sample: on drafts, their probabilities, and tokens that are known.
 from __future__ import annotations
 
 from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _BOUNDS = (0.1, 0.25, 0.45, 0.7, 0.9)  # between intervals of probabilities
@@ -62,7 +63,7 @@ class Chances:
         self._chances[at] = None
 
 
-def worth_verifying(stop: Stop, probabilities: list[float], costs: list[float]) -> int:
+def worth_verifying(stop: Stop, probabilities: Sequence[float], costs: Sequence[float]) -> int:
     """Return how many of the drafts with these probabilities to verify.
 
     costs: the cost of verifying 0, 1, 2 and so on of them, in units of the time that a token takes without drafts.

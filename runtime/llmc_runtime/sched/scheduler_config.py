@@ -131,8 +131,9 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         allowed=allowed,
         guided=0 if request.guide is None else config.max_masks,
     )
-    if config.speculation is not None and request.may_draft:
-        request.row_params = replace(request.row_params, drafting=config.speculation.drafting)
+    speculation = config.speculation
+    if speculation is not None and request.may_draft and (request.guide is None or not speculation.looks_first):
+        request.row_params = replace(request.row_params, drafting=speculation.drafting)
 
 
 def _restrict(request: Request, masked: frozenset[int], config: SchedulerConfig) -> bytes:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount
+from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount, expected_tokens
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
+from llmc_runtime.sched.lookup_first import LookupFirst
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -38,10 +39,11 @@ _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row,
 class SpeculationConfig:
     """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or head, or on the host.
 
-    min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for. max_rows: maximum number of rows for
-    which a step of the draft model or head drafts; 0: there is none. head: the method of the head, whose KV is computed
-    by every step. host: the method that drafts on the host (see host_draft). stops: the draft model or head can stop
-    after an unlikely token (see draft_stops).
+    min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for; with a head, before it drafts (see
+    lookup_first), and 0: it does not. max_rows: maximum number of rows for which a step of the draft model or head
+    drafts; 0: there is none. head: the method of the head, whose KV is computed by every step. host: the method that
+    drafts on the host (see host_draft). stops: the draft model or head can stop after an unlikely token (see
+    draft_stops).
     """
 
     num_tokens: int
@@ -63,6 +65,11 @@ class SpeculationConfig:
         return not self.host and not self.max_rows
 
     @property
+    def looks_first(self) -> bool:
+        """Whether prompt lookup drafts before the head does."""
+        return self.max_rows > 0 and self.max_ngram > 0
+
+    @property
     def proposals(self) -> int:
         """The number of tokens that every step drafts for a row, regardless of the plan."""
         return self.num_tokens if self.looks_up else 0
@@ -70,7 +77,7 @@ class SpeculationConfig:
     @property
     def drafting(self) -> tuple[int, int, int]:
         """The columns of a device row (see RowParams)."""
-        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.looks_up else (0, 0, 0)
+        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.looks_up or self.looks_first else (0, 0, 0)
 
 
 class Speculation:
@@ -98,6 +105,8 @@ class Speculation:
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
+        self._lookup = LookupFirst() if config.looks_first else None
+        self._alone = False  # a single request runs in this plan
 
     def begin_idle(self) -> bool:
         """Begin a plan if prompt lookup has found nothing for it; otherwise return False, and leave it to `begin`."""
@@ -110,6 +119,7 @@ class Speculation:
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
+        self._alone = len(running) == 1
         self._measure_again_in_time(len(running))
         if self._waits(running):
             return
@@ -223,9 +233,26 @@ class Speculation:
         most = self.choose(request, self.config.num_tokens)
         return self.config.num_tokens if most and self._stops else most
 
+    def prefers_lookup(self, request: Request) -> bool:
+        """Whether the head makes no drafts for a request if prompt lookup finds some."""
+        lookup = self._lookup
+        if lookup is None or not self._alone or request.guide is not None or self._choice.measures:
+            return False
+        if lookup.due(self.plans):
+            return True
+        count, most = self.count, self.config.num_tokens
+        if not self._verification:
+            self._verification = count.verification(1, most)
+        looked_up = expected_tokens(lookup.rate(request), most) / (1.0 + self._verification[most])
+        drafts = max(1, self._choice.most)
+        return looked_up * count.steps(1, drafts, drafts) >= expected_tokens(self._rate(request), drafts)
+
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
         room = max(0, min(room, request.num_drafts))
+        request.verifies_found = request.found
+        if request.found:
+            return room
         if room and self.config.looks_up:
             return self.choose(request, room)
         if request.likely and room:
@@ -308,12 +335,27 @@ class Speculation:
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
         wait = _IDLE if self._idle else 1 if self._choice.measures else _SELDOM
         if output.accepted or output.likely or self.plans % wait == 0:
-            self._measure(work, output, seconds)
-        if output.accepted:
-            for index, more in output.accepted.items():
-                self._calibrate(requests[index], work[index].drafts, len(more))
-                self._count(requests[index], work[index].drafts, len(more))
-                counters.drafted(work[index].drafts, len(more))
+            self._measure(work, requests, output, seconds)
+        for index, more in output.accepted.items():
+            request, drafts = requests[index], work[index].drafts
+            if self._lookup is not None and request.verifies_found:
+                self._lookup.count(request, drafts, len(more))
+            else:
+                self._calibrate(request, drafts, len(more))
+                self._count(request, drafts, len(more))
+            counters.drafted(drafts, len(more))
+        if self._lookup is not None:
+            self._take_found(self._lookup, requests, output)
+
+    def _take_found(self, lookup: LookupFirst, requests: Sequence[Request], output: StepOutput) -> None:
+        """Take the drafts that prompt lookup has found for a single row whose head has not drafted after it."""
+        for index, (request, count) in enumerate(zip(requests, output.proposed)):
+            request.found = False
+            if count and self._alone and index not in output.likely:
+                if not self._verification:
+                    self._verification = self.count.verification(1, self.config.num_tokens)
+                request.num_drafts = lookup.worth(request, count, self._verification, self.plans)
+                request.found, request.likely = request.num_drafts > 0, []
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
         """Take how many drafts prompt lookup has found for each row."""
@@ -323,7 +365,9 @@ class Speculation:
             if count:
                 self._found = True
 
-    def _measure(self, work: Sequence[Work], output: StepOutput, seconds: float) -> None:
+    def _measure(
+        self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float
+    ) -> None:
         """Record the duration of a step, unless it has a prompt."""
         verified = proposed = fill = 0
         for index, item in enumerate(work):
@@ -338,6 +382,8 @@ class Speculation:
             return
         if not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
+        if requests[0].verifies_found and verified:
+            return  # the head has neither gained nor cost anything
         if rows == 1 and (verified or proposed or fill) and not self._choice.measures:
             steps = self.count.steps(1, verified, proposed)
             if fill and (plain := self.count.costs.seconds(1, 0)):

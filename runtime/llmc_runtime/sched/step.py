@@ -133,7 +133,8 @@ class Work:
     drafts: the last `drafts` of them are drafted. Those that agree with what is sampled are accepted
 
     After that, a draft model computes the KV of `fill` tokens of the row, beginning with the token at `fill_from`, and
-    drafts `propose` tokens after the row's last one, or fewer if `stop` ends drafting.
+    drafts `propose` tokens after the row's last one, or fewer if `stop` ends drafting. With `lookup`, it drafts nothing
+    if prompt lookup has found drafts.
     """
 
     row: int
@@ -145,6 +146,7 @@ class Work:
     fill_from: int = 0
     propose: int = 0
     stop: Stop | None = None
+    lookup: bool = False
 
     @property
     def rows(self) -> int:

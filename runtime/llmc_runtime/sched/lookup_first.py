@@ -1,0 +1,58 @@
+"""Prompt lookup before a head: where it finds drafts that are likely accepted, the head makes none.
+
+Looking up the sequence's last tokens in its history takes almost no time, and where a text repeats itself, the tokens
+that followed are accepted more often than those of a head. The device does both in one step: the model's program looks
+up drafts, and the head then drafts only if none were found (see exec.draft_steps). That is why the host must know what
+was found before the head begins, so the device's calls must return after completion. Used for a single running request;
+several would have to wait for the one whose head drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc_runtime.sched.draft_stops import Stop, worth_verifying
+from llmc_runtime.sched.draft_trials import kind_of
+from llmc_runtime.sched.request import Request
+
+_MEMORY = 0.9  # weight of a request's past acceptance at each verification
+_KIND_MEMORY = 0.98  # the same for all requests of a kind
+_PRIOR = 2.0  # weight of the acceptance of the kind in the estimate of one request, in drafts
+_HOPE = 0.8  # acceptance of the first draft of a kind: a text that repeats three tokens often goes on as before
+_PROBE = 64  # plans after which a draft is verified although it does not pay, to measure acceptance
+
+
+class LookupFirst:
+    """How many of the drafts that prompt lookup finds are verified, by how many were accepted lately."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, tuple[float, float]] = {}  # by kind of request: drafts compared lately, and accepted
+        self._probe = _PROBE  # the plan from which on a draft is verified although it does not pay
+
+    def rate(self, request: Request) -> float:
+        """The estimated probability that a draft of the request is accepted."""
+        weight, accepted = request.lookup_trials
+        trials, taken = self._kinds.get(kind_of(request), (0.0, 0.0))
+        return (accepted + _PRIOR * (taken + _HOPE) / (trials + 1)) / (weight + _PRIOR)
+
+    def due(self, plan: int) -> bool:
+        """Whether drafts are to be verified in plan number `plan` to measure their acceptance."""
+        return plan >= self._probe
+
+    def worth(self, request: Request, found: int, costs: Sequence[float], plan: int) -> int:
+        """Return how many of the `found` drafts of a request to verify, in plan number `plan`.
+
+        costs: see worth_verifying.
+        """
+        count = worth_verifying(Stop((self.rate(request),), 0.0), [0.0] * found, costs)
+        if self.due(plan):
+            count, self._probe = max(count, 1), plan + _PROBE
+        return count
+
+    def count(self, request: Request, drafts: int, accepted: int) -> None:
+        """Record that the first `accepted` of a number of drafts were accepted."""
+        compared, kind = accepted + (accepted < drafts), kind_of(request)
+        weight, past = request.lookup_trials
+        request.lookup_trials = (_MEMORY * weight + compared, _MEMORY * past + accepted)
+        trials, taken = self._kinds.get(kind, (0.0, 0.0))
+        self._kinds[kind] = (_KIND_MEMORY * trials + compared, _KIND_MEMORY * taken + accepted)
