@@ -365,9 +365,7 @@ class Speculation:
             if count:
                 self._found = True
 
-    def _measure(
-        self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float
-    ) -> None:
+    def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt."""
         verified = proposed = fill = 0
         for index, item in enumerate(work):
