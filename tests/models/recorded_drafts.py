@@ -18,11 +18,11 @@ def record_drafts(
     seen: list[tuple[list[int], list[int]]] = []
     run = DraftSteps.run
 
-    def recorded(self: DraftSteps, work: Any) -> dict[int, list[float]]:
-        likely = run(self, work)
+    def recorded(self: DraftSteps, work: Any, found: Any) -> dict[int, list[float]]:
+        likely = run(self, work, found)
         history, length = (self._rows._tables[name].view for name in ("tokens", "length"))
         for index, item in enumerate(work):
-            if item.propose:
+            if item.propose and not (item.lookup and found[index]):
                 known = int(length[item.row, 0]) + 1
                 row, made = history[item.row].tolist(), len(likely.get(index, ())) or item.propose
                 seen.append((row[:known], row[known : known + made]))
