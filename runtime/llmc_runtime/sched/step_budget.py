@@ -34,9 +34,13 @@ _OUTLIER = 4.0  # largest ratio of a measurement to the mean, and of the mean to
 _SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
 
 
-def num_decoding(running: Sequence[Request], start: int) -> int:
-    """Return how many of these, from index `start`, need one token in the next step."""
-    return sum(one.num_total - one.num_planned == 1 and one.num_total != one.limit for one in running[start:])
+def num_decoding(running: Sequence[Request], start: int = 0) -> int:
+    """Return how many of these requests, from index `start`, decode in the next step.
+
+    A request whose last token is in flight does not: it computes nothing more.
+    """
+    requests = running[start:] if start else running
+    return sum([r.num_total - r.num_planned == 1 and r.num_total != r.limit for r in requests])
 
 
 class StepTimer:
@@ -83,8 +87,9 @@ class StepBudget:
 
     def tokens(self, running: Sequence[Request], waiting: bool) -> int:
         """Return the maximum number of tokens of the next step; `waiting`: whether requests may be admitted."""
-        rows = sum(request.num_total - request.num_planned == 1 for request in running)
-        if not rows or (rows == len(running) and not waiting):
+        prompts = waiting or any(r.num_total - r.num_planned > 1 for r in running)
+        rows = num_decoding(running) if prompts else 0
+        if not rows:
             return self.limit
         prompt = self._prompt_tokens()
         total = rows + prompt
