@@ -56,13 +56,6 @@ def _seed(name: str, value: Any) -> int:
     return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
 
 
-def _milliseconds(name: str, value: Any) -> float | None:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_ITL_MS):
-        return value
-    cause = f"{name} = {value!r:.60} is not allowed"
-    raise LlmcError("E201", cause, f"set {name} to a number from 0 to {MAX_ITL_MS}")
-
-
 def _engines(name: str, value: Any) -> int:
     return int(_integer("E201", 1, MAX_ENGINES)(name, 1 if value is None else value))
 
@@ -78,13 +71,15 @@ def to_stderr(line: str) -> None:
             print(f"llmc: {line}", file=sys.stderr, flush=True)
 
 
-def _number(minimum: float, optional: bool = False) -> Any:
+def _number(minimum: float, maximum: float = 1_000_000, optional: bool = False) -> Any:
+    """Return a check for a number in this range; `optional`: or None. It raises LlmcError E201."""
+
     def check(name: str, value: Any) -> Any:
         if value is None and optional:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
             cause = f"{name} = {value!r:.60} is not allowed"
-            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to 1000000")
+            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to {maximum}")
         return value
 
     return check
@@ -119,8 +114,8 @@ class EngineOptions(metaclass=KeywordChecks):
     target_itl_ms: float | None = option(
         None, "target duration in milliseconds of steps in which some requests decode and others compute their "
         "prompts: prompts are cut into chunks that fit, by measured step times; 0: no target (default: 20; none with "
-        "--max-num-batched-tokens, and for LLM)", commands=_SERVE, read=float, metavar="MS", check=_milliseconds,
-        engine=True,
+        "--max-num-batched-tokens, and for LLM)", commands=_SERVE, read=float, metavar="MS",
+        check=_number(0, MAX_ITL_MS, optional=True), engine=True,
     )  # fmt: skip
     threads: int | None = option(
         None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive,

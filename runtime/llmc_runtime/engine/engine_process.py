@@ -43,6 +43,7 @@ from llmc_runtime.engine.messages import (
     Stop,
     error_message,
 )
+from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError, as_llmc_error, brief
@@ -50,7 +51,6 @@ from llmc_runtime.grammar import Grammars
 from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import Stat
 
-ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
 NICE = 5  # of CPU engines whose threads fill the machine
 _MIN_ADD_TIME = 0.002  # seconds for new requests between two steps
 _ADD_SHARE = 0.15  # of the last step's duration, if that is more
@@ -204,12 +204,7 @@ class EngineProcess:
 
     def socket(self, kind: int, name: str, linger: int = _LINGER_MS) -> Any:
         """Return a socket connected to the front's socket with this name; `linger` is in milliseconds."""
-        socket = self._context.socket(kind)
-        socket.set(zmq.LINGER, linger)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.RCVHWM, 0)
-        socket.connect(f"ipc://{self.folder / name}")
-        return socket
+        return open_socket(self._context, kind, self.folder, name, binds=False, linger=linger)
 
     def heartbeat(self) -> Heartbeat:
         """Return the next heartbeat. Called from the heartbeat thread."""
@@ -284,7 +279,7 @@ class EngineProcess:
             poller.register(link, zmq.POLLIN)
             messages.register(link, zmq.POLLIN)
         if group is not None:
-            poller.register(group.alarm, zmq.POLLIN)
+            poller.register(group.failure_fd, zmq.POLLIN)
         last = 0.0  # duration of the last step in seconds
         grammars = None
         while True:
@@ -311,7 +306,7 @@ class EngineProcess:
                 ready = self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms)
                 if grammars in ready:
                     loop.take_grammar_messages()  # otherwise the next wait would end at once
-                if group is not None and group.alarm in ready:
+                if group is not None and group.failure_fd in ready:
                     self._send(Failed(error_message(group.failure())))
                     return 1
 

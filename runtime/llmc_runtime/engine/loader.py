@@ -89,9 +89,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     group = start_ranks(artifact, threads, options.verify, ray, number, options.heartbeat_timeout)
     device: Device | None = None
     try:
-        device = open_device(artifact, threads, index=number, member=group.member if group else None)
-        if not device.separate:
-            device.share /= options.data_parallel_size * manifest.ranks
+        member = group.member if group else None
+        device = open_device(artifact, threads, index=number, engines=options.data_parallel_size, member=member)
         marks.append(("device", time.monotonic()))
         executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes)
         marks.append(("weights", time.monotonic()))

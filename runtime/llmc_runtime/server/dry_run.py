@@ -10,6 +10,7 @@ from llmc_runtime.api.llm import resolve
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id
+from llmc_runtime.device.device import kv_share
 from llmc_runtime.engine.loader import limit_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
@@ -19,8 +20,6 @@ from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.run_server import names_of
 from llmc_runtime.server.server_options import Options
-
-_GPU_SHARE, _CPU_SHARE = 0.9, 0.5  # share of the free memory for the KV cache, equal to the devices' defaults
 
 
 def report_of(options: Options) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     if free is None and kv_bytes is None:
         return report | {"why": "no GPU is visible; --kv-cache-memory-bytes sets the size of the KV cache without one"}
     try:
-        share = _CPU_SHARE / (engines * m.ranks) if on_cpu else _GPU_SHARE
+        share = kv_share(not on_cpu, engines * m.ranks)
         kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need)
     except LlmcError as e:
         return report | {"fits": False, "why": f"{e.cause}. Try: {e.remedy}"}

@@ -103,7 +103,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
             "messages": "use input", "max_tokens": "use max_output_tokens",
             "max_completion_tokens": "use max_output_tokens", "response_format": "use text.format",
             "reasoning_effort": "use reasoning.effort", "stop": "use /v1/chat/completions",
-            **dict.fromkeys(("structured_outputs", *GUIDED), "use text.format, or /v1/chat/completions"),
+            **dict.fromkeys(("structured_outputs", *GUIDED.values()), "use text.format, or /v1/chat/completions"),
             **dict.fromkeys(
                 ("return_token_ids", "return_tokens_as_token_ids", "continue_final_message"), "use /v1/chat/completions"
             ),

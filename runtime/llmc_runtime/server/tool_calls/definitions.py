@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from llmc_runtime.sched.structured_outputs import is_over
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME, MAX_TOOLS
 
-NAME = re.compile(FUNCTION_NAME)
 MAX_BYTES = 256 << 10  # of all definitions together, as JSON
 MAX_CALLS = 32  # in a response whose calls are enforced
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
@@ -78,7 +76,7 @@ def _definition(definition: dict[str, Any], where: str) -> dict[str, Any]:
     if definition.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(f'{where}: of the form {{"type": "function", "function": {{"name": NAME, ...}}}}', param=where)
     name, where = function.get("name"), f"{where}.function"
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         raise ApiError(f"{where}.name: {_NAMES}", param=f"{where}.name")
     if not isinstance(function.get("description"), str | None):
         raise ApiError(f"{where}.description: a string", param=f"{where}.description")

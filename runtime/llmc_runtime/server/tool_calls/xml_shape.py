@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_until
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
-from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
 from llmc_runtime.server.tool_calls.marks import first_mark
 from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat, Field
@@ -210,7 +210,7 @@ class XmlShape(ArguedFormat):
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        head, tail = cls._around_value((f"/{NAME.pattern}/",), marker)
+        head, tail = cls._around_value((f"/{FUNCTION_NAME.pattern}/",), marker)
         return f"{rule}: ({head} any_text {tail}){{0,{MOST_FIELDS}}}"
 
     @classmethod
