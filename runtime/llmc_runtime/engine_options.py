@@ -144,8 +144,9 @@ class EngineOptions(metaclass=KeywordChecks):
         engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
-        "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
-    )
+        "fcfs", "order in which waiting requests run: by arrival (fcfs) or by their priority, smaller first",
+        commands=_SERVE, choices=("fcfs", "priority"), engine=True,
+    )  # fmt: skip
     speculate: Mapping[str, Any] | str | None = option(
         None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), suffix or suffix:K (what "
         "followed in the text and in earlier outputs), draft or draft:K (a model compiled with --draft), eagle or "
@@ -210,8 +211,8 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for one in options_of(type(self)).values():
-            object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
+        for declared in options_of(type(self)).values():
+            object.__setattr__(self, declared.name, declared.checked(getattr(self, declared.name)))
         if self.data_parallel_size > 1 and self.trace is not None:
             cause = f"trace is one file, and data_parallel_size = {self.data_parallel_size}"
             raise LlmcError("E201", cause, "trace one engine, or use /admin/trace of llmc-serve")

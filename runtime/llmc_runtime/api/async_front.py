@@ -21,7 +21,7 @@ _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
 @dataclass(frozen=True)
 class Front:
-    """A model as the front needs it: the engine's command line and first message, and the text side.
+    """A model as the front end needs it: the engine's command line and first message, and the text side.
 
     `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
     """

@@ -24,7 +24,7 @@ from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.engine_options import to_stderr as to_stderr
 from llmc_runtime.fair_lock import FairLock
-from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.errors import LlmcError, llm_closed
 from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
@@ -251,11 +251,9 @@ class LLM(PoolingAPI):
             return
         with self._lock:
             self._outputs.drop_all()
-            self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
+            self.engine.end(llm_closed())
             self._close()
             self._core.close()
-            if self.trace is not None:
-                self.trace.finish()
         if self in _frozen_by:
             _frozen_by.discard(self)
             if not _frozen_by:

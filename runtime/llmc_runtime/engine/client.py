@@ -98,7 +98,7 @@ class EngineClient:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,  # stderr was closed at startup
-                process_group=0,  # Ctrl-C goes to the front only
+                process_group=0,  # Ctrl-C goes to the front end only
             )
         except BaseException as e:
             self._context.destroy(linger=0)
@@ -267,7 +267,7 @@ class EngineClient:
 
 
 def _release(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any], context: Any) -> None:
-    """Kill the process and close the sockets. Does nothing in a fork of the front."""
+    """Kill the process and close the sockets. Does nothing in a fork of the front end."""
     if os.getpid() != owner:
         return
     process.kill()

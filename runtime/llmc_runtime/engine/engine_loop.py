@@ -19,7 +19,7 @@ from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import Add, Delta, delta_message, request_of
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
-from llmc_runtime.metrics import COMPILE_SECONDS, Histogram, Stat
+from llmc_runtime.metrics import CAPACITY, COMPILE_SECONDS, DEFERRED, Histogram, Stat
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import MAX_N
 
@@ -98,7 +98,7 @@ class EngineLoop:
         stats: dict[str, Stat] = {**self._engine.counters.as_dict(), **self._engine.stats()}
         capacity, deferred = len(self._engine.scheduler.waiting), len(self._compiling)
         stats["num_requests_waiting"] = capacity + deferred
-        stats["num_requests_waiting_by_reason"] = {"capacity": capacity, "deferred": deferred}
+        stats["num_requests_waiting_by_reason"] = {CAPACITY: capacity, DEFERRED: deferred}
         stats["grammar_compilation_time_seconds"] = self._compile_seconds.as_list()
         return stats
 

@@ -1,7 +1,7 @@
 """The engine process: opens an artifact, serves requests from two sockets, sends outputs and heartbeats.
 
-`python -m llmc_runtime.engine.engine_process PARENT FOLDER HEARTBEAT`: the front's process id, the folder of the
-sockets, and the seconds between two heartbeats. The process exits when the front does.
+`python -m llmc_runtime.engine.engine_process PARENT FOLDER HEARTBEAT`: the front end's process id, the folder of the
+sockets, and the seconds between two heartbeats. The process exits when the front end does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from llmc_runtime.engine.control_rpc import ControlServer
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_loop import EngineLoop
 from llmc_runtime.engine.messages import (
+    LIMITS,
     Abort,
     Add,
     Control,
@@ -101,15 +102,10 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
         config = opened.engine.scheduler.config
         return Grammars(artifact.tokenizer_dir, config.vocab_size, config.eos_token_ids)
 
-    def close() -> None:
-        opened.close()
-        if opened.trace is not None:
-            opened.trace.finish()
-
     ranks = artifact.manifest.ranks
     threads = ranks * options.rank_threads(ranks) if artifact.manifest.target.name.startswith("cpu:") else 0
     stages |= opened.stages
-    return Session(opened.engine, opened.summary, grammars, close, stages, threads, opened.group)
+    return Session(opened.engine, opened.summary, grammars, opened.close, stages, threads, opened.group)
 
 
 def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) -> None:
@@ -175,7 +171,7 @@ class _HeartbeatThread(threading.Thread):
         process = self._process
         socket = process.socket(zmq.PUSH, REPORTS, linger=0)
         while True:
-            if os.getppid() != process.parent:  # the front has ended
+            if os.getppid() != process.parent:  # the front end has ended
                 shutil.rmtree(process.folder, ignore_errors=True)
                 os._exit(0)
             socket.send(msgspec.msgpack.encode(process.heartbeat()))
@@ -203,7 +199,7 @@ class EngineProcess:
         self._add_decoder, self._control_decoder = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
 
     def socket(self, kind: int, name: str, linger: int = _LINGER_MS) -> Any:
-        """Return a socket connected to the front's socket with this name; `linger` is in milliseconds."""
+        """Return a socket connected to the front end's socket with this name; `linger` is in milliseconds."""
         return open_socket(self._context, kind, self.folder, name, binds=False, linger=linger)
 
     def heartbeat(self) -> Heartbeat:
@@ -254,15 +250,13 @@ class EngineProcess:
             self._send(Failed(error_message(error)))
             return 1
         config = session.engine.scheduler.config
-        sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
-        stages = dict(session.stages)
-        pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = EngineLoop(session.engine, session.grammars)
         if opening.options.get("prepare") and (failure := self._loop.prepare()):
             self._send(Progress(brief(failure, 4)))
         gc.collect()
         gc.freeze()  # keeps later collections short: they would delay a step
-        self._send(Ready(*sizes, *pool, session.summary, config.prefix_caching, stages, session.threads))
+        limits = {name: getattr(config, name) for name in LIMITS}
+        self._send(Ready(**limits, summary=session.summary, stages=dict(session.stages), threads=session.threads))
         try:
             return self._serve(self._loop, session.engine, ControlServer(session.engine), group)
         finally:
@@ -312,7 +306,7 @@ class EngineProcess:
 
     def _report(self, deltas: list[Delta], error: LlmcError | None) -> bool:
         """Send the outputs of a step, and its error, if there is one. Return whether the engine still works."""
-        if error is not None:  # sent first, so that the front sends no new requests
+        if error is not None:  # sent first, so that the front end sends no new requests
             self._send(Failed(error_message(error)))
         if deltas:
             self._send(Outputs(deltas))
@@ -367,12 +361,12 @@ class EngineProcess:
 
 def main(argv: Sequence[str], opener: Opener = open_session) -> int:
     """Run the engine process with the arguments PARENT FOLDER HEARTBEAT. Return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # handled by the front; a service manager signals all processes
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled by the front end; a service manager signals all processes
         signal.signal(number, signal.SIG_IGN)
     signal.signal(
         signal.SIGTTOU, signal.SIG_IGN
     )  # stderr may be a terminal in which this process group is in the background
-    faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front requests stack traces
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front end requests stack traces
     parent, folder, heartbeat = argv
     return EngineProcess(int(parent), Path(folder), float(heartbeat), opener).run()
 

@@ -50,9 +50,9 @@ class Opened:
     """An open engine.
 
     summary:  one log line about it
-    close:    frees the device
+    close:    frees the device, and writes the trace
     stages:   duration in seconds of "device", "weights" and, if requested, "canary" and "graphs"
-    trace:    records the engine's steps, if requested. Call `finish` after `close`
+    trace:    records the engine's steps, if requested
     group:    the other ranks, if the artifact has several
     """
 
@@ -108,9 +108,15 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     except BaseException:
         release(device, group)
         raise
+
+    def close() -> None:
+        executor.close()
+        if trace is not None:
+            trace.finish()
+
     summary = _summary(manifest, device, config, executor.capacity, threads if group else None)
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
-    return Opened(engine, summary, executor.close, stages, trace, group)
+    return Opened(engine, summary, close, stages, trace, group)
 
 
 def _summary(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from llmc_runtime.grammar.json_schema import OF_NAMED_SCHEMAS
 from llmc_runtime.sched.structured_outputs import is_over
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME, MAX_TOOLS
@@ -17,7 +18,6 @@ MAX_BYTES = 256 << 10  # of all definitions together, as JSON
 MAX_CALLS = 32  # in a response whose calls are enforced
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
 _NOTES = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly", "$schema")
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "definitions")
 
 
@@ -142,7 +142,7 @@ def _plain(schema: Any, closed: bool) -> Any:
     out: dict[str, Any] = {}
     for key, value in schema.items():
         inner = closed and key in _CLOSED
-        if key in _OF_SCHEMAS and isinstance(value, dict):
+        if key in OF_NAMED_SCHEMAS and isinstance(value, dict):
             out[key] = {name: _plain(inner_schema, inner) for name, inner_schema in value.items()}
         elif key in ("enum", "const", "required"):
             out[key] = value
