@@ -195,7 +195,7 @@ def test_a_failed_build_leaves_nothing_and_says_what_the_compiler_said(
         assert e.value.code == "E641"
     left = [p.name for p in (tmp_path / "root" / "artifacts").iterdir() if not p.name.endswith(".lock")]
     assert left == []
-    assert compile_cache.is_artifact(build(model, tmp_path / "root"))
+    assert is_artifact(build(model, tmp_path / "root"))
 
 
 def test_what_a_killed_build_left_is_cleared(model: Path, builds: Path, tmp_path: Path) -> None:

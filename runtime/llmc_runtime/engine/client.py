@@ -39,7 +39,7 @@ from llmc_runtime.engine.messages import (
 from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.heartbeat import Silence
-from llmc_runtime.python_command import module_command, socket_folder
+from llmc_runtime.python_command import socket_folder
 
 _CHUNK = 128  # messages and deltas that are handled in one turn of the event loop
 _REASONS: Mapping[int, str] = MappingProxyType(
@@ -50,15 +50,11 @@ _REASONS: Mapping[int, str] = MappingProxyType(
 )
 
 
-def default_command() -> list[str]:
-    """Return the command line of an engine process. EngineClient appends its pid, the folder of the sockets and the
-    heartbeat interval in seconds."""
-    return module_command("llmc_runtime.engine.engine_process")
-
-
 class EngineClient:
     """An engine process and the sockets to it. Belongs to the event loop in which it is made.
 
+    command:    the process's, without its last arguments: the pid of this process, the folder of the sockets and
+                `heartbeat`
     heartbeat:  seconds between two heartbeats of the process
     on_deltas:  called with the deltas of requests
     on_reply:   called with the replies to control requests

@@ -86,8 +86,8 @@ Opener = Callable[[Open, Callable[[str], None]], Session]
 
 def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     """Open the artifact as LLM does; `say` is called with log lines. Raises LlmcError E1xx, E2xx."""
+    from llmc_runtime.artifact import has_tokenizer
     from llmc_runtime.engine.loader import open_engine, open_model
-    from llmc_runtime.text.tokenizer import TOKENIZER_FILE
 
     options = EngineOptions.of_message(opening.path, opening.options)
     say(f"opening {options.model}")
@@ -97,7 +97,7 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     opened = open_engine(artifact, options, opening.eos, opening.engine)
 
     def grammars() -> Grammars | None:
-        if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
+        if not has_tokenizer(artifact.manifest):
             return None
         config = opened.engine.scheduler.config
         return Grammars(artifact.tokenizer_dir, config.vocab_size, config.eos_token_ids)
@@ -251,7 +251,7 @@ class EngineProcess:
             return 1
         config = session.engine.scheduler.config
         self._loop = EngineLoop(session.engine, session.grammars)
-        if opening.options.get("prepare") and (failure := self._loop.prepare()):
+        if opening.options.get("prepare") and (failure := self._loop.core.prepare()):
             self._send(Progress(brief(failure, 4)))
         gc.collect()
         gc.freeze()  # keeps later collections short: they would delay a step
@@ -260,7 +260,7 @@ class EngineProcess:
         try:
             return self._serve(self._loop, session.engine, ControlServer(session.engine), group)
         finally:
-            self._loop.close()
+            self._loop.core.close()
             session.close()
 
     def _serve(self, loop: EngineLoop, engine: Engine, control: ControlServer, group: RankGroup | None) -> int:
@@ -295,11 +295,11 @@ class EngineProcess:
                 self._send(reply)
             if not loop.busy:
                 self._began = 0.0
-                if grammars is None and (grammars := loop.grammars_fd) is not None:
+                if grammars is None and (grammars := loop.core.grammars_fd) is not None:
                     poller.register(grammars, zmq.POLLIN)
                 ready = self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms)
                 if grammars in ready:
-                    loop.take_grammar_messages()  # otherwise the next wait would end at once
+                    loop.core.grammars().pump()  # otherwise the next wait would end at once
                 if group is not None and group.failure_fd in ready:
                     self._send(Failed(error_message(group.failure())))
                     return 1

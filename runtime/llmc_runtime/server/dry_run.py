@@ -9,13 +9,14 @@ from typing import Any
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
-from llmc_runtime.compile_cache import is_id
+from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.device.device import kv_share
 from llmc_runtime.engine.loader import limit_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import human, plan_kv
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.run_server import names_of
@@ -30,7 +31,7 @@ def report_of(options: Options) -> dict[str, Any]:
     """
     report: dict[str, Any] = {"model": options.model, "names": list(names_of(options))}
     folder = Path(options.model)
-    if is_id(options.model) or ((folder / "config.json").is_file() and not (folder / "manifest.json").is_file()):
+    if is_id(options.model) or (is_source(folder) and not is_artifact(folder)):
         why = f"it is compiled on the first start; llmc compile {options.model} --dry-run reports more"
         report |= {"compiled": False, "fits": None, "why": why}
     else:

@@ -252,7 +252,7 @@ class Serving:
         if call.hold.slot is None:
             self.reserve(call, params, len(prompts))
         jobs = list(zip(prompts, each, strict=True))
-        return self._admitted(jobs, priority, f"{call.key}/{request.cache_salt or ''}", call)
+        return self._admitted(jobs, priority, call.cache_salt(request.cache_salt), call)
 
     def _tokens(self, each: list[SamplingParams], lengths: list[int]) -> int:
         """Return the maximum number of tokens that may be generated after prompts of these lengths."""
