@@ -74,6 +74,13 @@ class Artifact:
         return self.folder.read(name, info.bytes)
 
 
+def require_digest(artifact: Artifact, digest: str, other: str) -> None:
+    """Raise LlmcError E118 unless the artifact has this digest: that of `other`."""
+    if artifact.digest != digest:
+        cause = f"{artifact.root} is not the artifact that {other}"
+        raise LlmcError("E118", cause, "restart, or restore the previous artifact")
+
+
 def has_tokenizer(manifest: Manifest) -> bool:
     """Whether the artifact has a tokenizer."""
     return f"{TOKENIZER}/{TOKENIZER_FILE}" in manifest.tokenizer

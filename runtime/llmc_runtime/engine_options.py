@@ -31,6 +31,7 @@ MAX_ENGINES = 64
 MAX_ITL_MS = 60_000
 TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
+SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # limits that a compile fixes
 MP, RAY = "mp", "ray"  # launchers of the ranks of an engine
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
@@ -284,8 +285,7 @@ class EngineOptions(metaclass=KeywordChecks):
     @property
     def compile_options(self) -> dict[str, str]:
         """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
-        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-        sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
+        sizes = {name.replace("_", "-"): getattr(self, name) for name in SIZES}
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
         sizes["tensor-parallel-size"] = self.tensor_parallel_size

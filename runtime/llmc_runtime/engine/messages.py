@@ -21,7 +21,7 @@ from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import TokenLogprobs
-from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
+from llmc_runtime.sched.structured_outputs import JSON_OPTIONS, StructuredOutputsParams
 from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.trace import Row
 
@@ -208,9 +208,8 @@ def params_message(params: SamplingParams) -> dict[str, Any]:
         values["allowed_token_ids"] = mask.mask
     form = params.structured_outputs
     if form is not None:
-        flags = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
         value = form.text if form.kind in ("json", "regex", "grammar") else getattr(form, form.kind)
-        values["structured_outputs"] = {form.kind: value} | {name: getattr(form, name) for name in flags}
+        values["structured_outputs"] = {form.kind: value} | {name: getattr(form, name) for name in JSON_OPTIONS}
     return values
 
 

@@ -11,7 +11,7 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.device.device import kv_share
-from llmc_runtime.engine.loader import limit_of
+from llmc_runtime.engine.loader import limits_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import human, plan_kv
@@ -96,8 +96,7 @@ def _count(number: int, what: str) -> str:
 def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     """Return the facts about an artifact, the memory that its engines need, and whether they fit ("why": a reason)."""
     m, engine = artifact.manifest, options.engine
-    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    limits = {name: limit_of(name, engine.get(name), getattr(m.limits, name)) for name in names}
+    limits = limits_of(m, engine.get)
     need = need_of(artifact)
     free, device = _device(m.target.name)
     engines, on_cpu = engine.get("data_parallel_size", 1), m.target.name.startswith("cpu")
