@@ -32,6 +32,10 @@ MAX_TOOLS = 128
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 64
+# Types of text parts -> the field that contains the text.
+TEXT_PARTS: Mapping[str, str] = MappingProxyType(
+    {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+)
 LEFT, RIGHT = "left", "right"  # the side of a prompt whose tokens are dropped
 # The earlier names in vLLM of fields of structured_outputs, by their names now.
 GUIDED: Mapping[str, str] = MappingProxyType(
