@@ -33,7 +33,7 @@ class Free:
         return step
 
     def wait(self, step: Step) -> StepOutput:
-        return step.reply([7 if work.emit else None for work in step.work])
+        return StepOutput([7 if work.emit else None for work in step.work], [None] * len(step.work))
 
     def guide(self, ticket: Any, masks: Any) -> None:
         raise AssertionError("nobody is guided")

@@ -311,7 +311,7 @@ FIELDS: tuple[Row, ...] = (
         ("server.requests.request_fields", "sched.sampling_params")),
     Row(("logit_bias",), "added on the device", "{biases} ids", NONE, NONE,
     ("server.requests.request_fields", "sched.sampling_params")),
-    Row(("allowed_token_ids",), "one mask for all outputs, made by the front",
+    Row(("allowed_token_ids",), "one mask for all outputs, made by the front end",
         "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
         ("server.requests.request_fields", "engine.input_processor", "sched.token_guide")),
     Row(("bad_words",), "tokenized in a thread once a request, of {text_threads} in which keys take turns; "

@@ -48,8 +48,8 @@ class Paced:
         step, ready = self._under_way.popleft()
         if (left := ready - time.monotonic()) > 0:
             time.sleep(left)
-        words = self._words
-        return step.reply([next(words) if work.emit else None for work in step.work])
+        tokens = [next(self._words) if work.emit else None for work in step.work]
+        return StepOutput(tokens, [None] * len(tokens))
 
     def settle(self) -> None:
         """Forget the steps in flight."""

@@ -15,9 +15,10 @@ from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.manifest import MINOR, Manifest, WeightFile
 from llmc_runtime.format.program import Program
 from llmc_runtime.format.safetensors import header_length, parse_header
+from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 from llmc_runtime.host_info import Host, check_target, default_threads, this_host
 
-TOKENIZER = "tokenizer"
+TOKENIZER = "tokenizer"  # a folder of the artifact
 GPUS = ("cuda", "hip")  # target families whose artifacts the device checks
 
 
@@ -71,6 +72,18 @@ class Artifact:
         for error in self.folder.check_small({name: info}):
             raise error
         return self.folder.read(name, info.bytes)
+
+
+def require_digest(artifact: Artifact, digest: str, other: str) -> None:
+    """Raise LlmcError E118 unless the artifact has this digest: that of `other`."""
+    if artifact.digest != digest:
+        cause = f"{artifact.root} is not the artifact that {other}"
+        raise LlmcError("E118", cause, "restart, or restore the previous artifact")
+
+
+def has_tokenizer(manifest: Manifest) -> bool:
+    """Whether the artifact has a tokenizer."""
+    return f"{TOKENIZER}/{TOKENIZER_FILE}" in manifest.tokenizer
 
 
 def open_artifact(

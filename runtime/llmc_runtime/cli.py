@@ -17,6 +17,7 @@ from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.format.install_command import install_command
+from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ def _open(args: argparse.Namespace, changed: dict[str, Any], compiles: bool) -> 
     """
     from llmc_runtime.interactive import Clock, Session
 
-    if not compiles and not (Path(args.model) / "manifest.json").is_file():
+    if not compiles and not is_artifact(Path(args.model)):
         _refuse_sources(args.model)
     clock = Clock(args.verbose)
     from llmc_runtime.api.llm import LLM, to_stderr
@@ -308,9 +309,9 @@ def _open(args: argparse.Namespace, changed: dict[str, Any], compiles: bool) -> 
 
 def _refuse_sources(model: str) -> None:
     """Raise LlmcError E640 if the model would have to be compiled."""
-    from llmc_runtime.compile_cache import is_id
+    from llmc_runtime.compile_cache import is_id, is_source
 
-    folder = (Path(model) / "config.json").is_file()
+    folder = is_source(Path(model))
     if folder or is_id(model):
         raise LlmcError(
             "E640", f"{model} is a Hugging Face {'folder' if folder else 'id'}, not an artifact",

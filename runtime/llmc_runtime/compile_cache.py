@@ -22,9 +22,9 @@ from pathlib import Path
 
 from llmc_runtime.format.cache_key import artifact_key
 from llmc_runtime.format.errors import LlmcError, require_compiler
+from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.signals import unwinding
 
-MANIFEST = "manifest.json"
 _NUM_LAST_LINES = 5  # of the compiler's output, in which its error is looked for
 _STOP_TIMEOUT = 3.0  # seconds for the compiler to exit after SIGTERM
 _ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as in llmc
@@ -41,9 +41,9 @@ def default_root(environ: Mapping[str, str] | None = None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "llmc"
 
 
-def is_artifact(path: Path) -> bool:
-    """Whether a folder is an artifact: it has a manifest."""
-    return (path / MANIFEST).is_file()
+def is_source(path: Path) -> bool:
+    """Whether a folder is a Hugging Face model: it has a config.json."""
+    return (path / "config.json").is_file()
 
 
 def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> Path:

@@ -31,6 +31,7 @@ MAX_ENGINES = 64
 MAX_ITL_MS = 60_000
 TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
+SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # limits that a compile fixes
 MP, RAY = "mp", "ray"  # launchers of the ranks of an engine
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
@@ -56,13 +57,6 @@ def _seed(name: str, value: Any) -> int:
     return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
 
 
-def _milliseconds(name: str, value: Any) -> float | None:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_ITL_MS):
-        return value
-    cause = f"{name} = {value!r:.60} is not allowed"
-    raise LlmcError("E201", cause, f"set {name} to a number from 0 to {MAX_ITL_MS}")
-
-
 def _engines(name: str, value: Any) -> int:
     return int(_integer("E201", 1, MAX_ENGINES)(name, 1 if value is None else value))
 
@@ -78,13 +72,15 @@ def to_stderr(line: str) -> None:
             print(f"llmc: {line}", file=sys.stderr, flush=True)
 
 
-def _number(minimum: float, optional: bool = False) -> Any:
+def _number(minimum: float, maximum: float = 1_000_000, optional: bool = False) -> Any:
+    """Return a check for a number in this range; `optional`: or None. It raises LlmcError E201."""
+
     def check(name: str, value: Any) -> Any:
         if value is None and optional:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= 1e6:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
             cause = f"{name} = {value!r:.60} is not allowed"
-            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to 1000000")
+            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to {maximum}")
         return value
 
     return check
@@ -119,8 +115,8 @@ class EngineOptions(metaclass=KeywordChecks):
     target_itl_ms: float | None = option(
         None, "target duration in milliseconds of steps in which some requests decode and others compute their "
         "prompts: prompts are cut into chunks that fit, by measured step times; 0: no target (default: 20; none with "
-        "--max-num-batched-tokens, and for LLM)", commands=_SERVE, read=float, metavar="MS", check=_milliseconds,
-        engine=True,
+        "--max-num-batched-tokens, and for LLM)", commands=_SERVE, read=float, metavar="MS",
+        check=_number(0, MAX_ITL_MS, optional=True), engine=True,
     )  # fmt: skip
     threads: int | None = option(
         None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive,
@@ -149,8 +145,9 @@ class EngineOptions(metaclass=KeywordChecks):
         engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
-        "fcfs", "order in which requests run (fcfs)", commands=_SERVE, choices=("fcfs", "priority"), engine=True
-    )
+        "fcfs", "order in which waiting requests run: by arrival (fcfs) or by their priority, smaller first",
+        commands=_SERVE, choices=("fcfs", "priority"), engine=True,
+    )  # fmt: skip
     speculate: Mapping[str, Any] | str | None = option(
         None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), suffix or suffix:K (what "
         "followed in the text and in earlier outputs), draft or draft:K (a model compiled with --draft), eagle or "
@@ -215,8 +212,8 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for one in options_of(type(self)).values():
-            object.__setattr__(self, one.name, one.checked(getattr(self, one.name)))
+        for declared in options_of(type(self)).values():
+            object.__setattr__(self, declared.name, declared.checked(getattr(self, declared.name)))
         if self.data_parallel_size > 1 and self.trace is not None:
             cause = f"trace is one file, and data_parallel_size = {self.data_parallel_size}"
             raise LlmcError("E201", cause, "trace one engine, or use /admin/trace of llmc-serve")
@@ -288,8 +285,7 @@ class EngineOptions(metaclass=KeywordChecks):
     @property
     def compile_options(self) -> dict[str, str]:
         """The options of `llmc compile`, for a `model` that is a Hugging Face folder."""
-        names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-        sizes = {name.replace("_", "-"): getattr(self, name) for name in names}
+        sizes = {name.replace("_", "-"): getattr(self, name) for name in SIZES}
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
         sizes["tensor-parallel-size"] = self.tensor_parallel_size

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.nearest import did_you_mean
+from llmc_runtime.format.row_abi import TOP_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ REFUSED = (
     _refused("--worker-cls --worker-extension-cls", _NO_CODE, "auto", ""),
     _refused("--guided-decoding-backend", _GRAMMARS, *_BACKENDS),
     _refused("--structured-outputs-config", _GRAMMARS, *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
-    _refused("--max-logprobs", "the maximum is 20", *map(str, range(21))),
+    _refused("--max-logprobs", f"the maximum is {TOP_LOGPROBS}", *map(str, range(TOP_LOGPROBS + 1))),
     _refused("--chat-template-content-format", "content is text", "auto", "string"),
     _refused("--response-role", "the role of responses is assistant", "assistant"),
     _refused("--return-tokens-as-token-ids --enable-force-include-usage", "set it in the request", values=""),
@@ -144,11 +145,8 @@ def check_ignored(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
     """Return a message for each of these flags with their values. Raises LlmcError E648 if one is refused."""
     rows, messages = by_flag(), []
     for flag, values in flags:
-        row = rows[flag]
-        text = " ".join([flag, *values]) if flag != "--api-key" else flag
-        if row.harmless is not None and (not row.harmless or not set(values) <= set(row.harmless)):
-            raise LlmcError("E648", f"{text} is not supported and would change responses or access", row.reason)
-        messages.append(f"{text} is ignored: {row.reason}")
+        shown = " ".join([flag, *values]) if flag != "--api-key" else flag
+        messages.append(_message(rows[flag], shown, values))
     return messages
 
 
@@ -163,11 +161,15 @@ def check_keywords(values: Mapping[str, Any], known: Collection[str]) -> list[st
         if name not in rows:
             remedy = did_you_mean(name, [*known, *rows], f"the options are {', '.join(sorted(known))}")
             raise LlmcError("E648", f"there is no option {name!r}", remedy)
-        row = rows[name]
         if value is None or value is False:
             continue
         shown = f"{name}={value!r:.60}" if name != "api_key" else name
-        if row.harmless is not None and str(value) not in row.harmless:
-            raise LlmcError("E648", f"{shown} is not supported and would change responses or access", row.reason)
-        messages.append(f"{shown} is ignored: {row.reason}")
+        messages.append(_message(rows[name], shown, [str(value)]))
     return messages
+
+
+def _message(row: IgnoredFlags, shown: str, values: Sequence[str]) -> str:
+    """Return the message about an ignored flag or keyword with these values. Raises LlmcError E648 if it is refused."""
+    if row.harmless is not None and (not row.harmless or not set(values) <= set(row.harmless)):
+        raise LlmcError("E648", f"{shown} is not supported and would change responses or access", row.reason)
+    return f"{shown} is ignored: {row.reason}"

@@ -9,14 +9,23 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 Stat = float | dict[str, int] | list[float]
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-GAUGES = frozenset({"num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
-                    "kv_cache_usage_perc", "num_requests_open", "step_token_budget"})  # fmt: skip
+FINISH_REASONS = ("stop", "length", "abort", "error")
+CAPACITY, DEFERRED = "capacity", "deferred"  # why requests wait: for rows and pages, or for their grammars
+# The gauges of an engine process, with their values at its start.
+_GAUGES: Mapping[str, Stat] = MappingProxyType(
+    {
+        "num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0, "step_token_budget": 0,
+        "num_requests_waiting_by_reason": {CAPACITY: 0, DEFERRED: 0},
+    }
+)  # fmt: skip
+GAUGES = frozenset({*_GAUGES, "num_requests_open"})
 
 
 class Metric(NamedTuple):
@@ -70,7 +79,7 @@ class Counters:
     prefix_cache_queries: int = 0  # tokens looked up, at every admission
     prefix_cache_hits: int = 0  # tokens found
     request_success: dict[str, int] = field(
-        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0)
     )  # requests that ended, by reason
     spec_decode_num_drafts: int = 0  # times that drafts of a row were verified
     spec_decode_num_draft_tokens: int = 0
@@ -105,11 +114,9 @@ class Counters:
 
 def initial_stats() -> dict[str, Stat]:
     """Return all statistics of an engine process, with the values at its start."""
-    waiting = dict.fromkeys(("capacity", "deferred"), 0)
-    gauges = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0, "step_token_budget": 0}
     compiled = Histogram(COMPILE_SECONDS).as_list()
     others: dict[str, Stat] = {"grammar_compilation_time_seconds": compiled, "scheduler_idle_seconds": 0.0}
-    return {**Counters().as_dict(), **gauges, "num_requests_waiting_by_reason": waiting, **others}
+    return {**Counters().as_dict(), **_GAUGES, **others}
 
 
 def add_stats(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
-from llmc_runtime.pooling_params import require_task
+from llmc_runtime.pooling_params import require_pooling
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -17,8 +17,7 @@ def require_scores(pooling: Pooling | None) -> Pooling:
 
     These are embedding models, by the cosine similarity of two embeddings, and classifiers with one label.
     """
-    model_pooling = require_task(pooling, EMBED, CLASSIFY)
-    assert model_pooling is not None
+    model_pooling = require_pooling(pooling, EMBED, CLASSIFY)
     if model_pooling.task == CLASSIFY and model_pooling.width != 1:
         cause = f"the model has {model_pooling.width} labels; a score needs a classifier with one"
         raise LlmcError("E616", cause, "use classify, or /classify")

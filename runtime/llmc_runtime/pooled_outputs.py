@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
+
+from llmc_runtime.outputs import RequestOutput
 
 T = TypeVar("T")
 
@@ -48,6 +50,11 @@ class PoolingRequestOutput(Generic[T]):
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+
+    @classmethod
+    def of(cls, request: RequestOutput, outputs: T) -> Self:
+        """Return the output of a request with these results."""
+        return cls(request.request_id, outputs, request.prompt_token_ids, request.num_cached_tokens)
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):

@@ -51,11 +51,17 @@ class PoolingParams:
             raise refused("dimensions", self.dimensions, f"1 to {pooling.width}, the size of the model's embeddings")
 
 
-def require_task(pooling: Pooling | None, *tasks: str) -> Pooling | None:
-    """Return `pooling` if the model is for one of these tasks. Raises LlmcError E616 otherwise."""
+def require_task(pooling: Pooling | None, *tasks: str) -> None:
+    """Raise LlmcError E616 unless the model is for one of these tasks. `pooling`: None if it generates."""
     task = GENERATE if pooling is None else pooling.task
     if task not in tasks:
         raise LlmcError("E616", f"the model {_DOES[task]}; this is a request to {' or '.join(tasks)}", _USE[task])
+
+
+def require_pooling(pooling: Pooling | None, *tasks: str) -> Pooling:
+    """Return the pooling of a model for one of these tasks, EMBED and CLASSIFY. Raises LlmcError E616 for others."""
+    require_task(pooling, *tasks)
+    assert pooling is not None  # since GENERATE is none of the tasks
     return pooling
 
 

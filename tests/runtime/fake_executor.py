@@ -16,6 +16,8 @@ from collections import deque
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+from tests.runtime.step_reply import reply
+
 ROOT = 0x6C6C6D63  # the chain of the empty prefix
 
 
@@ -41,12 +43,6 @@ class StepLike(Protocol):
     work: list[Any]
     open: bool
     plain: bool
-
-    def reply(
-        self, tokens: list[int | None], logprobs: list[Any] | None, scores: dict[int, Any], accepted: dict[int, Any],
-        proposed: list[int], looked: dict[int, list[int]],
-    ) -> Any:  # fmt: skip
-        """Build the output of the step."""
 
 
 def link(head: int, token: int) -> int:
@@ -213,7 +209,7 @@ class FakeExecutor:
             _require(not (step.plain and (item.propose or item.fill)), f"row {item.row}: drafts after a plain step")
         likely = {i: made for i, item in enumerate(work) if (made := self._draft(item, proposed[i]))}
         looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
-        return step.reply(
+        return reply(
             [run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked, likely
         )
 

@@ -17,6 +17,7 @@ from llmc_runtime import LLM, LlmcError, compile_cache
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format import cache_key
+from llmc_runtime.format.manifest import is_artifact
 
 OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
 FAKE = (
@@ -195,7 +196,7 @@ def test_a_failed_build_leaves_nothing_and_says_what_the_compiler_said(
         assert e.value.code == "E641"
     left = [p.name for p in (tmp_path / "root" / "artifacts").iterdir() if not p.name.endswith(".lock")]
     assert left == []
-    assert compile_cache.is_artifact(build(model, tmp_path / "root"))
+    assert is_artifact(build(model, tmp_path / "root"))
 
 
 def test_what_a_killed_build_left_is_cleared(model: Path, builds: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from llmc_runtime.sched.step import Step, StepOutput
 
 from tests.runtime.audit import idle
 from tests.runtime.rig import Rig
+from tests.runtime.step_reply import reply
 
 
 class Broken:
@@ -50,9 +51,9 @@ def rig_of_three() -> Rig:
     ("wrong", "words"),
     [
         (raises(OSError("out of luck")), "OSError: out of luck"),
-        (lambda step, output: step.reply([]), "2 rows ran, the executor returned tokens for 0"),
-        (lambda step, output: step.reply([None] * 2), "returned token None"),
-        (lambda step, output: step.reply([5, 1000]), "request 'b': the executor returned token 1000"),
+        (lambda step, output: reply([]), "2 rows ran, the executor returned tokens for 0"),
+        (lambda step, output: reply([None] * 2), "returned token None"),
+        (lambda step, output: reply([5, 1000]), "request 'b': the executor returned token 1000"),
         (lambda step, output: None, "AttributeError"),
     ],
 )
@@ -83,7 +84,7 @@ def test_an_error_of_ours_keeps_its_code() -> None:
 def test_missing_logprobs_are_an_error() -> None:
     rig = Rig()
     rig.add("a", 3, logprobs=1)
-    Broken(rig, 0, lambda step, output: step.reply(output.tokens))
+    Broken(rig, 0, lambda step, output: reply(output.tokens))
     (delta,) = rig.engine.step()
     assert delta.finish_reason == "error" and "log-probabilities are missing" in str(delta.error)
 

@@ -17,6 +17,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.fake_executor import FakeExecutor
 from tests.runtime.rig import OneByOne
+from tests.runtime.step_reply import reply
 
 PAGE, PAGES, ROWS, LENGTH, TOKENS = 4, 64, 4, 96, 16
 
@@ -47,7 +48,7 @@ class Script(OneByOne):
         for work in step.work:
             out.append(self.ids[self.at[work.row]] if work.emit else None)
             self.at[work.row] += work.emit
-        return step.reply(out)
+        return reply(out)
 
 
 def tokenizer() -> Tokenizer:

@@ -13,6 +13,7 @@ from llmc_runtime.sched.step import Step, StepOutput
 
 from tests.runtime.audit import idle
 from tests.runtime.rig import Rig
+from tests.runtime.step_reply import reply
 from tests.runtime.test_llm import TOK, Script, device, make, params
 
 
@@ -184,7 +185,7 @@ def test_steps_under_way_are_bounded() -> None:
     rig.scheduler.rollback()
     assert rig.waiting() == ["a"]
     with pytest.raises(RuntimeError, match="no step was planned"):
-        rig.scheduler.commit(first.reply([1]))
+        rig.scheduler.commit(reply([1]))
     assert rig.drain() == ["a"]
 
 

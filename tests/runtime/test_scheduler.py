@@ -9,6 +9,7 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 from tests.runtime.rig import Rig
+from tests.runtime.step_reply import reply
 
 
 def test_the_budget_is_filled_running_first() -> None:
@@ -326,13 +327,13 @@ def test_a_seed_is_drawn_where_none_is_given() -> None:
 def test_a_step_must_be_committed_or_rolled_back() -> None:
     rig = Rig()
     rig.add("a", 3)
-    plan = rig.scheduler.next()
+    rig.scheduler.next()
     with pytest.raises(RuntimeError, match="neither committed nor rolled back"):
         rig.scheduler.next()
     rig.scheduler.rollback()
     assert rig.waiting() == ["a"]
     with pytest.raises(RuntimeError, match="no step was planned"):
-        rig.scheduler.commit(plan.reply([1]))
+        rig.scheduler.commit(reply([1]))
     assert rig.drain() == ["a"]
 
 

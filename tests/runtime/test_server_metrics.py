@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.metrics import COMPILE_SECONDS, STEP_TOKENS, Histogram, add_stats
 from llmc_runtime.server.http.auth import key_id
+from llmc_runtime.server.operations.admission import REASONS
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -33,7 +35,15 @@ histogram request_max_num_generation_tokens request_prefill_kv_computed_tokens
 histogram request_params_n request_params_max_tokens grammar_compilation_time_seconds
 """
 
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+
 Samples = dict[tuple[str, str], float]
+
+
+def test_the_page_lists_every_metric_and_reason_of_refusal() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    names = [name for line in NAMES.split("\n") for name in line.split()[1:]]
+    assert [name for name in (*names, *REASONS) if f"`{name}`" not in page] == []
 
 
 def families(text: str, prefix: str = "llmc:") -> Iterator[Any]:

@@ -15,7 +15,10 @@ import pytest
 
 pytest.importorskip("starlette")
 from llmc_runtime import collect_env
+from llmc_runtime.artifact import open_artifact
 from llmc_runtime.cli import main_collect_env, main_serve
+from llmc_runtime.device.device import kv_share
+from llmc_runtime.device.open_device import open_device
 from llmc_runtime.server import dry_run as planning
 
 
@@ -73,14 +76,14 @@ def test_a_gpu_is_asked_through_its_tool_alone(
         assert ("no GPU is visible" in output["why"]) == (free is None)
 
 
-def test_shares_of_free_memory_are_those_of_the_devices() -> None:
-    from llmc_runtime.device.cpu_device import CpuDevice
-
-    assert CpuDevice.share == planning._CPU_SHARE
-    pytest.importorskip("cuda.bindings")
-    from llmc_runtime.device.cuda.cuda_device import CudaDevice
-
-    assert CudaDevice.share == planning._GPU_SHARE
+def test_engines_and_ranks_on_a_cpu_divide_its_memory(toy: Path) -> None:
+    artifact = open_artifact(toy)
+    device = open_device(artifact, 1, engines=2)
+    try:
+        assert device.share == kv_share(separate=False, users=2) == kv_share(separate=False, users=1) / 2
+    finally:
+        device.close()
+    assert kv_share(separate=True, users=2) == kv_share(separate=True, users=1), "each has a GPU"
 
 
 def test_a_folder_that_is_not_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,6 +200,16 @@ def test_a_step_is_planned_shortly_before_the_one_that_runs_ends() -> None:
     rig.drain()
 
 
+def test_a_request_whose_last_token_is_in_flight_does_not_decode() -> None:
+    budget, ending, prompt = StepBudget(TARGET, LIMIT), decoding(3), Request("prompt", list(range(100)))
+    for request in ending:
+        request.limit = request.num_total
+    prompt.num_total = 100
+    assert budget.tokens([*ending, prompt], False) == LIMIT, "no request decodes beside the prompt"
+    assert budget.tokens([*decoding(5), *ending], False) == LIMIT, "no request computes a prompt"
+    assert budget.tokens([*decoding(5), *ending, prompt], False) == budget.tokens([*decoding(5), prompt], False)
+
+
 def test_the_expected_duration_of_a_step() -> None:
     budget = StepBudget(TARGET, LIMIT)
     rows = [Work(i, 1, True) for i in range(3)]

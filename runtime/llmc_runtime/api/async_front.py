@@ -9,11 +9,12 @@ from typing import Any
 
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.api.model_api import open_tokenizer
-from llmc_runtime.engine.client import default_command
+from llmc_runtime.artifact import TOKENIZER
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import EngineArgs, quoted
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.pooling import Pooling
+from llmc_runtime.python_command import module_command
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
@@ -21,7 +22,7 @@ _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
 @dataclass(frozen=True)
 class Front:
-    """A model as the front needs it: the engine's command line and first message, and the text side.
+    """A model as the front end needs it: the engine's command line and first message, and the text side.
 
     `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
     """
@@ -47,7 +48,8 @@ def read_front(args: EngineArgs, say: Callable[[str], None]) -> Front:
     args.check_artifact(manifest)
     for error in folder.check_small(manifest.files):
         raise error
-    tokenizer, eos = open_tokenizer(path / "tokenizer", manifest)
+    tokenizer, eos = open_tokenizer(path / TOKENIZER, manifest)
     opening = Open(quoted(path), args.message(), eos, manifest.digest)
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
-    return Front(default_command(), opening, tokenizer, manifest.generation, step, manifest.pooling)
+    command = module_command("llmc_runtime.engine.engine_process")
+    return Front(command, opening, tokenizer, manifest.generation, step, manifest.pooling)

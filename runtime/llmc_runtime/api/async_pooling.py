@@ -18,7 +18,7 @@ from llmc_runtime.pooled_outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
 )
-from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_task
+from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_pooling, require_task
 from llmc_runtime.prompts import Prompt, refuse_adapter
 
 
@@ -65,21 +65,18 @@ class AsyncPoolingAPI(ModelAPI):
         """
         refuse_adapter(lora_request)
         await self.ensure_started()
-        pooling, params = require_task(self.pooling, EMBED, CLASSIFY), pooling_params or PoolingParams()
-        assert pooling is not None
+        pooling, params = require_pooling(self.pooling, EMBED, CLASSIFY), pooling_params or PoolingParams()
         params.check(pooling)
         outputs = self.pool(
             prompt, request_id, priority=priority, cache_salt=cache_salt, tenant=tenant, timeout=timeout
         )
         async with aclosing(outputs):
             async for o in outputs:
-                values, ids = pooled_values(o.pooled or b"", pooling, params).tolist(), o.prompt_token_ids
+                values = pooled_values(o.pooled or b"", pooling, params).tolist()
                 if pooling.task == EMBED:
-                    yield EmbeddingRequestOutput(request_id, EmbeddingOutput(values), ids, o.num_cached_tokens)
+                    yield EmbeddingRequestOutput.of(o, EmbeddingOutput(values))
                 else:
-                    yield ClassificationRequestOutput(
-                        request_id, ClassificationOutput(values), ids, o.num_cached_tokens
-                    )
+                    yield ClassificationRequestOutput.of(o, ClassificationOutput(values))
 
     async def pool(
         self,

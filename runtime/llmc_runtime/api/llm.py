@@ -24,8 +24,8 @@ from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.engine_options import to_stderr as to_stderr
 from llmc_runtime.fair_lock import FairLock
-from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.manifest import NAME as MANIFEST
+from llmc_runtime.format.errors import LlmcError, llm_closed
+from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.metrics import Metric, as_metrics
@@ -87,7 +87,7 @@ class LLM(PoolingAPI):
         self.trace = opened.trace
         self._say(opened.summary)
         self._start(opened.engine, tokenizer, generation, args.chat_template)
-        if args.prepare and tokenizer is not None and (failure := self._core.grammars().prepare()):
+        if args.prepare and tokenizer is not None and (failure := self._core.prepare()):
             self._say(failure)
         gc.collect()
         gc.freeze()
@@ -251,11 +251,9 @@ class LLM(PoolingAPI):
             return
         with self._lock:
             self._outputs.drop_all()
-            self.engine.end(LlmcError("E608", "the LLM is closed", "open another one: LLM(...)"))
+            self.engine.end(llm_closed())
             self._close()
             self._core.close()
-            if self.trace is not None:
-                self.trace.finish()
         if self in _frozen_by:
             _frozen_by.discard(self)
             if not _frozen_by:
@@ -309,7 +307,7 @@ class LLM(PoolingAPI):
             for state in states:
                 while not state.finished:
                     with self._lock:
-                        self._outputs.process(self._core.step())
+                        self._outputs.process(self.engine.step())
                     bar.show(states)
             bar.show(states, last=True)
 
@@ -317,7 +315,7 @@ class LLM(PoolingAPI):
         (params,) = self._params(sampling_params, [prompt], max_tokens)
         guides = self._guides(self._open_grammar(params))
         with self._lock:
-            return Stream(self._submit(prompt, params, 0, guides), self._lock, self._core, self._outputs, self)
+            return Stream(self._submit(prompt, params, 0, guides), self._lock, self.engine, self._outputs, self)
 
     def _submit(
         self, prompt: Prompt, params: SamplingParams, priority: int, guides: Sequence[GrammarGuide]
@@ -358,7 +356,7 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
     """
     path = Path(model)
     try:
-        compiled, source, there = (path / MANIFEST).is_file(), (path / "config.json").is_file(), path.exists()
+        compiled, there = is_artifact(path), path.exists()
     except OSError as e:
         raise LlmcError("E101", f"{path!s:.200} cannot be opened: {e.strerror}", "check the path") from e
     if compiled:
@@ -366,7 +364,7 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
     from llmc_runtime import compile_cache  # not needed for an artifact
 
     root = root or compile_cache.default_root()
-    if source:
+    if compile_cache.is_source(path):
         return compile_cache.compiled(path, options, root, say)
     if not there:
         if compile_cache.is_id(model):

@@ -7,13 +7,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llmc_runtime.artifact import has_tokenizer
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.prompts import TOKENIZE, Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from llmc_runtime.text.tokenizer import Tokenizer
 
 _MAX_CACHED_DEFAULTS = 16
 # Attributes of vLLM's classes that are not here, and what to do instead.
@@ -91,7 +92,7 @@ def fit_prompt(params: SamplingParams, prompt: Prompt, limits: Limits) -> Sampli
 
 def open_tokenizer(folder: Path, manifest: Manifest) -> tuple[Tokenizer | None, list[int]]:
     """Return the tokenizer of an artifact, None if it has none, and its end-of-sequence token, if it has one."""
-    if f"{folder.name}/{TOKENIZER_FILE}" not in manifest.tokenizer:
+    if not has_tokenizer(manifest):
         return None, []
     tokenizer = Tokenizer.open(folder)
     return tokenizer, [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from llmc_runtime.engine.core import EngineCore
+from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.outputs import Piece, RequestOutput, RequestState
@@ -19,9 +19,9 @@ class Stream:
     """
 
     def __init__(
-        self, state: RequestState, lock: FairLock, core: EngineCore, outputs: OutputProcessor, owner: object
+        self, state: RequestState, lock: FairLock, engine: Engine, outputs: OutputProcessor, owner: object
     ) -> None:
-        self._state, self._lock, self._core, self._outputs = state, lock, core, outputs
+        self._state, self._lock, self._engine, self._outputs = state, lock, engine, outputs
         self._drop, self._owner = partial(outputs.drop, state), owner
         self._open = list(state.parts)  # whose last piece has not been returned yet
 
@@ -42,7 +42,7 @@ class Stream:
     def _next_piece(self) -> Piece | None:
         """Return the next piece, which may need a step of the engine; None if that step yields none."""
         if not any(part.finished or part.has_new_tokens for part in self._open):
-            self._outputs.process(self._core.step())
+            self._outputs.process(self._engine.step())
         if self._state.error is not None:
             raise self._state.error
         part = next((part for part in self._open if part.finished or part.has_new_tokens), None)

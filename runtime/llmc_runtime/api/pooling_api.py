@@ -17,7 +17,7 @@ from llmc_runtime.pooled_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_task, similarity
+from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_pooling, similarity
 from llmc_runtime.prompts import Prompt, as_prompts, refuse_adapter
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -55,10 +55,7 @@ class PoolingAPI(ModelAPI):
         """
         refuse_adapter(lora_request)
         rows = self._pool(as_prompts(prompts, self.tokenizer), pooling_params, use_tqdm, EMBED)
-        return [
-            EmbeddingRequestOutput(o.request_id, EmbeddingOutput(values), o.prompt_token_ids, o.num_cached_tokens)
-            for o, values in rows
-        ]
+        return [EmbeddingRequestOutput.of(o, EmbeddingOutput(values)) for o, values in rows]
 
     def classify(
         self,
@@ -73,12 +70,7 @@ class PoolingAPI(ModelAPI):
         """
         refuse_adapter(lora_request)
         rows = self._pool(as_prompts(prompts, self.tokenizer), pooling_params, use_tqdm, CLASSIFY)
-        return [
-            ClassificationRequestOutput(
-                o.request_id, ClassificationOutput(values), o.prompt_token_ids, o.num_cached_tokens
-            )
-            for o, values in rows
-        ]
+        return [ClassificationRequestOutput.of(o, ClassificationOutput(values)) for o, values in rows]
 
     def score(
         self,
@@ -100,10 +92,7 @@ class PoolingAPI(ModelAPI):
             return self._similarities(pairs, pooling_params or PoolingParams(), pooling, use_tqdm)
         prompts = pair_prompts(self.tokenizer, pairs, pooling, self.config.vocab_size)
         rows = self._pool(prompts, pooling_params, use_tqdm, CLASSIFY)
-        return [
-            ScoringRequestOutput(o.request_id, ScoringOutput(values[0]), o.prompt_token_ids, o.num_cached_tokens)
-            for o, values in rows
-        ]
+        return [ScoringRequestOutput.of(o, ScoringOutput(values[0])) for o, values in rows]
 
     def _similarities(
         self, pairs: list[tuple[str, str]], params: PoolingParams, pooling: Pooling, use_tqdm: bool
@@ -123,8 +112,7 @@ class PoolingAPI(ModelAPI):
         self, prompts: list[Prompt], params: PoolingParams | None, use_tqdm: bool, task: str
     ) -> list[tuple[RequestOutput, list[float]]]:
         """Run prompts, and return each with its numbers."""
-        pooling, params = require_task(self.pooling, task), params or PoolingParams()
-        assert pooling is not None
+        pooling, params = require_pooling(self.pooling, task), params or PoolingParams()
         params.check(pooling)
         outputs = self._run_pooled(prompts, use_tqdm)
         return [(o, pooled_values(o.pooled or b"", pooling, params).tolist()) for o in outputs]

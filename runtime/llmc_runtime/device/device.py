@@ -18,6 +18,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Program
 
 Run = Callable[[], None]
+_GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 Event = Any  # returned by `mark`, accepted by `wait`; the type depends on the device
 
 
@@ -56,19 +57,34 @@ def group_ended(cause: str) -> LlmcError:
     return LlmcError("E119", cause, "send the request again; if it happens again, report it")
 
 
+def kv_share(separate: bool, users: int) -> float:
+    """Return the default fraction of a device's free memory for the KV cache of one of `users` engines and ranks.
+
+    On a CPU they use the same memory; with `separate` memory, each has a device of its own.
+    """
+    return _GPU_SHARE if separate else _CPU_SHARE / users
+
+
 class Device(ABC):
     """One device, opened for one artifact at a time.
 
-    Class attributes: `depth` is the number of steps that may be in flight. `share` is the default fraction of free
-    memory for the KV cache. `separate` means that the device has its own memory, into which weights are copied.
-    `replays` means that decode steps run in few sizes, each of which `prepare` makes ready (as a device graph).
+    Class attributes: `depth` is the number of steps that may be in flight. `separate` means that the device has its own
+    memory, into which weights are copied. `replays` means that decode steps run in few sizes, each of which `prepare`
+    makes ready (as a device graph).
+
+    `users` is the number of engines and ranks whose devices are of this kind on this machine.
     """
 
     name: str
     depth: int = 1
-    share: float = 0.5
     separate: bool = False
     replays: bool = False
+    users: int = 1
+
+    @property
+    def share(self) -> float:
+        """The default fraction of the free memory for the KV cache."""
+        return kv_share(self.separate, self.users)
 
     @abstractmethod
     def alloc(self, nbytes: int) -> Memory:

@@ -8,19 +8,31 @@ from llmc_runtime.format.errors import LlmcError
 
 
 def open_device(
-    artifact: Artifact, threads: int | None, *, careful: bool = False, index: int = 0, member: Member | None = None
+    artifact: Artifact,
+    threads: int | None,
+    *,
+    careful: bool = False,
+    index: int = 0,
+    engines: int = 1,
+    member: Member | None = None,
 ) -> Device:
     """Open the device that the artifact was compiled for.
 
     `threads` is the number of compute threads on a CPU, and of threads that upload weights to a GPU; None selects the
     device's default. With `careful`, a GPU is synchronized after every launch, so that an error names the kernel that
-    failed; a CPU reports errors synchronously in any case. `index` is the number of the engine, which
+    failed; a CPU reports errors synchronously in any case. `index` is the number of the engine, of `engines`, which
     determines its GPU among those visible. `member` is the device's place in a group, if the artifact has several
     ranks.
 
     Raises LlmcError E112 if the runtime has no such kind of device, and E115 to E117 if this machine or this
     runtime cannot run the target.
     """
+    device = _device(artifact, threads, careful, index, member)
+    device.users = engines * artifact.manifest.ranks
+    return device
+
+
+def _device(artifact: Artifact, threads: int | None, careful: bool, index: int, member: Member | None) -> Device:
     target = artifact.manifest.target
     family = target.name.partition(":")[0]
     if family == "cpu":

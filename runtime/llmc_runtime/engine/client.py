@@ -36,9 +36,10 @@ from llmc_runtime.engine.messages import (
     Stop,
     error_of,
 )
+from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.heartbeat import Silence
-from llmc_runtime.python_command import module_command, socket_folder
+from llmc_runtime.python_command import socket_folder
 
 _CHUNK = 128  # messages and deltas that are handled in one turn of the event loop
 _REASONS: Mapping[int, str] = MappingProxyType(
@@ -47,18 +48,13 @@ _REASONS: Mapping[int, str] = MappingProxyType(
         signal.SIGBUS: "a file of the artifact may have been truncated: files are read in place, replace whole folders",
     }
 )
-_ADDS, _CONTROL, _REPORTS = "adds", "control", "reports"
-
-
-def default_command() -> list[str]:
-    """Return the command line of an engine process. EngineClient appends its pid, the folder of the sockets and the
-    heartbeat interval in seconds."""
-    return module_command("llmc_runtime.engine.engine_process")
 
 
 class EngineClient:
     """An engine process and the sockets to it. Belongs to the event loop in which it is made.
 
+    command:    the process's, without its last arguments: the pid of this process, the folder of the sockets and
+                `heartbeat`
     heartbeat:  seconds between two heartbeats of the process
     on_deltas:  called with the deltas of requests
     on_reply:   called with the replies to control requests
@@ -91,14 +87,14 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         sockets: list[Any] = []
         try:
-            for kind, name in ((zmq.PUSH, _ADDS), (zmq.PUSH, _CONTROL), (zmq.PULL, _REPORTS)):
-                sockets.append(self._socket(kind, name))
+            for kind, name in ((zmq.PUSH, ADDS), (zmq.PUSH, CONTROL), (zmq.PULL, REPORTS)):
+                sockets.append(open_socket(self._context, kind, self._folder, name, binds=True, linger=0))
             self.process = subprocess.Popen(
                 [*command, str(os.getpid()), str(self._folder), str(heartbeat)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,  # stderr was closed at startup
-                process_group=0,  # Ctrl-C goes to the front only
+                process_group=0,  # Ctrl-C goes to the front end only
             )
         except BaseException as e:
             self._context.destroy(linger=0)
@@ -111,15 +107,6 @@ class EngineClient:
         self._fd = int(self._reports.get(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
         self._loop.call_soon(self._on_readable)
-
-    def _socket(self, kind: int, name: str) -> Any:
-        # No high-water marks: what a socket can hold is bounded by the open requests.
-        socket = self._context.socket(kind)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.RCVHWM, 0)
-        socket.bind(f"ipc://{self._folder / name}")
-        return socket
 
     async def open(self, opening: Open, timeout: float) -> Ready:
         """Open the artifact. Raises the engine's LlmcError, E661 if the process ends, E662 after `timeout` seconds."""
@@ -276,7 +263,7 @@ class EngineClient:
 
 
 def _release(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any], context: Any) -> None:
-    """Kill the process and close the sockets. Does nothing in a fork of the front."""
+    """Kill the process and close the sockets. Does nothing in a fork of the front end."""
     if os.getpid() != owner:
         return
     process.kill()
@@ -288,7 +275,7 @@ def _release(owner: int, process: subprocess.Popen[bytes], sockets: Sequence[Any
 def _folder() -> Path:
     """Make the folder of the sockets. Raises LlmcError E100."""
     try:
-        return socket_folder(_CONTROL)
+        return socket_folder(CONTROL)
     except (OSError, UnicodeEncodeError) as e:
         raise _os_error(e) from e
 

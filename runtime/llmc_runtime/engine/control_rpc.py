@@ -18,7 +18,7 @@ MAX_SECONDS = 60.0  # of a recording
 
 
 class ControlClient:
-    """The front's side: sends requests and awaits their replies. Belongs to one event loop."""
+    """The front end's side: sends requests and awaits their replies. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._pending: dict[int, asyncio.Future[ControlReply]] = {}

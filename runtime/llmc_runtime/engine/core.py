@@ -1,7 +1,6 @@
-"""EngineCore: submits requests with their grammars to an engine, aborts them, steps. LLM and the engine process use it,
-each in the thread that owns the engine (see engine.Engine).
+"""EngineCore: submits requests with their grammars to an engine, and aborts them.
 
-It handles token ids only: it takes EngineRequests and returns RequestDeltas (engine.output_processor makes text).
+LLM and the engine process use it, each in the thread that owns the engine (see engine.Engine).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.input_processor import EngineRequest, params_of_output
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
-from llmc_runtime.sched.request import Request, RequestDelta
+from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 
 
@@ -35,6 +34,13 @@ class EngineCore:
                 raise LlmcError("E620", cause, "use allowed_token_ids or logit_bias")
             self.engine.pump = self._grammars.pump
         return self._grammars
+
+    def prepare(self) -> str:
+        """Build the vocabulary of the grammars now. Return "" or the reason why that failed."""
+        try:
+            return self.grammars().prepare()
+        except LlmcError as e:
+            return e.cause
 
     def open_grammar(self, params: SamplingParams, tenant: str = "") -> Opening | None:
         """Start the compilation of the request's grammar, which runs in another process. None if it has none.
@@ -75,10 +81,6 @@ class EngineCore:
     def abort(self, ids: Iterable[str]) -> list[str]:
         """End these outputs now; no deltas follow. Return the ids that are not live."""
         return [request_id for request_id in ids if not self.engine.abort(request_id)]
-
-    def step(self) -> list[RequestDelta]:
-        """Run one step of the engine."""
-        return self.engine.step()
 
     @property
     def grammars_fd(self) -> int | None:

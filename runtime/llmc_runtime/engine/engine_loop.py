@@ -17,9 +17,9 @@ from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import Add, Delta, delta_message, request_of
-from llmc_runtime.format.errors import LlmcError, as_llmc_error
+from llmc_runtime.format.errors import as_llmc_error
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
-from llmc_runtime.metrics import COMPILE_SECONDS, Histogram, Stat
+from llmc_runtime.metrics import CAPACITY, COMPILE_SECONDS, DEFERRED, Histogram, Stat
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import MAX_N
 
@@ -32,10 +32,10 @@ class _Compiling(NamedTuple):
 
 
 class EngineLoop:
-    """The requests of one engine, by number. For `grammars` see EngineCore."""
+    """The requests of one engine, by number, which `core` runs. For `grammars` see EngineCore."""
 
     def __init__(self, engine: Engine, grammars: Callable[[], Grammars | None]) -> None:
-        self._engine, self._core = engine, EngineCore(engine, grammars)
+        self._engine, self.core = engine, EngineCore(engine, grammars)
         self._compiling: deque[_Compiling] = deque()
         self._refusals: list[Delta] = []  # not sent yet
         self._aborted: set[int] = set()  # outputs that were aborted before they arrived or while their grammar compiles
@@ -53,13 +53,6 @@ class EngineLoop:
         """Whether grammars are being compiled, so that step() must be called from time to time."""
         return bool(self._compiling)
 
-    def prepare(self) -> str:
-        """Build the vocabulary of the grammars now. Return "" or the reason why that failed."""
-        try:
-            return self._core.grammars().prepare()
-        except LlmcError as e:
-            return e.cause
-
     def add(self, add: Add) -> None:
         """Queue a request. If it cannot run, the next step returns its error."""
         if not self._last < add.first < 1 << 62:
@@ -69,7 +62,7 @@ class EngineLoop:
         self._last = add.first + (n if type(n) is int and 1 <= n <= MAX_N else 1) - 1
         try:
             request = request_of(add)
-            opening = self._core.open_grammar(request.params, request.tenant)
+            opening = self.core.open_grammar(request.params, request.tenant)
             if opening is None:
                 self._submit(request, ())
             else:
@@ -79,7 +72,7 @@ class EngineLoop:
 
     def abort(self, ids: list[int]) -> None:
         """End these outputs. Those that have not arrived, or whose grammar is being compiled, will not start."""
-        for number in map(int, self._core.abort(map(str, ids))):
+        for number in map(int, self.core.abort(map(str, ids))):
             early = number > self._last or any(number in waiting.request.numbers for waiting in self._compiling)
             if early and number >= 0 and len(self._aborted) < _MAX_EARLY_ABORTS:
                 self._aborted.add(number)
@@ -90,7 +83,7 @@ class EngineLoop:
             self._take_compiled()
         deltas, self._refusals = self._refusals, []
         if self._engine.has_work():
-            deltas += [delta_message(delta) for delta in self._core.step()]
+            deltas += [delta_message(delta) for delta in self._engine.step()]
         return deltas
 
     def stats(self) -> dict[str, Stat]:
@@ -98,25 +91,12 @@ class EngineLoop:
         stats: dict[str, Stat] = {**self._engine.counters.as_dict(), **self._engine.stats()}
         capacity, deferred = len(self._engine.scheduler.waiting), len(self._compiling)
         stats["num_requests_waiting"] = capacity + deferred
-        stats["num_requests_waiting_by_reason"] = {"capacity": capacity, "deferred": deferred}
+        stats["num_requests_waiting_by_reason"] = {CAPACITY: capacity, DEFERRED: deferred}
         stats["grammar_compilation_time_seconds"] = self._compile_seconds.as_list()
         return stats
 
-    @property
-    def grammars_fd(self) -> int | None:
-        """See EngineCore.grammars_fd."""
-        return self._core.grammars_fd
-
-    def take_grammar_messages(self) -> None:
-        """Process the messages of grammar processes, which may arrive when no request waits for them."""
-        self._core.grammars().pump()
-
-    def close(self) -> None:
-        """End the grammar processes."""
-        self._core.close()
-
     def _take_compiled(self) -> None:
-        self._core.grammars().pump()
+        self.core.grammars().pump()
         now, later = time.monotonic(), deque[_Compiling]()
         for waiting in self._compiling:
             if not waiting.opening.done:
@@ -130,7 +110,7 @@ class EngineLoop:
         self._compiling = later
 
     def _submit(self, request: EngineRequest, guides: Sequence[GrammarGuide]) -> None:
-        self._core.submit(request, guides, self._aborted)
+        self.core.submit(request, guides, self._aborted)
         self._aborted.difference_update(request.numbers)
 
     def _refuse(self, numbers: range, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """The engine process: opens an artifact, serves requests from two sockets, sends outputs and heartbeats.
 
-`python -m llmc_runtime.engine.engine_process PARENT FOLDER HEARTBEAT`: the front's process id, the folder of the
-sockets, and the seconds between two heartbeats. The process exits when the front does.
+`python -m llmc_runtime.engine.engine_process PARENT FOLDER HEARTBEAT`: the front end's process id, the folder of the
+sockets, and the seconds between two heartbeats. The process exits when the front end does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from llmc_runtime.engine.control_rpc import ControlServer
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_loop import EngineLoop
 from llmc_runtime.engine.messages import (
+    LIMITS,
     Abort,
     Add,
     Control,
@@ -43,6 +44,7 @@ from llmc_runtime.engine.messages import (
     Stop,
     error_message,
 )
+from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError, as_llmc_error, brief
@@ -50,7 +52,6 @@ from llmc_runtime.grammar import Grammars
 from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import Stat
 
-ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # the sockets in the folder
 NICE = 5  # of CPU engines whose threads fill the machine
 _MIN_ADD_TIME = 0.002  # seconds for new requests between two steps
 _ADD_SHARE = 0.15  # of the last step's duration, if that is more
@@ -85,8 +86,8 @@ Opener = Callable[[Open, Callable[[str], None]], Session]
 
 def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     """Open the artifact as LLM does; `say` is called with log lines. Raises LlmcError E1xx, E2xx."""
+    from llmc_runtime.artifact import has_tokenizer
     from llmc_runtime.engine.loader import open_engine, open_model
-    from llmc_runtime.text.tokenizer import TOKENIZER_FILE
 
     options = EngineOptions.of_message(opening.path, opening.options)
     say(f"opening {options.model}")
@@ -96,20 +97,15 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     opened = open_engine(artifact, options, opening.eos, opening.engine)
 
     def grammars() -> Grammars | None:
-        if f"{artifact.tokenizer_dir.name}/{TOKENIZER_FILE}" not in artifact.manifest.tokenizer:
+        if not has_tokenizer(artifact.manifest):
             return None
         config = opened.engine.scheduler.config
         return Grammars(artifact.tokenizer_dir, config.vocab_size, config.eos_token_ids)
 
-    def close() -> None:
-        opened.close()
-        if opened.trace is not None:
-            opened.trace.finish()
-
     ranks = artifact.manifest.ranks
     threads = ranks * options.rank_threads(ranks) if artifact.manifest.target.name.startswith("cpu:") else 0
     stages |= opened.stages
-    return Session(opened.engine, opened.summary, grammars, close, stages, threads, opened.group)
+    return Session(opened.engine, opened.summary, grammars, opened.close, stages, threads, opened.group)
 
 
 def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) -> None:
@@ -175,7 +171,7 @@ class _HeartbeatThread(threading.Thread):
         process = self._process
         socket = process.socket(zmq.PUSH, REPORTS, linger=0)
         while True:
-            if os.getppid() != process.parent:  # the front has ended
+            if os.getppid() != process.parent:  # the front end has ended
                 shutil.rmtree(process.folder, ignore_errors=True)
                 os._exit(0)
             socket.send(msgspec.msgpack.encode(process.heartbeat()))
@@ -203,13 +199,8 @@ class EngineProcess:
         self._add_decoder, self._control_decoder = msgspec.msgpack.Decoder(Add), msgspec.msgpack.Decoder(Control)
 
     def socket(self, kind: int, name: str, linger: int = _LINGER_MS) -> Any:
-        """Return a socket connected to the front's socket with this name; `linger` is in milliseconds."""
-        socket = self._context.socket(kind)
-        socket.set(zmq.LINGER, linger)
-        socket.set(zmq.SNDHWM, 0)
-        socket.set(zmq.RCVHWM, 0)
-        socket.connect(f"ipc://{self.folder / name}")
-        return socket
+        """Return a socket connected to the front end's socket with this name; `linger` is in milliseconds."""
+        return open_socket(self._context, kind, self.folder, name, binds=False, linger=linger)
 
     def heartbeat(self) -> Heartbeat:
         """Return the next heartbeat. Called from the heartbeat thread."""
@@ -259,19 +250,17 @@ class EngineProcess:
             self._send(Failed(error_message(error)))
             return 1
         config = session.engine.scheduler.config
-        sizes = (config.max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
-        stages = dict(session.stages)
-        pool = (config.num_pages, config.page_size, config.vocab_size)
         self._loop = EngineLoop(session.engine, session.grammars)
-        if opening.options.get("prepare") and (failure := self._loop.prepare()):
+        if opening.options.get("prepare") and (failure := self._loop.core.prepare()):
             self._send(Progress(brief(failure, 4)))
         gc.collect()
         gc.freeze()  # keeps later collections short: they would delay a step
-        self._send(Ready(*sizes, *pool, session.summary, config.prefix_caching, stages, session.threads))
+        limits = {name: getattr(config, name) for name in LIMITS}
+        self._send(Ready(**limits, summary=session.summary, stages=dict(session.stages), threads=session.threads))
         try:
             return self._serve(self._loop, session.engine, ControlServer(session.engine), group)
         finally:
-            self._loop.close()
+            self._loop.core.close()
             session.close()
 
     def _serve(self, loop: EngineLoop, engine: Engine, control: ControlServer, group: RankGroup | None) -> int:
@@ -284,7 +273,7 @@ class EngineProcess:
             poller.register(link, zmq.POLLIN)
             messages.register(link, zmq.POLLIN)
         if group is not None:
-            poller.register(group.alarm, zmq.POLLIN)
+            poller.register(group.failure_fd, zmq.POLLIN)
         last = 0.0  # duration of the last step in seconds
         grammars = None
         while True:
@@ -306,18 +295,18 @@ class EngineProcess:
                 self._send(reply)
             if not loop.busy:
                 self._began = 0.0
-                if grammars is None and (grammars := loop.grammars_fd) is not None:
+                if grammars is None and (grammars := loop.core.grammars_fd) is not None:
                     poller.register(grammars, zmq.POLLIN)
                 ready = self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms)
                 if grammars in ready:
-                    loop.take_grammar_messages()  # otherwise the next wait would end at once
-                if group is not None and group.alarm in ready:
+                    loop.core.grammars().pump()  # otherwise the next wait would end at once
+                if group is not None and group.failure_fd in ready:
                     self._send(Failed(error_message(group.failure())))
                     return 1
 
     def _report(self, deltas: list[Delta], error: LlmcError | None) -> bool:
         """Send the outputs of a step, and its error, if there is one. Return whether the engine still works."""
-        if error is not None:  # sent first, so that the front sends no new requests
+        if error is not None:  # sent first, so that the front end sends no new requests
             self._send(Failed(error_message(error)))
         if deltas:
             self._send(Outputs(deltas))
@@ -372,12 +361,12 @@ class EngineProcess:
 
 def main(argv: Sequence[str], opener: Opener = open_session) -> int:
     """Run the engine process with the arguments PARENT FOLDER HEARTBEAT. Return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # handled by the front; a service manager signals all processes
+    for number in (signal.SIGINT, signal.SIGTERM):  # handled by the front end; a service manager signals all processes
         signal.signal(number, signal.SIG_IGN)
     signal.signal(
         signal.SIGTTOU, signal.SIG_IGN
     )  # stderr may be a terminal in which this process group is in the background
-    faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front requests stack traces
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front end requests stack traces
     parent, folder, heartbeat = argv
     return EngineProcess(int(parent), Path(folder), float(heartbeat), opener).run()
 

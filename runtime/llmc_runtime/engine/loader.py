@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.artifact import Artifact, open_artifact, require_digest
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine_options import RAY, EngineOptions
+from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
@@ -50,9 +50,9 @@ class Opened:
     """An open engine.
 
     summary:  one log line about it
-    close:    frees the device
+    close:    frees the device, and writes the trace
     stages:   duration in seconds of "device", "weights" and, if requested, "canary" and "graphs"
-    trace:    records the engine's steps, if requested. Call `finish` after `close`
+    trace:    records the engine's steps, if requested
     group:    the other ranks, if the artifact has several
     """
 
@@ -67,9 +67,8 @@ class Opened:
 def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
     """Open the artifact at `path`. Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any)."""
     artifact = open_artifact(path, verify=options.verify, threads=options.engine_threads)
-    if digest not in ("", artifact.digest):
-        cause = f"{path} is not the artifact that was opened before"
-        raise LlmcError("E118", cause, "restart, or restore the previous artifact")
+    if digest:
+        require_digest(artifact, digest, "was opened before")
     return artifact
 
 
@@ -89,9 +88,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     group = start_ranks(artifact, threads, options.verify, ray, number, options.heartbeat_timeout)
     device: Device | None = None
     try:
-        device = open_device(artifact, threads, index=number, member=group.member if group else None)
-        if not device.separate:
-            device.share /= options.data_parallel_size * manifest.ranks
+        member = group.member if group else None
+        device = open_device(artifact, threads, index=number, engines=options.data_parallel_size, member=member)
         marks.append(("device", time.monotonic()))
         executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes)
         marks.append(("weights", time.monotonic()))
@@ -109,9 +107,15 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     except BaseException:
         release(device, group)
         raise
+
+    def close() -> None:
+        executor.close()
+        if trace is not None:
+            trace.finish()
+
     summary = _summary(manifest, device, config, executor.capacity, threads if group else None)
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
-    return Opened(engine, summary, executor.close, stages, trace, group)
+    return Opened(engine, summary, close, stages, trace, group)
 
 
 def _summary(
@@ -144,11 +148,7 @@ def _scheduler_config(
     return SchedulerConfig(
         num_pages=executor.capacity.pages,
         page_size=manifest.kv.page_size,
-        max_model_len=limit_of("max_model_len", options.max_model_len, manifest.limits.max_model_len),
-        max_num_seqs=limit_of("max_num_seqs", options.max_num_seqs, manifest.limits.max_num_seqs),
-        max_num_batched_tokens=limit_of(
-            "max_num_batched_tokens", options.max_num_batched_tokens, manifest.limits.max_num_batched_tokens
-        ),
+        **limits_of(manifest, lambda name: getattr(options, name)),
         vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
         eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
         policy=options.scheduling_policy,
@@ -200,7 +200,15 @@ def speculation_of(
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 
-def limit_of(name: str, value: Any, compiled: int) -> int:
+def limits_of(manifest: Manifest, option: Callable[[str], Any]) -> dict[str, int]:
+    """Return max_model_len, max_num_seqs and max_num_batched_tokens. `option` returns the option with such a name.
+
+    Raises LlmcError E204 for a value that is not from 1 to the artifact's own.
+    """
+    return {name: _limit(name, option(name), getattr(manifest.limits, name)) for name in SIZES}
+
+
+def _limit(name: str, value: Any, compiled: int) -> int:
     """Return `value`, or `compiled` if it is None. Raises LlmcError E204 unless it is from 1 to `compiled`."""
     if value is None:
         return compiled

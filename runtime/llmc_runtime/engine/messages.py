@@ -1,7 +1,8 @@
-"""The messages between the front and the engine process: msgspec structs, encoded as arrays in msgpack.
+"""The messages between the front end and the engine process: msgspec structs, encoded as arrays in msgpack.
 
-The front sends `Add` on one socket and `Control` on another, so that an abort overtakes a queue of requests. The engine
-process answers with `Report`. Each output of a request has a number, assigned by the front in ascending order.
+The front end is the process of AsyncLLM, such as the server. It sends `Add` on one socket and `Control` on another, so
+that an abort overtakes a queue of requests. The engine process answers with `Report`. Each output of a request has a
+number, assigned by the front end in ascending order.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.request import RequestDelta
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import TokenLogprobs
-from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
+from llmc_runtime.sched.structured_outputs import JSON_OPTIONS, StructuredOutputsParams
 from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.trace import Row
 
@@ -56,7 +58,7 @@ class Open(_Message):
     path:     percent-encoded, since file names are bytes
     options:  as by EngineOptions.message
     eos:      token ids that end a text, besides those of the artifact
-    digest:   the digest of the artifact that the front has read; empty if it has read none
+    digest:   the digest of the artifact that the front end has read; empty if it has read none
     engine:   the number of this engine, if there are several
     """
 
@@ -105,6 +107,9 @@ class Ready(_Message):
     prefix_caching: bool = False
     stages: dict[str, float] = {}  # seconds of each part of opening
     threads: int = 0  # compute threads on the CPU; 0 on other devices
+
+
+LIMITS = tuple(name for name in Ready.__struct_fields__ if name in SchedulerConfig.__dataclass_fields__)
 
 
 class Failed(_Message):
@@ -203,9 +208,8 @@ def params_message(params: SamplingParams) -> dict[str, Any]:
         values["allowed_token_ids"] = mask.mask
     form = params.structured_outputs
     if form is not None:
-        flags = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
         value = form.text if form.kind in ("json", "regex", "grammar") else getattr(form, form.kind)
-        values["structured_outputs"] = {form.kind: value} | {name: getattr(form, name) for name in flags}
+        values["structured_outputs"] = {form.kind: value} | {name: getattr(form, name) for name in JSON_OPTIONS}
     return values
 
 

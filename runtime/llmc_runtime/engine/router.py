@@ -1,4 +1,4 @@
-"""Router: which of several engines gets a request. It does no IO; its only input is what the front has sent.
+"""Router: which of several engines gets a request. It does no IO; its only input is what the front end has sent.
 
 A request goes to the engine with the least cost: the prompt tokens that it would have to compute, those that are queued
 there, and RUNNING tokens for each open sequence. Engines with more than their share of the open sequences are left out,
@@ -55,9 +55,9 @@ class Router:
         `loads` are the engines that can take it, at least one. Without `reuses`, the request ignores cached prefixes.
         """
         chain = self._chain(tokens, salt)
-        most = (len(tokens) - 1) // self._page_size  # the last token is always computed
+        max_pages = (len(tokens) - 1) // self._page_size  # the last token is always computed
         uncached = {
-            engine: len(tokens) - self._page_size * (min(most, self._matched(engine, chain)) if reuses else 0)
+            engine: len(tokens) - self._page_size * (min(max_pages, self._matched(engine, chain)) if reuses else 0)
             for engine in self._candidates(loads)
         }
 

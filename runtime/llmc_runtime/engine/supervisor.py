@@ -226,8 +226,9 @@ class Supervisor:
         self._past = self.stats()
         client, self._client = self._client, None
         assert client is not None
-        self.outputs.fail_all(LlmcError("E660", "the engine is restarted", "send the request again in a moment"))
-        self._control.fail_all(LlmcError("E660", "the engine is restarted", "send the request again in a moment"))
+        error = LlmcError("E660", "the engine is restarted", "send the request again in a moment")
+        self.outputs.fail_all(error)
+        self._control.fail_all(error)
         await asyncio.shield(client.stop(_STOP_TIMEOUT))
         try:
             await self._open()

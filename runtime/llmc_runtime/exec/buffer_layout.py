@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Memory
-from llmc_runtime.exec.capacity import Need
+from llmc_runtime.exec.capacity import NOTHING, KvCapacity, Need, plan_kv
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
@@ -28,6 +28,12 @@ def need_of(artifact: Artifact) -> Need:
     states = sum(_round(s.nbytes({}), _GRAIN) for s in manifest.states if s.role != "kv")
     io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN)
     return Need(files, states, _round(_arena(artifact), _GRAIN) + io + _round(_group(artifact), _GRAIN))
+
+
+def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None) -> KvCapacity:
+    """Return the size of the KV cache of an artifact on a device (see plan_kv). Raises LlmcError E202 or E205."""
+    need = need_of(artifact) if device.separate else NOTHING
+    return plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share, need)
 
 
 def weights_of(artifact: Artifact) -> dict[str, Buffer]:

@@ -247,9 +247,9 @@ def _next(
     texts = [[*p, *after] for p, after in zip(prompts, past, strict=True)]
     inits, first = [], 0
     for row, (prompt, after, text) in enumerate(zip(prompts, past, texts, strict=True)):
-        pages = [first + i for i in range(_pages(executor, len(text)))]
+        pages = [first + i for i in range(executor.capacity.pages_for(len(text)))]
         inits.append(RowInit(row, text, len(text) - 1 if after else 0, len(prompt), _PARAMS, pages))
-        first += _pages(executor, len(prompt) + steps)
+        first += executor.capacity.pages_for(len(prompt) + steps)
     if first > executor.capacity.pages:
         cause = f"the canary's prompts need {first} KV pages; the cache has {executor.capacity.pages}"
         raise LlmcError("E202", cause, "increase --kv-cache-memory-bytes, or skip the canary")
@@ -262,10 +262,6 @@ def _next(
         inits, remaining[row] = [], remaining[row] - count
     out = executor.run(Step(inits=inits, work=[Work(row, n, emit=True) for row, n in enumerate(remaining)]))
     return [_prediction(token, logprobs) for token, logprobs in zip(out.tokens, out.logprobs, strict=True)]
-
-
-def _pages(executor: Executor, tokens: int) -> int:
-    return -(-tokens // executor.capacity.page_size)
 
 
 def _prediction(token: int | None, logprobs: TokenLogprobs | None) -> Prediction:

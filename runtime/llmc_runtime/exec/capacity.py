@@ -27,6 +27,10 @@ class KvCapacity:
         """The size of the cache in bytes."""
         return self.pages * self.bytes_per_page
 
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of pages for this many tokens."""
+        return -(-tokens // self.page_size)
+
     def __str__(self) -> str:
         size = f"{self.tokens} tokens in {self.pages} pages of {self.page_size} ({human(self.nbytes)})"
         return f"KV cache: {size}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
@@ -53,9 +57,7 @@ class Need:
 NOTHING = Need(0, 0, 0)
 
 
-def plan_kv(
-    manifest: Manifest, kv_bytes: int | None, free: int, share: float = 0.5, need: Need = NOTHING
-) -> KvCapacity:
+def plan_kv(manifest: Manifest, kv_bytes: int | None, free: int, share: float, need: Need) -> KvCapacity:
     """Compute the size of the KV cache.
 
     `kv_bytes` is the budget. The default is the size that all rows of maximum length can use, limited to the fraction

@@ -13,8 +13,7 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Event, Run
-from llmc_runtime.exec.buffer_layout import Layout, need_of
-from llmc_runtime.exec.capacity import NOTHING, KvCapacity, plan_kv
+from llmc_runtime.exec.buffer_layout import Layout, kv_capacity
 from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.exec.entry_points import Bound, Columns, EntryPoints
@@ -82,8 +81,7 @@ class Executor:
         manifest = artifact.manifest
         if manifest.weights.mode == "none":
             raise LlmcError("E111", f"{artifact.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
-        need = need_of(artifact) if device.separate else NOTHING
-        self.capacity: KvCapacity = plan_kv(manifest, kv_bytes, device.free_memory(), device.share, need)
+        self.capacity = kv_capacity(artifact, device, kv_bytes)
         self._env = {"P": self.capacity.pages, **({RANK: artifact.rank} if manifest.ranks > 1 else {})}
         self._layout = Layout(artifact, device, self._env)
         self._steps = EntryPoints(artifact, device, self._layout, self._env, "")

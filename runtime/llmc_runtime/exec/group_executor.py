@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
-from llmc_runtime.exec.buffer_layout import need_of
-from llmc_runtime.exec.capacity import NOTHING, plan_kv
+from llmc_runtime.exec.buffer_layout import kv_capacity
 from llmc_runtime.exec.executor import Executor, Ticket, digest_of
 from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.exec.rank_messages import Guide, Launch, Meet, Prepare
@@ -28,8 +27,7 @@ class GroupExecutor(Executor):
     def __init__(self, artifact: Artifact, device: Device, group: RankGroup, kv_bytes: int | None = None) -> None:
         self.group = group
         self._failure: LlmcError | None = None
-        need = need_of(artifact) if device.separate else NOTHING
-        capacity = plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share, need)
+        capacity = kv_capacity(artifact, device, kv_bytes)
         group.join(capacity.nbytes)
         super().__init__(artifact, device, capacity.nbytes)
         handles = [device.group_handle, *group.await_joined()]

@@ -31,8 +31,6 @@ def load_executor(
     try:
         threads, member = (group.threads, group.member) if group else (threads, None)
         device = open_device(artifact, threads, careful=careful, member=member)
-        if not device.separate:
-            device.share /= artifact.manifest.ranks
         return make_executor(artifact, device, group, kv_bytes)
     except BaseException:
         release(device, group)

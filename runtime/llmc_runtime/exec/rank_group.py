@@ -76,8 +76,8 @@ class RankGroup:
     """The ranks above 0 of an artifact's group.
 
     They are processes that this one starts or, with `ray`, actors of a Ray cluster on this machine. `member` is the
-    place of rank 0. `alarm` is a file descriptor that is readable once a process has ended, or has sent no heartbeat
-    for `heartbeat_timeout` seconds, while it is watched. `engine` is the number of the engine. Raises LlmcError E100 if
+    place of rank 0. `failure_fd` is a file descriptor that is readable once a watched process has ended, or has sent no
+    heartbeat for `heartbeat_timeout` seconds. `engine` is the number of the engine. Raises LlmcError E100 if
     a process cannot be created, and E140 to E142 if Ray cannot place the ranks.
     """
 
@@ -98,7 +98,7 @@ class RankGroup:
         self.member = Member(0, ranks, self._memory.fileno(), limit)
         self._processes: list[Rank] = []
         self._placement: RayPlacement | None = None
-        self.alarm, self._end = os.eventfd(0), os.eventfd(0)
+        self.failure_fd, self._end = os.eventfd(0), os.eventfd(0)
         self._watcher: threading.Thread | None = None
         self._heartbeat_timeout = heartbeat_timeout
         self._hung: LlmcError | None = None  # of the first process whose heartbeats were missing
@@ -166,7 +166,7 @@ class RankGroup:
                 pass
 
     def failure(self) -> LlmcError:
-        """Return the error that ended the group, after its alarm."""
+        """Return the error that ended the group. Call it once `failure_fd` is readable."""
         return self.cause(group_ended("a rank has ended"))
 
     def cause(self, error: LlmcError) -> LlmcError:
@@ -193,7 +193,7 @@ class RankGroup:
         if self._placement is not None:
             self._placement.close()
         self._memory.close()
-        os.close(self.alarm)
+        os.close(self.failure_fd)
         os.close(self._end)
 
     def _send(self, p: Rank, data: bytes) -> None:
@@ -218,7 +218,7 @@ class RankGroup:
             sent, last = counters.tolist(), now
         if not any(fd == self._end for fd, _ in ready):
             cancel()
-            os.eventfd_write(self.alarm, 1)
+            os.eventfd_write(self.failure_fd, 1)
 
     def _check(self, p: Rank, exceeded: float | None) -> None:
         """End a process whose heartbeats have been missing for `exceeded` seconds, unless that is None."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from urllib.parse import unquote_to_bytes
 
-from llmc_runtime.artifact import open_artifact
+from llmc_runtime.artifact import open_artifact, require_digest
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor, Ticket, digest_of
@@ -34,7 +34,7 @@ from llmc_runtime.exec.rank_messages import (
     Prepare,
     Settled,
 )
-from llmc_runtime.format.errors import LlmcError, as_llmc_error
+from llmc_runtime.format.errors import as_llmc_error
 from llmc_runtime.heartbeat import RankHeartbeats
 
 _POLL = 0.1  # seconds between two looks at the parent
@@ -48,9 +48,7 @@ def open_rank(join: Join, memory: int) -> Executor:
     """
     path = os.fsdecode(unquote_to_bytes(join.path))
     artifact = open_artifact(path, verify=join.verify, threads=join.threads, rank=join.rank)
-    if artifact.digest != join.digest:
-        cause = f"{path} is not the artifact that rank 0 has opened"
-        raise LlmcError("E118", cause, "restart, or restore the previous artifact")
+    require_digest(artifact, join.digest, "rank 0 has opened")
     member = Member(join.rank, join.ranks, memory, join.limit)
     device = open_device(artifact, join.threads, index=join.engine, member=member)
     try:

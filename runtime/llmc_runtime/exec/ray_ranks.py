@@ -109,8 +109,8 @@ class RayPlacement:
 
     def ranks(self, memory: int, limit: float) -> list[Rank]:
         """Return the ranks above 0. Each gets the group's memory, a file descriptor; `limit` is that of its socket."""
-        found: dict[int, RayRank] = {}
-        while len(found) < self._ranks - 1:
+        ranks: dict[int, RayRank] = {}
+        while len(ranks) < self._ranks - 1:
             connection, _ = self._listener.accept()
             connection.settimeout(_HELLO_SECONDS)
             hello = Link(connection, Reply).receive()
@@ -118,9 +118,9 @@ class RayPlacement:
                 raise group_ended("an actor has ended")
             socket.send_fds(connection, [b"\0"], [memory])
             connection.settimeout(limit)
-            found[hello.rank] = RayRank(hello.rank, connection)
+            ranks[hello.rank] = RayRank(hello.rank, connection)
         self._close_socket()
-        return [found[rank] for rank in sorted(found)]
+        return [ranks[rank] for rank in sorted(ranks)]
 
     def close(self) -> None:
         """End the actors, and give back what is reserved."""

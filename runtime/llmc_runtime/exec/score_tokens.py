@@ -44,7 +44,7 @@ def score_tokens(
     """
     require_generation(executor.artifact.manifest.pooling, "tokens are scored")
     capacity = executor.capacity
-    pages = -(-len(tokens) // capacity.page_size)
+    pages = capacity.pages_for(len(tokens))
     if pages > capacity.pages:
         cause = f"{len(tokens)} tokens need {pages} KV pages; the cache has {capacity.pages}"
         raise LlmcError("E202", cause, "use a smaller context")

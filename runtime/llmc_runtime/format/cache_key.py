@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
+
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
 _NOT_SOURCE = frozenset({"requirements.txt"})
 
@@ -70,7 +72,7 @@ def source_hashes(source: Path, root: Path) -> dict[str, str]:
     Hashes are cached in `root`; a file whose size, times and inode are unchanged is not read again.
     """
     files = sorted(p for p in source.iterdir() if p.suffix in _SUFFIXES and p.name not in _NOT_SOURCE and p.is_file())
-    files += sorted((source / "additional_chat_templates").glob("*.jinja"))
+    files += sorted((source / TEMPLATE_DIR).glob("*.jinja"))
     files += sorted(source.glob("*_Pooling/config.json"))
     memo_file = root / "hashes.json"
     memo = _read_memo(memo_file)

@@ -54,6 +54,11 @@ class LlmcError(Exception):
 _MAX_CHARACTERS = 700
 
 
+def llm_closed() -> LlmcError:
+    """Return the error for a request to an LLM that is closed."""
+    return LlmcError("E608", "the LLM is closed", "open another one: LLM(...)")
+
+
 def brief(text: str, lines: int) -> str:
     """Shorten `text` for a terminal.
 

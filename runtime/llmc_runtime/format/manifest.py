@@ -45,6 +45,11 @@ _ZERO = b"0" * 64
 _MAX_SIZE = 1 << 48
 
 
+def is_artifact(folder: Path) -> bool:
+    """Whether a folder is an artifact: it has a manifest."""
+    return (folder / NAME).is_file()
+
+
 @dataclass(frozen=True)
 class FileInfo(Record):
     """A small file: its SHA-256 and its size."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.errors import LlmcError, llm_closed
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.grammar.definition import Definition
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
@@ -66,7 +66,7 @@ class Grammars:
         key = (tenant, hashlib.sha256(definition).digest())
         with self._lock:
             if self._closed:
-                raise _closed()
+                raise llm_closed()
             if (refusal := self._refused.get(key)) is not None:
                 self._refused.move_to_end(key)
                 raise refusal
@@ -106,7 +106,7 @@ class Grammars:
         """End all processes. Pending openings fail with E608."""
         with self._lock:
             self._closed = True
-            self._end_all(_closed())
+            self._end_all(llm_closed())
             self._workers.close()
 
     def _worker_changed(self, grammar: Grammar, error: LlmcError | None) -> None:
@@ -170,10 +170,6 @@ class Grammars:
 
 def _load(worker: Worker) -> int:
     return len(worker.guides)
-
-
-def _closed() -> LlmcError:
-    return LlmcError("E608", "the LLM is closed", "open another one: LLM(...)")
 
 
 def _check_library() -> None:

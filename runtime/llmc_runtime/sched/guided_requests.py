@@ -202,7 +202,7 @@ def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anythin
     """Return the masks of the tokens that a step samples for a request; `mask` is that of the first one."""
     assert request.guide is not None
     count, more = 1 + work.drafts, work.propose or (proposals if request.may_draft else 0)
-    ahead = [one or anything for one in request.guide.ahead()[: work.drafts]]
+    ahead = [mask_after or anything for mask_after in request.guide.ahead()[: work.drafts]]
     masks = [mask, *ahead, *[anything] * (work.drafts - len(ahead))]
     return RowMasks(work.row, len(request.tokens), masks, count + more if more else 0)
 

@@ -192,7 +192,7 @@ class Parameter:
     text:     the description, for help texts and docs
     flag:     whether llmc-run has a flag of this name; `short`: another spelling of it
     request:  whether HTTP requests have a field of this name, type and range
-    engine:   whether the engine process needs it; the rest is applied to the text, by the front
+    engine:   whether the engine process needs it; the others apply to the text, which the front end makes
     of_model: a model's generation_config.json may set its default: "always", or "sampling" (if do_sample is true)
     column:   the column of the device row that holds it, for kernels: of the float columns if the default is a float,
               else of the integer columns (see sched.row_columns)

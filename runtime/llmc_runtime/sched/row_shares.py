@@ -24,8 +24,8 @@ def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None
     whose priority is higher than that of `waiting` keeps its row.
     """
     rows = Counter(request.tenant for request in running)
-    tenant, most = max(rows.items(), key=lambda item: item[1], default=("", 0))
-    if most < rows[waiting.tenant] + 2:
+    tenant, num_rows = max(rows.items(), key=lambda item: item[1], default=("", 0))
+    if num_rows < rows[waiting.tenant] + 2:
         return None
     victim = next(request for request in reversed(running) if request.tenant == tenant)
     served_more = victim.account.service > waiting.account.service

@@ -110,8 +110,8 @@ class Scheduler(LiveRequests):
         if len(self._in_flight) >= self.depth:
             raise RuntimeError("the last step was neither committed nor rolled back")
         step = Step()
-        hosted = self.host_drafts is not None and self.host_drafts.wanted
-        if self._in_flight and (hosted or self._in_flight[-1][0].open):
+        needs_all_tokens = self.host_drafts is not None and self.host_drafts.wanted
+        if self._in_flight and (needs_all_tokens or self._in_flight[-1][0].open):
             return step
         began = self.clock()
         self._end_guided()

@@ -163,9 +163,6 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: Sequence[float]
 
 
-LogprobsTuple = tuple[float, int, Sequence[int], Sequence[float]]
-
-
 @dataclass(slots=True)
 class StepOutput:
     """The output of a step, with one entry per Work.
@@ -211,24 +208,3 @@ class Step:
     def num_tokens(self) -> int:
         """The number of tokens of all rows, the dimension T of the step's program."""
         return sum(work.num_tokens for work in self.work)
-
-    def reply(
-        self,
-        tokens: list[int | None],
-        logprobs: Sequence[LogprobsTuple | None] | None = None,
-        scores: Mapping[int, Sequence[LogprobsTuple]] | None = None,
-        accepted: Mapping[int, Sequence[tuple[int, LogprobsTuple | None]]] | None = None,
-        proposed: Sequence[int] = (),
-        looked: Mapping[int, Sequence[int]] | None = None,
-        likely: Mapping[int, list[float]] | None = None,
-    ) -> StepOutput:
-        """Make the output of this step from tuples in the order of TokenLogprobs' fields, for executors that do not
-        import this module. `logprobs` is None if none are requested."""
-        rows: list[TokenLogprobs | None] = [None] * len(tokens) if logprobs is None else [*map(_packed, logprobs)]
-        packed = {index: [TokenLogprobs(*one) for one in row] for index, row in (scores or {}).items()}
-        runs = {index: [(token, _packed(one)) for token, one in run] for index, run in (accepted or {}).items()}
-        return StepOutput(tokens, rows, packed, runs, proposed, looked=looked or {}, likely=likely or {})
-
-
-def _packed(one: LogprobsTuple | None) -> TokenLogprobs | None:
-    return None if one is None else TokenLogprobs(*one)

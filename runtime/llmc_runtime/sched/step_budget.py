@@ -7,8 +7,8 @@ steps. The budget is the number of prompt tokens that fits the target. Steps in 
 Kernels compute tiles of tokens, and other sizes run other kernels, so that the time of large steps grows in stairs: the
 budget of a large step is a whole number of tiles, and a size that was measured to miss the target is left out.
 
-If decoding is much faster than the target, a shorter step loses little: a step with prompts then takes at most EASE
-times as long as one that only decodes, but SHORTEST of the target.
+If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
+EASE times as long as one that only decodes, but at least SHORTEST times the target.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 
 STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
-EASE = 4.0  # a step need not take more than this many times as long as one that only decodes
-SHORTEST = 0.4  # of the target, which a step may always take
+EASE = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
+SHORTEST = 0.4  # but at least this share of the target
 FEWEST = 16  # prompt tokens that every step may compute
 FIRST = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
 _ROUND = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
-_TOLERANCE = 1.05  # of the target, by which steps of a size may miss it
-_RETRY = 0.999  # of the time of a size, each time that it is left out: it is tried again after some 100 steps
-_TRIAL = 1.5  # largest ratio of the time of a size to what was known of it, that counts
+_TOLERANCE = 1.05  # steps of a size miss the target if they take this many times as long
+_RETRY = 0.999  # factor for the time of a size each time that it is left out: it is tried again after some 100 steps
+_TRIAL = 1.5  # a measured time of a size counts as at most this many times the known one
 _WEIGHT = 0.2  # of a measurement in a running mean
-_OUTLIER = 4.0  # largest ratio of a measurement to the mean, and of the mean to it, that counts
+_OUTLIER = 4.0  # a measurement counts as at most this many times the mean, and at least the mean divided by this
 _SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
 
 
-def num_decoding(running: Sequence[Request], start: int) -> int:
-    """Return how many of these, from index `start`, need one token in the next step."""
-    return sum(one.num_total - one.num_planned == 1 and one.num_total != one.limit for one in running[start:])
+def num_decoding(running: Sequence[Request], start: int = 0) -> int:
+    """Return how many of these requests, from index `start`, decode in the next step.
+
+    A request whose last token is in flight does not: it computes nothing more.
+    """
+    requests = running[start:] if start else running
+    return sum([r.num_total - r.num_planned == 1 and r.num_total != r.limit for r in requests])
 
 
 class StepTimer:
@@ -83,8 +87,9 @@ class StepBudget:
 
     def tokens(self, running: Sequence[Request], waiting: bool) -> int:
         """Return the maximum number of tokens of the next step; `waiting`: whether requests may be admitted."""
-        rows = sum(request.num_total - request.num_planned == 1 for request in running)
-        if not rows or (rows == len(running) and not waiting):
+        prompts = waiting or any(r.num_total - r.num_planned > 1 for r in running)
+        rows = num_decoding(running) if prompts else 0
+        if not rows:
             return self.limit
         prompt = self._prompt_tokens()
         total = rows + prompt
@@ -117,7 +122,7 @@ class StepBudget:
         return rows * self._decode.value + prompt * self._token.value
 
     def _learn_size(self, total: int, further: float, expected: float) -> None:
-        """Take the further seconds of a step of `total` tokens, for which the time per token lets expect `expected`."""
+        """Take the further seconds of a step of `total` tokens, of which the time per token predicts `expected`."""
         if total >= LARGE:
             size = -(-total // TILE) * TILE
             known = self._sizes.setdefault(size, _Size(expected or further))
@@ -173,6 +178,6 @@ class _Size:
         self._tried = True
 
     def leave_out(self) -> None:
-        """Record that the size was not used because of its time, which is forgotten by and by."""
+        """Record that the size was not used because of its time, and reduce that so that it is tried again."""
         self.seconds *= _RETRY
         self._tried = False

@@ -14,6 +14,7 @@ from llmc_runtime.vllm_keywords import OF_STRUCTURED_OUTPUTS, KeywordChecks, kno
 MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 @dataclass(frozen=True, slots=True)

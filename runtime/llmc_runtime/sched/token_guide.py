@@ -51,8 +51,8 @@ class TokenMask:
 
     def __repr__(self) -> str:
         """The first ids as a list, for error messages."""
-        found = (i << 3 | bit for i, byte in enumerate(self.mask) if byte for bit in range(8) if byte >> bit & 1)
-        first = [str(token) for token in islice(found, _SHOWN + 1)]
+        allowed = (i << 3 | bit for i, byte in enumerate(self.mask) if byte for bit in range(8) if byte >> bit & 1)
+        first = [str(token) for token in islice(allowed, _SHOWN + 1)]
         return f"[{', '.join([*first[:_SHOWN], '...'] if len(first) > _SHOWN else first)}]"
 
 

@@ -95,6 +95,9 @@ POST_ROUTES: Sequence[PostRoute] = (
 POOLED_ROUTES: Sequence[PostRoute] = tuple(route for route in POST_ROUTES if issubclass(route.request, Pooled))
 
 
+STORED = "/v1/responses/{response_id}"  # of a stored response, with several methods
+
+
 @dataclass(frozen=True)
 class GetRoute:
     """An endpoint without a body, served at each of `paths`.

@@ -99,7 +99,6 @@ class Endpoints(Endpoint):
     def routes(self) -> list[Route]:
         """Return all routes, each with and without a trailing slash."""
         responses = ResponsesRoutes(self.serving, self.limits)
-        stored = "/v1/responses/{response_id}"
         gets: Mapping[api.GetRoute, Handler] = {
             api.MODELS: self.models,
             api.TOKENIZER_INFO: self.tokenizer_info,
@@ -126,7 +125,8 @@ class Endpoints(Endpoint):
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
             *(("GET", path, handler) for route, handler in gets.items() for path in route.paths),
             *(("POST", path, handler) for route, handler in posts.items() for path in route.paths),
-            ("GET DELETE", stored, responses.stored), ("GET", f"{stored}/input_items", responses.input_items),
+            ("GET DELETE", api.STORED, responses.stored),
+            ("GET", f"{api.STORED}/input_items", responses.input_items),
         ]  # fmt: skip
         routes = [
             Route(path + end, handler, methods=verbs.split()) for verbs, path, handler in endpoints for end in ("", "/")

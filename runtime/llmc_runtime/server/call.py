@@ -60,6 +60,10 @@ class Call:
     repeats: int = 1
     hold: Hold = field(default_factory=Hold)
 
+    def cache_salt(self, salt: str | None) -> str:
+        """Return the salt of the prefixes of a request with this `cache_salt`: keys share none."""
+        return f"{self.key}/{salt or ''}"
+
     @property
     def logged_characters(self) -> int:
         """The number of characters of a prompt's text to log."""

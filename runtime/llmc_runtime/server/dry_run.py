@@ -9,18 +9,18 @@ from typing import Any
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
-from llmc_runtime.compile_cache import is_id
-from llmc_runtime.engine.loader import limit_of
+from llmc_runtime.compile_cache import is_id, is_source
+from llmc_runtime.device.device import kv_share
+from llmc_runtime.engine.loader import limits_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import human, plan_kv
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.run_server import names_of
 from llmc_runtime.server.server_options import Options
-
-_GPU_SHARE, _CPU_SHARE = 0.9, 0.5  # share of the free memory for the KV cache, equal to the devices' defaults
 
 
 def report_of(options: Options) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def report_of(options: Options) -> dict[str, Any]:
     """
     report: dict[str, Any] = {"model": options.model, "names": list(names_of(options))}
     folder = Path(options.model)
-    if is_id(options.model) or ((folder / "config.json").is_file() and not (folder / "manifest.json").is_file()):
+    if is_id(options.model) or (is_source(folder) and not is_artifact(folder)):
         why = f"it is compiled on the first start; llmc compile {options.model} --dry-run reports more"
         report |= {"compiled": False, "fits": None, "why": why}
     else:
@@ -96,8 +96,7 @@ def _count(number: int, what: str) -> str:
 def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     """Return the facts about an artifact, the memory that its engines need, and whether they fit ("why": a reason)."""
     m, engine = artifact.manifest, options.engine
-    names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
-    limits = {name: limit_of(name, engine.get(name), getattr(m.limits, name)) for name in names}
+    limits = limits_of(m, engine.get)
     need = need_of(artifact)
     free, device = _device(m.target.name)
     engines, on_cpu = engine.get("data_parallel_size", 1), m.target.name.startswith("cpu")
@@ -112,7 +111,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     if free is None and kv_bytes is None:
         return report | {"why": "no GPU is visible; --kv-cache-memory-bytes sets the size of the KV cache without one"}
     try:
-        share = _CPU_SHARE / (engines * m.ranks) if on_cpu else _GPU_SHARE
+        share = kv_share(not on_cpu, engines * m.ranks)
         kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need)
     except LlmcError as e:
         return report | {"fits": False, "why": f"{e.cause}. Try: {e.remedy}"}

@@ -15,8 +15,8 @@ class _Collect(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         texts = [values] if isinstance(values, str) else list(values or [])
-        found = (option or self.option_strings[0], texts)
-        namespace.ignored_flags = [*(namespace.ignored_flags or []), found]
+        flag = option or self.option_strings[0]
+        namespace.ignored_flags = [*(namespace.ignored_flags or []), (flag, texts)]
 
 
 def add_ignored(parser: argparse.ArgumentParser) -> None:

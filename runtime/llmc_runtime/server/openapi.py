@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from llmc_runtime import __version__
-from llmc_runtime.server.api_routes import GET_ROUTES, POST_ROUTES, GetRoute, PostRoute
+from llmc_runtime.server.api_routes import GET_ROUTES, POST_ROUTES, STORED, GetRoute, PostRoute
 from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.requests.parse import check_lengths
@@ -59,7 +59,7 @@ def description() -> dict[str, Any]:
 
 def _of_stored() -> dict[str, Any]:
     """Return the paths of stored responses."""
-    path, text = "/v1/responses/{response_id}", {"type": "string"}
+    path, text = STORED, {"type": "string"}
     methods: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         (path, "get", "A stored response", {"stream": {"enum": ["false"]}}),
         (path, "delete", "Delete a stored response", {}),

@@ -10,7 +10,7 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.pairs import paired, require_scores
-from llmc_runtime.pooling_params import require_task
+from llmc_runtime.pooling_params import require_pooling
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.api_routes import POOLED_ROUTES
 from llmc_runtime.server.http.errors import ApiError, to_api_error
@@ -35,9 +35,7 @@ def require_pooled(request: Pooled, pooling: Pooling | None) -> Pooling:
     """Return the pooling of a model that serves this type of request. Raises LlmcError E616 for others."""
     if isinstance(request, ScoreRequest | RerankRequest):
         return require_scores(pooling)
-    model_pooling = require_task(pooling, EMBED if isinstance(request, EmbeddingRequest) else CLASSIFY)
-    assert model_pooling is not None
-    return model_pooling
+    return require_pooling(pooling, EMBED if isinstance(request, EmbeddingRequest) else CLASSIFY)
 
 
 @dataclass(frozen=True)

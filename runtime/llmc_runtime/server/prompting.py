@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
@@ -16,6 +15,7 @@ from llmc_runtime.server.requests.request_fields import (
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_PROMPTS,
+    TEXT_PARTS,
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
@@ -30,8 +30,6 @@ from llmc_runtime.text.tokenizer import Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # plus those that the chat template names
 LIST_TOKENS = 262_144  # maximum for /tokenize and /detokenize, unless the model's context is longer
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
-# Types of text parts -> the field that contains the text.
-_TEXTS = MappingProxyType({"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"})
 _FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
 
@@ -58,10 +56,8 @@ class Prompting:
         self._tokenizer, self._vocab_size, self._pool = tokenizer, vocab_size, pool
         self._length, self._longest = length, longest
         self.list_tokens = max(LIST_TOKENS, length)
-        self._template_option, self._templates = (
-            template,
-            dict[bool, ChatTemplate](),
-        )  # for chats with and without tools
+        self._template_option = template
+        self._templates: dict[bool, ChatTemplate] = {}  # for chats with and without tools
         if template is not None:
             self._template(False)
 
@@ -309,9 +305,9 @@ def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
     if None in parts:
         other = content[parts.index(None)]
         kind = other.get("type") if isinstance(other, dict) else None
-        named = (
-            f"parts of type {kind[:64]!r} are not supported, " if isinstance(kind, str) and kind not in _TEXTS else ""
-        )
+        named = ""
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            named = f"parts of type {kind[:64]!r} are not supported, "
         cause = f'messages[{i}].content: {named}only parts of the form {{"type": "text", "text": TEXT}}'
         raise ApiError(cause, param=f"messages[{i}].content")
     return {**message, "content": parts}
@@ -320,7 +316,7 @@ def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
 def _part(part: Any) -> dict[str, Any] | None:
     """Return a text part under its canonical names; None for other parts."""
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
+    text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
     return {**part, "type": "text", "text": text} if isinstance(text, str) else None
 
 

@@ -31,7 +31,7 @@ from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.parse import check_model
-from llmc_runtime.server.requests.request_fields import Generation
+from llmc_runtime.server.requests.request_fields import Generation, check_priority
 from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT, check_size, cut, size_of
 from llmc_runtime.server.stored_responses import ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
@@ -248,12 +248,11 @@ class Serving:
         check_size(request, size, self.max_answer)
         if size.reserved:
             call.hold.answer = self.admission.reserve_response(call.key, size.total)
-        if request.priority is not None and not -(2**31) <= request.priority < 2**31:
-            raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
+        priority = check_priority(request.priority)
         if call.hold.slot is None:
             self.reserve(call, params, len(prompts))
         jobs = list(zip(prompts, each, strict=True))
-        return self._admitted(jobs, request.priority or 0, f"{call.key}/{request.cache_salt or ''}", call)
+        return self._admitted(jobs, priority, call.cache_salt(request.cache_salt), call)
 
     def _tokens(self, each: list[SamplingParams], lengths: list[int]) -> int:
         """Return the maximum number of tokens that may be generated after prompts of these lengths."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import jinja2
 
 TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATE_DIR = "additional_chat_templates"
 LEGACY_FILE = "chat_template.json"
 SECONDS = 1.0
 SIZE = 4 << 20
@@ -38,7 +37,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
     The name of the usual template is "default". Raises LlmcError E151 if a file is unreadable.
     """
     paths = {"default": folder / TEMPLATE_FILE}
-    paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
+    paths.update({p.stem: p for p in sorted((folder / tokenizer_files.TEMPLATE_DIR).glob("*.jinja"))})
     from_files = {name: _read(path) for name, path in paths.items() if path.exists()}
     if from_files:
         return MappingProxyType(from_files)

@@ -20,7 +20,6 @@ from llmc_runtime.text.json_file import corrupt, read_json, reason_of
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER_FILE = "tokenizer.json"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_TEMPLATES = 32  # compiled chat templates that are kept
 # Keywords of transformers' apply_chat_template that are not variables of a template, and what to use instead.
@@ -254,13 +253,13 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     """Load tokenizer.json. Raises LlmcError E150 if the folder has none, E151 if it is malformed or too large."""
     from tokenizers import Tokenizer as Backend
 
-    path = folder / TOKENIZER_FILE
+    path = folder / files.TOKENIZER_FILE
     if not path.exists():
         others = [name for name in _OTHER_FORMATS if (folder / name).exists()]
         other_files = f"; it has only {', '.join(others)}" if others else ""
         raise LlmcError(
             "E150",
-            f"no {TOKENIZER_FILE} in {folder}{other_files}",
+            f"no {files.TOKENIZER_FILE} in {folder}{other_files}",
             "write one (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) and compile again,"
             " or pass token ids instead of text",
         )

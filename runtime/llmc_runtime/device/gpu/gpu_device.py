@@ -43,7 +43,6 @@ class GpuDevice(Device):
     api: str
     visible_variable: str
     depth = 2
-    share = 0.9
     separate = True
     replays = True
     arch: str

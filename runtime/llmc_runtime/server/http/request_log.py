@@ -31,7 +31,7 @@ log = logging.getLogger("llmc.request")
 _FREQUENT = frozenset({*PROBES, "/metrics"})  # logged at level debug and not traced
 MAX_WAITING = 10_000  # lines
 _TEMPORARY = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
-_MAX_PATH, _MAX_TEXT, _MAX_LINE = 200, 2000, 8000  # characters
+MAX_PATH, _MAX_TEXT, _MAX_LINE = 200, 2000, 8000  # characters
 
 
 def configure_logging(level: str, form: str) -> None:
@@ -286,7 +286,7 @@ class RequestLog:
 def log_request(scope: Mapping[str, Any], record: Record, key: str | None = None) -> None:
     """Write the log line of a request that has ended, with the name of its API key."""
     path = scope["path"]
-    fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:_MAX_PATH]}
+    fields = {"request_id": scope.get("llmc.id"), "method": scope["method"][:16], "route": path[:MAX_PATH]}
     fields["key"] = key
     level = logging.DEBUG if _is_frequent(scope) else logging.INFO
     log.log(level, "request", extra={"fields": {**fields, **record.fields()}})

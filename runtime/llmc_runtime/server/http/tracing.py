@@ -9,7 +9,7 @@ take are dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -20,13 +20,10 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from llmc_runtime import __version__
-
-if TYPE_CHECKING:
-    from llmc_runtime.server.http.request_log import Record
+from llmc_runtime.server.http.request_log import MAX_PATH, Record
 
 _PARENT = frozenset({b"traceparent", b"tracestate"})
 _EXPORT_SECONDS = 5.0  # limit of one export, and of the last ones when the server ends
-_MAX_PATH = 200  # characters
 
 
 class RequestTracer:
@@ -60,7 +57,7 @@ class RequestTracer:
             if "id" in fields:
                 span.update_name("llm_request")  # as vLLM
                 span.set_attribute("gen_ai.response.model", self._model)
-            span.set_attributes({"http.request.method": scope["method"][:16], "url.path": scope["path"][:_MAX_PATH]})
+            span.set_attributes({"http.request.method": scope["method"][:16], "url.path": scope["path"][:MAX_PATH]})
             span.set_attributes(dict(_attributes(fields, record)))
             if fields["status"] >= 500:
                 span.set_status(Status(StatusCode.ERROR))

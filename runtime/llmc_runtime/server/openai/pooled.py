@@ -60,13 +60,9 @@ class PooledResponse:
             raise ApiError(f"{call.prompt_param}: at most {MAX_INPUTS} a request", param=call.prompt_param)
         self._reserve_response(count, pooling, params)
         pooled_run.reserve(serving, call, count)
-        prompts = await self._prompts(pooling)
-        outputs = await pooled_run.run(serving, prompts, request.priority or 0, self._salt, call)
+        prompts, salt = await self._prompts(pooling), call.cache_salt(request.cache_salt)
+        outputs = await pooled_run.run(serving, prompts, request.priority or 0, salt, call)
         return self._body(pooling, params, prompts, outputs)
-
-    @property
-    def _salt(self) -> str:
-        return f"{self._call.key}/{self._request.cache_salt or ''}"
 
     async def _prompts(self, pooling: Pooling) -> list[Prompt]:
         if self._job is not None:

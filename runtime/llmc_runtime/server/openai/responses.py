@@ -42,8 +42,8 @@ class Responses(NamedEvents):
             raise ApiError(cause, param="store", code="unsupported_parameter")
         self._asked, self._own = request, list[bytes]()
         if job is None:
-            found = serving.stored.earlier(call.key, request.previous_response_id, references_of(request))
-            decoded = msgspec.json.decode(found, type=Earlier)
+            stored = serving.stored.earlier(call.key, request.previous_response_id, references_of(request))
+            decoded = msgspec.json.decode(stored, type=Earlier)
             own = own_items(request, decoded)
             self._own = list(map(msgspec.json.encode, own)) if self._stores else []
             chat = to_chat(request, decoded.previous, own)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from llmc_runtime.metrics import COMPILE_SECONDS, GAUGES, STEP_TOKENS, Histogram, Stat
+from llmc_runtime.metrics import COMPILE_SECONDS, FINISH_REASONS, GAUGES, STEP_TOKENS, Histogram, Stat
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.operations.admission import REASONS
@@ -72,7 +72,6 @@ _BY_KEY: Mapping[str, str] = MappingProxyType({
     "key_generation_tokens": "Generated tokens",
 })  # fmt: skip
 _STEP_SECONDS = 0.001  # for which the event loop is held at a time
-_ENDS = ("stop", "length", "abort", "error")
 
 
 class ServerMetrics:
@@ -98,7 +97,7 @@ class ServerMetrics:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._refused = dict.fromkeys(REASONS, 0)
-        self.ends = dict.fromkeys(_ENDS, 0)  # number of outputs by finish reason
+        self.ends = dict.fromkeys(FINISH_REASONS, 0)  # number of outputs by finish reason
         self.key_names = key_names
         self._by_key = {name: dict.fromkeys(key_names.values(), 0) for name in _BY_KEY}
         self.registry.register(self)

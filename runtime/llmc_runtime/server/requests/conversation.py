@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
-
-_NAME = re.compile(FUNCTION_NAME)
 
 Content = str | list[dict[str, Any]]
 
@@ -37,10 +34,11 @@ class Conversation:
 
     def call(self, call_id: Any, name: Any, arguments: Any, where: str) -> None:
         """Add a call. `arguments` is an object, or the JSON of one. Raises ApiError 400 for other values."""
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ApiError(f"{where}.name: a name of a function, {_NAME.pattern}", param=where.partition("[")[0])
+        param = where.partition("[")[0]
+        if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
+            raise ApiError(f"{where}.name: a name of a function, {FUNCTION_NAME.pattern}", param=param)
         if not isinstance(call_id, str) or not isinstance(arguments, str | dict):
-            raise ApiError(f"{where}: a call has an id and arguments", param=where.partition("[")[0])
+            raise ApiError(f"{where}: a call has an id and arguments", param=param)
         function = {"name": name, "arguments": arguments}
         self._begin().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 

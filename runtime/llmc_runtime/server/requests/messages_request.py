@@ -100,7 +100,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
         {
             "container": "code is not executed", "mcp_servers": "the server calls no tools",
             "n": "send several requests",
-            **dict.fromkeys(("response_format", "structured_outputs", *GUIDED), "use output_config.format"),
+            **dict.fromkeys(("response_format", "structured_outputs", *GUIDED.values()), "use output_config.format"),
             **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), "use /v1/chat/completions"),
             "prompt": "use messages", "max_completion_tokens": "use max_tokens",
             "stop": "use stop_sequences", "reasoning_effort": "use output_config.effort",

@@ -13,9 +13,18 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from llmc_runtime.format.pooling import MAX_WIDTH
+from llmc_runtime.sched.parameter_type import MAX_INT
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.parse import SMALL_BODY
-from llmc_runtime.server.requests.request_fields import Name, Priority, Salt, TruncateTo, prompts_schema, schema_of
+from llmc_runtime.server.requests.request_fields import (
+    Name,
+    Priority,
+    Salt,
+    TruncateTo,
+    check_priority,
+    prompts_schema,
+    schema_of,
+)
 
 MAX_INPUTS = 2048  # texts or lists of token ids in one request, as many as OpenAI allows
 FLOAT, BASE64 = "float", "base64"
@@ -131,11 +140,10 @@ def count_of(request: Pooled) -> int:
 def check_pooled(request: Pooled) -> None:
     """Raise ApiError 400 for values that are not allowed, naming the field."""
     keep = request.truncate_prompt_tokens
-    if keep is not None and keep != -1 and not 1 <= keep < 1 << 31:
+    if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
         cause = "truncate_prompt_tokens: the maximum number of tokens of a prompt, at least 1; -1 for as many as fit"
         raise ApiError(cause, param="truncate_prompt_tokens")
-    if request.priority is not None and not -(2**31) <= request.priority < 2**31:
-        raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
+    check_priority(request.priority)
     if isinstance(request, EmbeddingRequest):
         if request.encoding_format not in (None, FLOAT, BASE64):
             raise ApiError(f"encoding_format: {FLOAT} or {BASE64}", param="encoding_format")

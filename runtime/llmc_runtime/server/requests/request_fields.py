@@ -8,6 +8,7 @@ absent field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -20,6 +21,7 @@ from llmc_runtime.sched.parameter_type import MAX_INT, Parameter
 from llmc_runtime.sched.sampling_params import PARAMETERS
 from llmc_runtime.sched.structured_outputs import MAX_BYTES
 from llmc_runtime.sched.structured_outputs import MAX_CHOICES as MAX_CHOICE_TEXTS
+from llmc_runtime.server.http.errors import ApiError
 
 MAX_SALT = 256
 MAX_MESSAGES = 4096
@@ -27,12 +29,19 @@ MAX_PROMPTS = 128  # in one request
 MAX_PARTS = 4096  # content parts of all messages together
 MAX_CALLS = 4096  # earlier tool calls in all messages together
 MAX_TOOLS = 128
-FUNCTION_NAME = r"[A-Za-z0-9_-]{1,64}"  # a regular expression
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 64
+# Types of text parts -> the field that contains the text.
+TEXT_PARTS: Mapping[str, str] = MappingProxyType(
+    {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+)
 LEFT, RIGHT = "left", "right"  # the side of a prompt whose tokens are dropped
-# The earlier names of the fields of structured_outputs in vLLM.
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern")
+# The earlier names in vLLM of fields of structured_outputs, by their names now.
+GUIDED: Mapping[str, str] = MappingProxyType(
+    {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
+)
+_PRIORITIES = range(-(2**31), 2**31)
 MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
@@ -46,7 +55,7 @@ def function_properties(parameters: str, optional: bool) -> dict[str, Any]:
     which may be null if it is `optional`.
     """
     return {
-        "name": {"type": "string", "pattern": f"^{FUNCTION_NAME}$"},
+        "name": {"type": "string", "pattern": f"^{FUNCTION_NAME.pattern}$"},
         "description": {"type": ["string", "null"]},
         parameters: {
             "type": ["object", "null"] if optional else "object", "properties": {"type": {"const": "object"}},
@@ -87,7 +96,7 @@ Choices = Annotated[list[str], schema_of(maxItems=MAX_CHOICE_TEXTS)]
 Structures = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_CHOICE_TEXTS)]
 TemplateKwargs = Annotated[dict[str, Any], schema_of(maxProperties=MAX_TEMPLATE_KWARGS)]
 Scores = Annotated[int, schema_of(minimum=0, maximum=TOP_LOGPROBS)]
-Priority = Annotated[int, schema_of(minimum=-(2**31), maximum=2**31 - 1)]
+Priority = Annotated[int, schema_of(minimum=_PRIORITIES.start, maximum=_PRIORITIES.stop - 1)]
 Salt = Annotated[str, schema_of(maxLength=MAX_SALT)]
 TruncateTo = Annotated[int, schema_of(anyOf=[{"const": -1}, {"minimum": 1}], maximum=MAX_INT)]  # -1: what fits
 TruncationSide = Annotated[str, schema_of(enum=[LEFT, RIGHT], maxLength=16)]
@@ -111,6 +120,13 @@ def sampling_fields(name: str, without: Collection[str] = (), base: type[msgspec
 NOT_OF_ONE_OUTPUT = ("n", "max_tokens", "stop", "prompt_logprobs")
 SamplingFields: Any = sampling_fields("SamplingFields")
 OneOutputFields: Any = sampling_fields("OneOutputFields", NOT_OF_ONE_OUTPUT)
+
+
+def check_priority(priority: int | None) -> int:
+    """Return the priority of a request, 0 by default. Raises ApiError 400 if it is out of range."""
+    if priority is not None and priority not in _PRIORITIES:
+        raise ApiError("priority: an integer of 32 bits; smaller runs first", param="priority")
+    return priority or 0
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

@@ -21,6 +21,7 @@ from llmc_runtime.server.requests.request_fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     NOT_OF_ONE_OUTPUT,
+    TEXT_PARTS,
     ChatRequest,
     JsonSchema,
     MaxCompletionTokens,
@@ -46,9 +47,6 @@ _PREFIXES: Mapping[str, str] = MappingProxyType(
     {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 )  # of the ids of items
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS: Mapping[str, str] = MappingProxyType(
-    {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-)
 
 InputItems = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_MESSAGES)]
 FunctionTools: Any = tools_of(
@@ -103,7 +101,7 @@ class InputTokensRequest(msgspec.Struct, kw_only=True):
             "messages": "use input", "max_tokens": "use max_output_tokens",
             "max_completion_tokens": "use max_output_tokens", "response_format": "use text.format",
             "reasoning_effort": "use reasoning.effort", "stop": "use /v1/chat/completions",
-            **dict.fromkeys(("structured_outputs", *GUIDED), "use text.format, or /v1/chat/completions"),
+            **dict.fromkeys(("structured_outputs", *GUIDED.values()), "use text.format, or /v1/chat/completions"),
             **dict.fromkeys(
                 ("return_token_ids", "return_tokens_as_token_ids", "continue_final_message"), "use /v1/chat/completions"
             ),
@@ -263,7 +261,7 @@ def _add(conversation: Conversation, item: dict[str, Any], where: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
             raise ApiError(f"{where}.role: one of {', '.join(_ROLES)}", param="input")
-        conversation.add(role, plain_text(item.get("content"), f"{where}.content", _TEXTS, "input"))
+        conversation.add(role, plain_text(item.get("content"), f"{where}.content", TEXT_PARTS, "input"))
     elif kind == "function_call":
         call_id = item.get("call_id")
         conversation.call(
@@ -271,7 +269,7 @@ def _add(conversation: Conversation, item: dict[str, Any], where: str) -> None:
         )
     elif kind == "function_call_output":
         call_id = checked_text(item.get("call_id"), f"{where}.call_id", "input")
-        conversation.result(call_id, plain_text(item.get("output"), f"{where}.output", _TEXTS, "input"))
+        conversation.result(call_id, plain_text(item.get("output"), f"{where}.output", TEXT_PARTS, "input"))
     elif kind == "reasoning":
         conversation.think(_reasoning(item, where))
     else:

@@ -7,7 +7,6 @@ The default of a field is the operator's override, else the value in the model's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from llmc_runtime.defaults import of_model
@@ -19,6 +18,7 @@ from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.request_fields import (
+    GUIDED,
     LEFT,
     RIGHT,
     ChatRequest,
@@ -31,11 +31,6 @@ _COPIED = tuple(name for name, parameter in PARAMETERS.items() if parameter.requ
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 # At most one space between the parts of a response_format's JSON: white space costs tokens and carries no information.
 WHITESPACE = " ?"
-# Fields of structured_outputs, and the request fields that vLLM had for them earlier.
-_GUIDED: Mapping[str, str] = MappingProxyType(
-    {name: f"guided_{name}" for name in ("json", "regex", "choice", "grammar", "whitespace_pattern")}
-)
-
 _TAG_PARTS = ("format", "structures", "triggers")  # of a response_format of the type structural_tag
 
 
@@ -143,7 +138,7 @@ def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
     """Return the output format that response_format, structured_outputs or the fields guided_... request."""
     form = None if request.response_format is None else _of_format(request.response_format)
     outputs = request.structured_outputs
-    guided = {name: value for name in _GUIDED if (value := getattr(request, _GUIDED[name])) is not None}
+    guided = {name: value for name, field in GUIDED.items() if (value := getattr(request, field)) is not None}
     values = {"response_format": form, "structured_outputs": outputs, "guided_...": guided or None}
     used = [name for name, value in values.items() if value is not None]
     if len(used) > 1:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, text_without
-from llmc_runtime.server.tool_calls.definitions import NAME, enforced
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
+from llmc_runtime.server.tool_calls.definitions import enforced
 from llmc_runtime.server.tool_calls.json_stream import JsonText
 from llmc_runtime.server.tool_calls.marks import begun_mark, first_mark
 
@@ -330,7 +331,7 @@ class CallFormat(ABC):
         word = ""
         while len(word) <= 64:
             char = yield from self._next(solid=False)
-            if not NAME.fullmatch(char):
+            if not FUNCTION_NAME.fullmatch(char):
                 break
             word += char
             self._at += 1
@@ -359,7 +360,7 @@ class CallFormat(ABC):
         return str(json.loads((yield from self._value())))
 
     def _is_name(self, name: str) -> bool:
-        return NAME.fullmatch(name) is not None
+        return FUNCTION_NAME.fullmatch(name) is not None
 
     def _arguments(self, name: str | None) -> Steps[str]:
         """Consume the arguments, and emit the call with them if its name is known; else return them. null counts

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from llmc_runtime.grammar.json_schema import OF_NAMED_SCHEMAS
 from llmc_runtime.sched.structured_outputs import is_over
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME, MAX_TOOLS
 
-NAME = re.compile(FUNCTION_NAME)
 MAX_BYTES = 256 << 10  # of all definitions together, as JSON
 MAX_CALLS = 32  # in a response whose calls are enforced
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
 _NOTES = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly", "$schema")
-_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "definitions")
 
 
@@ -78,7 +76,7 @@ def _definition(definition: dict[str, Any], where: str) -> dict[str, Any]:
     if definition.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(f'{where}: of the form {{"type": "function", "function": {{"name": NAME, ...}}}}', param=where)
     name, where = function.get("name"), f"{where}.function"
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         raise ApiError(f"{where}.name: {_NAMES}", param=f"{where}.name")
     if not isinstance(function.get("description"), str | None):
         raise ApiError(f"{where}.description: a string", param=f"{where}.description")
@@ -144,7 +142,7 @@ def _plain(schema: Any, closed: bool) -> Any:
     out: dict[str, Any] = {}
     for key, value in schema.items():
         inner = closed and key in _CLOSED
-        if key in _OF_SCHEMAS and isinstance(value, dict):
+        if key in OF_NAMED_SCHEMAS and isinstance(value, dict):
             out[key] = {name: _plain(inner_schema, inner) for name, inner_schema in value.items()}
         elif key in ("enum", "const", "required"):
             out[key] = value

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.parse import document
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.requests.request_fields import MAX_CALLS as MAX_ALL_CALLS
-from llmc_runtime.server.tool_calls.definitions import NAME
 
 if TYPE_CHECKING:
     from llmc_runtime.text.template_analysis import Reads
@@ -68,7 +68,7 @@ def _calls(value: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[s
         if (
             not isinstance(function, dict)
             or not isinstance(name, str)
-            or not NAME.fullmatch(name)
+            or not FUNCTION_NAME.fullmatch(name)
             or not isinstance(call.get("id"), str | None)
         ):
             raise ApiError(f"{where}[{i}]: of {_CALLS}", param=f"{where}[{i}]")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmc_runtime.grammar.lark_text import Marker, json_rule, lark, regex, repeated
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
-from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.python_literals import PythonText
 from llmc_runtime.server.tool_calls.tagged_args import APART, MOST_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import types_of
@@ -51,7 +51,7 @@ class PythonShape(Unmarked, ArguedFormat):
                 yield from self._symbol(self._CALL_END)
                 break
             key = yield from self._word()
-            if not NAME.fullmatch(key):
+            if not FUNCTION_NAME.fullmatch(key):
                 raise Malformed
             yield from self._symbol(self._IS)
             yield from self._keyword(key)
@@ -117,7 +117,7 @@ class PythonShape(Unmarked, ArguedFormat):
 
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:
-        if not NAME.fullmatch(field.key):
+        if not FUNCTION_NAME.fullmatch(field.key):
             raise cls._inexpressible(f"the property {field.key[:60]!r}")
         lines, values = [], []
         for i, schema in enumerate(cls._alternatives(field)):

@@ -15,10 +15,9 @@ from llmc_runtime.grammar.lark_text import ANY, Marker, charged, json_rule, slas
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import enforced
-from llmc_runtime.server.tool_calls.text_values import PartBudget, resolved
+from llmc_runtime.server.tool_calls.text_values import KINDS, PartBudget, resolved
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
-KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")
 MOST_FIELDS = 64  # maximum number of arguments without a schema
 _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 

@@ -15,9 +15,10 @@ _MAX_PARTS = 256
 _SPACE = " \t\r\n"
 _MOST_REFS = 16
 _LONGEST_REF = 1024  # characters
+KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")  # JSON types
 # Includes Python's names for JSON types, which some clients' tools use.
 _TYPES = MappingProxyType(
-    {one: one for one in ("string", "integer", "number", "boolean", "null", "array", "object")}
+    {kind: kind for kind in KINDS}
     | {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 )
 _NAMES: Mapping[type, str] = MappingProxyType(

@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from llmc_runtime.grammar.lark_text import ANY, Marker, lark, repeated, text_until
+from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
-from llmc_runtime.server.tool_calls.definitions import NAME
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
 from llmc_runtime.server.tool_calls.marks import first_mark
 from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat, Field
@@ -184,7 +184,7 @@ class XmlShape(ArguedFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, most: int) -> str:
+    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         at = cls.call.index(Xml.FIELDS)
         heads = {name: [name if part is Xml.NAME else part for part in cls.call[:at]] for name in tools}
@@ -192,7 +192,7 @@ class XmlShape(ArguedFormat):
         call = f"(call) {cls._lark(cls.call[at + 1 :], marker)}"
         lines = [f"behind: {call}"]
         if cls._call_end() != cls.markers[1]:
-            repeated_calls = repeated("one_call", lark("\n"), 1 if cls.between is not None else most)
+            repeated_calls = repeated("one_call", lark("\n"), 1 if cls.between is not None else max_calls)
             lines = [f'behind: "\\n" {repeated_calls} "\\n" {marker(cls.markers[1])}', f"one_call: {call}"]
         return "\n".join([*lines, f"call: {calls}", *cls._shared(marker)])
 
@@ -210,7 +210,7 @@ class XmlShape(ArguedFormat):
 
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
-        head, tail = cls._around_value((f"/{NAME.pattern}/",), marker)
+        head, tail = cls._around_value((f"/{FUNCTION_NAME.pattern}/",), marker)
         return f"{rule}: ({head} any_text {tail}){{0,{MOST_FIELDS}}}"
 
     @classmethod
