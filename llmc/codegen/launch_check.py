@@ -29,7 +29,7 @@ def passed(source: Source) -> tuple[int, ...]:
     return tuple(out)
 
 
-def check_parameters(source: Source, sizes: Sequence[int], loc: str, scratch: int = 0) -> None:
+def check_parameters(source: Source, sizes: Sequence[int], loc: str, scratch: int) -> None:
     """Compare the parameters of launches with those of the binary, both in bytes.
 
     scratch: number of additional trailing pointers that the binary may take, which launches pass as null. Raises

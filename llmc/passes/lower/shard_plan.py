@@ -37,7 +37,7 @@ class Plan:
     gathered: set[Value] = field(default_factory=set)
 
 
-def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int = 1) -> list[tuple[Graph, Plan]]:
+def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int) -> list[tuple[Graph, Plan]]:
     """Return the plan of each graph. A state is split in the same way in all of them.
 
     group: columns inside an MLP or an expert of which every part gets a multiple, if the whole has one.
