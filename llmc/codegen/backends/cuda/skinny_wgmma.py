@@ -159,16 +159,16 @@ def _schedules(p: SkinnyProduct, target: Target) -> Iterator[Schedule]:
         yield from _rings(p, s, min(MOST_STAGES, steps), target)
 
 
-def _rings(p: SkinnyProduct, s: Schedule, most: int, target: Target) -> Iterator[Schedule]:
+def _rings(p: SkinnyProduct, s: Schedule, limit: int, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
     seen = set()
     stage = s["chunks"] * WIDTH * (p.parts * s["rows"] + max(TOKENS[1], s["tokens"]))
     for resident in RESIDENT:
-        stages = min(most, (target.limits.shared // resident - 2 * ALIGN) // stage)
-        found = {**s, "stages": stages}
-        if stages >= min(FEWEST_STAGES, most) and stages not in seen and p.shared(found) <= target.limits.shared:
+        stages = min(limit, (target.limits.shared // resident - 2 * ALIGN) // stage)
+        schedule = {**s, "stages": stages}
+        if stages >= min(FEWEST_STAGES, limit) and stages not in seen and p.shared(schedule) <= target.limits.shared:
             seen.add(stages)
-            yield found
+            yield schedule
 
 
 SKINNY_WGMMA = SkinnyWgmma(
