@@ -34,8 +34,8 @@ DRAWN = 2**24  # the most integers of a tensor that are drawn; larger tensors of
 
 
 def large(text: Text) -> Text:
-    """Return the node with KV pools of more than 2^31 elements, short contexts, and wide heads of packed prompts."""
-    changes = {r"state i32\[256, 2560\]": "state i32[256, 4]"}
+    """Return the node with KV pools of more than 2^31 elements, and short axes that programs loop over."""
+    changes = {r"state i32\[256, 2560\]": "state i32[256, 4]", r"bf16\[8, T, 4096\]": "bf16[T, 16, 4096]"}
     if pool := re.search(r"state bf16\[4096, ([\d, ]+)\]", text.types):
         pages = LARGE // math.prod(map(int, pool[1].split(", "))) + 1
         changes[r"state bf16\[4096, "] = f"state bf16[{pages}, "
