@@ -19,9 +19,9 @@ from llmc.passes.pipeline import parse_pipeline, run_pipeline, spell_pass
 from llmc.targets.target import Target
 
 
-def main_opt(args: argparse.Namespace, out: IO[str], registry: Registry | None = None) -> int:
+def main_opt(args: argparse.Namespace, out: IO[str]) -> int:
     """Run `llmc opt`. Everything printed besides IR starts with //, so that the output can be parsed again."""
-    registry = registry or load()
+    registry = load()
     ops = registry.opset()
     m = parse(_read(args.file), ops)
     verify(m)

@@ -171,8 +171,8 @@ def random_seed(weights: str) -> int | None:
 
 def with_limits(o: Options, target: Target) -> Options:
     """Replace limits that are None by the target's defaults. Raises LlmcError E201 above MAX_LIMITS."""
-    for name, most in MAX_LIMITS.items():
-        if (value := getattr(o, name) or 0) > most:
-            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {most}")
+    for name, maximum in MAX_LIMITS.items():
+        if (value := getattr(o, name) or 0) > maximum:
+            raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {maximum}")
     rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
     return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)

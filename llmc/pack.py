@@ -10,11 +10,11 @@ from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.hard_link import last_stage, pack_weights
 from llmc.artifact.write import weight_bytes
-from llmc.console import Console, Quiet
+from llmc.console import Console
 from llmc.diagnostics import Diagnostic
 from llmc.driver import locate_model
 from llmc.extension import load
-from llmc.frontend.hub import PUBLIC, Hub
+from llmc.frontend.hub import Hub
 from llmc.frontend.tokenizer_files import TOKENIZER
 from llmc.ir.graph import Graph
 from llmc.ir.text import parse
@@ -24,7 +24,7 @@ from llmc.options import Options
 from llmc.passes.lower.page_attention import KV_SCALES
 
 
-def pack_model(artifact: Path, model: str | Path, console: Console | None = None, hub: Hub = PUBLIC) -> Manifest:
+def pack_model(artifact: Path, model: str | Path, console: Console, hub: Hub) -> Manifest:
     """Pack the weights of `model` (a folder or hub id) into an artifact that was compiled without weights.
 
     Raises LlmcError E1xx if the artifact cannot be opened, and Diagnostic E3xx if the checkpoint does not match it.
@@ -33,7 +33,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console | None = None
     from llmc.frontend.trace_model import trace
     from llmc.quant.decoder import decoder_of
 
-    console, registry = console or Quiet(), load()
+    registry = load()
     manifest, text = last_stage(artifact)
     graph = parse(text, registry.opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]

@@ -17,7 +17,7 @@ from llmc.ir.weight_eval import WeightSource
 
 
 def write_rank_weights(
-    graph: Graph, source: WeightSource, files: Files, ranks: int, progress: Progress | None = None
+    graph: Graph, source: WeightSource, files: Files, ranks: int, progress: Progress | None
 ) -> tuple[WeightFile, ...]:
     """Evaluate the outputs of `graph` into weights/, or into weights/rankN/ if they depend on the rank."""
     if ranks == 1:

@@ -29,7 +29,7 @@ def passed(source: Source) -> tuple[int, ...]:
     return tuple(out)
 
 
-def check_parameters(source: Source, sizes: Sequence[int], loc: str, scratch: int = 0) -> None:
+def check_parameters(source: Source, sizes: Sequence[int], loc: str, scratch: int) -> None:
     """Compare the parameters of launches with those of the binary, both in bytes.
 
     scratch: number of additional trailing pointers that the binary may take, which launches pass as null. Raises
@@ -41,10 +41,10 @@ def check_parameters(source: Source, sizes: Sequence[int], loc: str, scratch: in
         raise differs(source, text, loc)
 
 
-def check_threads(source: Source, threads: int, most: int, loc: str) -> None:
+def check_threads(source: Source, threads: int, max_threads: int, loc: str) -> None:
     """Raise Diagnostic E505 if a block of the launches has more threads than the binary allows."""
-    if threads > most:
-        raise differs(source, f"launches have blocks of {threads} threads, the binary allows {most}", loc)
+    if threads > max_threads:
+        raise differs(source, f"launches have blocks of {threads} threads, the binary allows {max_threads}", loc)
 
 
 def differs(source: Source, why: str, loc: str) -> Diagnostic:

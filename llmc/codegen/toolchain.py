@@ -197,7 +197,7 @@ def title(source: Source) -> str:
     return comment[1].strip() if comment else source.entry
 
 
-def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str = "") -> Diagnostic:
+def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str) -> Diagnostic:
     """Diagnostic E502 for a source that does not compile. Its text is written to `path`.
 
     why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved beside the text,

@@ -122,13 +122,14 @@ class Simplify:
 
 
 Rule = Rewrite | Simplify
+_MAX_ROUNDS = 100  # of `apply`: rules that undo each other would never end
 
 
-def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = None, rounds: int = 100) -> int:
+def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = None) -> int:
     """Apply rules, in order of priority, until none applies or fuel runs out; return the number of rewrites.
 
-    Near misses are recorded in `ctx`. A caller that applies rules several times passes `misses` and records them
-    itself. Raises Diagnostic E424 if a pattern cannot match any node.
+    It also ends after 100 rounds over the graph. Near misses are recorded in `ctx`; a caller that applies rules several
+    times passes `misses` and records them itself. Raises Diagnostic E424 if a pattern cannot match any node.
     """
     by_root: dict[str, list[Rule]] = {}
     for r in rules:
@@ -139,7 +140,7 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
                 raise Diagnostic("E424", f"rewrite {r.name}: unknown op {root}", "`llmc ops` lists all ops")
             by_root.setdefault(root, []).append(r)
     total, recorded = 0, Misses() if misses is None else misses
-    for _ in range(rounds):
+    for _ in range(_MAX_ROUNDS):
         done = sum(_once(g, n, by_root[n.op.name], ctx, recorded) for n in list(g.nodes) if n.op.name in by_root)
         total += done
         if not done:

@@ -102,7 +102,7 @@ def _folders(m: Manifest) -> dict[str, Any]:
     return dict(out)
 
 
-def speculation_of(programs: Sequence[Program], draft: str = "") -> dict[str, Any]:
+def speculation_of(programs: Sequence[Program], draft: str) -> dict[str, Any]:
     """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them.
 
     `draft` is the option with which the artifact was compiled.

@@ -37,7 +37,7 @@ class Plan:
     gathered: set[Value] = field(default_factory=set)
 
 
-def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int = 1) -> list[tuple[Graph, Plan]]:
+def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int) -> list[tuple[Graph, Plan]]:
     """Return the plan of each graph. A state is split in the same way in all of them.
 
     group: columns inside an MLP or an expert of which every part gets a multiple, if the whole has one.
@@ -211,7 +211,7 @@ def grow(
         region = _Region(g, ranks, plan, whole, gather)
         stuck = region.add(n, relation) or region.follow()
         if stuck is None:
-            return region.found
+            return region.additions
         v, why = stuck
         if v not in region.demanded or v in whole:
             return why
@@ -227,21 +227,21 @@ class _Region:
     def __init__(self, g: Graph, ranks: int, plan: Plan, whole: set[Value], gather: bool):
         """`whole`: values that stay whole."""
         self.g, self.ranks, self.plan, self.whole, self.gather = g, ranks, plan, whole, gather
-        self.found = Plan()
+        self.additions = Plan()  # to `plan`
         self.demanded: set[Value] = set()  # split because a reader wants it
         self.work: list[Value] = []
         self.outputs = set(g.outputs)
 
     def add(self, n: Node, r: Relation) -> Stuck:
         """Add a node with its relation; return the value that contradicts it, and why."""
-        self.found.relations[n] = r
+        self.additions.relations[n] = r
         for v, s in splits_of(n, r):
             if s is None:
-                if v in self.found.splits:
+                if v in self.additions.splits:
                     return v, f"{n.op.name} needs it whole"
                 continue
-            if v in self.found.splits:
-                if self.found.splits[v] != s:
+            if v in self.additions.splits:
+                if self.additions.splits[v] != s:
                     return v, f"{n.op.name} needs another axis of it"
                 continue
             is_operand = all(v is not result for result in n.results)
@@ -249,7 +249,7 @@ class _Region:
                 continue
             if is_operand:
                 self.demanded.add(v)
-            self.found.splits[v] = s
+            self.additions.splits[v] = s
             self.work.append(v)
         return None
 
@@ -261,13 +261,13 @@ class _Region:
             return v.type.state
         if v.node in self.plan.relations:
             return False
-        return v.node in self.found.relations or relate(v.node, v, s, self.ranks) is not None
+        return v.node in self.additions.relations or relate(v.node, v, s, self.ranks) is not None
 
     def follow(self) -> Stuck:
         """Add the nodes that make or read split values until there are no more."""
         while self.work:
             v = self.work.pop()
-            if stuck := self._add_neighbours(v, self.found.splits[v]):
+            if stuck := self._add_neighbours(v, self.additions.splits[v]):
                 return stuck
         return None
 
@@ -281,25 +281,25 @@ class _Region:
         if v in self.outputs and not v.type.state:
             if s.parts != self.ranks:
                 return v, "ranks share its parts"
-            self.found.gathered.add(v)
+            self.additions.gathered.add(v)
         return None
 
     def _add_producer(self, v: Value, s: Split) -> Stuck:
-        if v.node is None or v.node in self.found.relations:
+        if v.node is None or v.node in self.additions.relations:
             return None
         relation = relate(v.node, v, s, self.ranks)
         return self.add(v.node, relation) if relation else (v, f"{v.node.op.name} cannot make a part of it")
 
     def _add_reader(self, v: Value, s: Split, reader: Node) -> Stuck:
-        if reader in self.found.relations:
-            reads_part = (v, s) in splits_of(reader, self.found.relations[reader])
+        if reader in self.additions.relations:
+            reads_part = (v, s) in splits_of(reader, self.additions.relations[reader])
             return None if reads_part else (v, f"{reader.op.name} needs it otherwise")
         relation = None if reader in self.plan.relations else relate(reader, v, s, self.ranks)
         if relation is not None:
             return self.add(reader, relation)
         if not self._may_gather(v, s, reader):
             return v, f"{reader.op.name} cannot read a part of it"
-        self.found.gathered.add(v)
+        self.additions.gathered.add(v)
         return None
 
     def _may_gather(self, v: Value, s: Split, reader: Node) -> bool:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS
 from llmc.codegen.print_expr import VECTOR, Primitives, inline
+from llmc.codegen.product import ProductNode
 from llmc.ir.scalar import parse_expr
 from llmc.ir.types import Type
 
@@ -51,6 +52,21 @@ def reject_operands(operands: Sequence[Type], result: Type) -> str | None:
         if offset_of(t, result) is None:
             return f"an operand of the epilogue has the type {t} beside the result {result}"
     return None
+
+
+def reject_product(product: ProductNode, max_parts: int, multiple: int = 8) -> str | None:
+    """Return why a product with an epilogue is not supported, or None: its parts, the weight's sizes, or other types.
+
+    The rows of each part are a multiple of 8, the columns one of `multiple`.
+    """
+    parts, (rows, k), out = product.parts, (d.const for d in product.w.shape), product.out
+    if not 1 <= parts <= max_parts:
+        return f"{parts} parts; the maximum is {max_parts}"
+    if not rows or not k or rows % (8 * parts) or k % multiple:
+        return f"the weight's sizes {rows} x {k} are not constant multiples of {8 * parts} and {multiple}"
+    if out.dtype not in FLOATS:
+        return f"a result of {out.dtype}"
+    return reject_operands(product.extras, out)
 
 
 def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_operands
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
-    FLOATS,
     HOPPER,
     PAIRS,
     SCALAR_MATH,
@@ -79,14 +78,7 @@ class GemmWgmma(CudaKernel):
         for v in node.operands[:2]:
             if v.type.format is not None or v.type.dtype != "bf16":
                 return f"operand type {v.type} is not bf16"
-        parts, (rows, k) = node.attrs.get("parts", 1), (d.const for d in node.operands[1].type.shape)
-        if not 1 <= parts <= MAX_PARTS:
-            return f"{parts} parts; the maximum is {MAX_PARTS}"
-        if not rows or not k or rows % (8 * parts) or k % 8:
-            return f"the weight's sizes {rows} x {k} are not constant multiples of {8 * parts} and 8"
-        if node.result.type.dtype not in FLOATS:
-            return f"a result of {node.result.type.dtype}"
-        return reject_operands(WgmmaProduct.of(node).extras, node.result.type)
+        return reject_product(ProductNode(node, node.attrs.get("parts", 1)), MAX_PARTS)
 
     def missing(self) -> str:
         return nvrtc_toolchain.missing()

@@ -105,9 +105,9 @@ class QuantizedWgmma(FragmentKernel):
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
         blocks = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // s["rows"]) * s["split"]
         seats = int(units * _FOURS) if s["split"] > 2 else units
-        waiting, most, us = -(-blocks // seats), p.resident(s, target), 0.0
+        waiting, max_resident, us = -(-blocks // seats), p.resident(s, target), 0.0
         while waiting > 0:
-            resident = min(most, waiting)
+            resident = min(max_resident, waiting)
             waiting -= resident
             us += _START + p.k // p.step // (s["split"] * slices(s)) * _step_us(
                 p, s, resident, min(1.0, blocks / units), target
@@ -152,8 +152,8 @@ def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: T
 
 def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
     """Yield tiles of the smallest sufficient number of tokens and of half of it, with the deepest rings that fit."""
-    m, most = p.m.const, TOKENS[-1]
-    nearest = next((t for t in TOKENS if t >= (m or most)), most)
+    m, largest = p.m.const, TOKENS[-1]
+    nearest = next((t for t in TOKENS if t >= (m or largest)), largest)
     for tokens in TOKENS if m is None else sorted({nearest, max(TOKENS[0], nearest // 2)}, reverse=True):
         for rows, split, sliced in itertools.product((64, 128) if p.parts == 1 else (64,), SPLITS, SLICES):
             tile = {"tokens": tokens, "rows": rows, "split": split} | ({"slices": sliced} if sliced > 1 else {})

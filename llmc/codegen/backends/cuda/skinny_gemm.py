@@ -62,9 +62,9 @@ class SkinnyGemm(FragmentKernel):
         if why := super().reject(node, target):
             return why
         p = FragmentProduct.of(node)
-        most = max(self.tiles)
-        if p.m.const is not None and p.m.const > most:
-            return f"{p.m} tokens; at most {most} are supported"
+        max_tokens = max(self.tiles)
+        if p.m.const is not None and p.m.const > max_tokens:
+            return f"{p.m} tokens; at most {max_tokens} are supported"
         if self.fixed and p.group % 32:
             return f"groups of {p.group} columns are not a multiple of 32"
         return None if self.schedules(node, target) else f"{p.k} columns with {p.group} for each scale"
@@ -76,8 +76,8 @@ class SkinnyGemm(FragmentKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = FragmentProduct.of(node)
-        found = _schedules(p, self.tiles)
-        return [s for s in found if (self._shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared]
+        schedules = _schedules(p, self.tiles)
+        return [s for s in schedules if (self._shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the copies of all blocks in whole rounds, plus a constant per number of tokens."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_operands
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, INSTRUCTIONS, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
@@ -87,20 +87,14 @@ class SkinnyWgmma(CudaKernel):
         x, w = (v.type for v in node.operands[:2])
         if x.dtype != w.dtype or x.dtype not in self.dtypes or w.format is not None:
             return f"factors of {x} and {w}; two of {' or of '.join(self.dtypes)} are supported"
-        parts, (rows, k) = node.attrs.get("parts", 1), (d.const for d in w.shape)
-        whole = ALIGNED * 8 // DTYPES[w.dtype].bits
-        if not 1 <= parts <= MAX_PARTS:
-            return f"{parts} parts; the maximum is {MAX_PARTS}"
-        if not rows or not k or rows % (8 * parts) or k % whole:
-            return f"the weight's sizes {rows} x {k} are not constant multiples of {8 * parts} and {whole}"
+        p = ProductNode(node, node.attrs.get("parts", 1))
+        if why := reject_product(p, MAX_PARTS, ALIGNED * 8 // DTYPES[w.dtype].bits):
+            return why
         if origin(node.operands[1]) is Origin.INPUTS:
             return "the weight is not known before the previous kernel has completed"
-        if node.result.type.dtype not in FLOATS:
-            return f"a result of {node.result.type.dtype}"
-        p = SkinnyProduct.of(node)
         if p.m.const is not None and p.m.const > TOKENS[-1]:
             return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
-        return reject_operands(p.extras, node.result.type)
+        return None
 
     def missing(self) -> str:
         return nvrtc_toolchain.missing()
@@ -159,16 +153,16 @@ def _schedules(p: SkinnyProduct, target: Target) -> Iterator[Schedule]:
         yield from _rings(p, s, min(MOST_STAGES, steps), target)
 
 
-def _rings(p: SkinnyProduct, s: Schedule, most: int, target: Target) -> Iterator[Schedule]:
+def _rings(p: SkinnyProduct, s: Schedule, limit: int, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
     seen = set()
     stage = s["chunks"] * WIDTH * (p.parts * s["rows"] + max(TOKENS[1], s["tokens"]))
     for resident in RESIDENT:
-        stages = min(most, (target.limits.shared // resident - 2 * ALIGN) // stage)
-        found = {**s, "stages": stages}
-        if stages >= min(FEWEST_STAGES, most) and stages not in seen and p.shared(found) <= target.limits.shared:
+        stages = min(limit, (target.limits.shared // resident - 2 * ALIGN) // stage)
+        schedule = {**s, "stages": stages}
+        if stages >= min(FEWEST_STAGES, limit) and stages not in seen and p.shared(schedule) <= target.limits.shared:
             seen.add(stages)
-            yield found
+            yield schedule
 
 
 SKINNY_WGMMA = SkinnyWgmma(

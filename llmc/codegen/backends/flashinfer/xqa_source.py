@@ -75,14 +75,14 @@ CHANGES: Mapping[str, Sequence[Change]] = MappingProxyType(
 def headers() -> dict[str, str]:
     """Return name -> text of the headers, with the changes; raises ValueError if the package's text is another."""
     folder = Path(str(distribution(DISTRIBUTION).locate_file(FOLDER)))
-    found = {name: (folder / name).read_text() for name in FILES}
-    kernel, launcher, _ = found["mha.cu"].partition(END)
-    found["mha.cu"] = f"{kernel}#endif\n"
+    texts = {name: (folder / name).read_text() for name in FILES}
+    kernel, launcher, _ = texts["mha.cu"].partition(END)
+    texts["mha.cu"] = f"{kernel}#endif\n"
     if not launcher:
         raise ValueError("mha.cu does not end as expected")
     for name, changes in CHANGES.items():
         for change in changes:
-            if found[name].count(change.old) != change.count:
+            if texts[name].count(change.old) != change.count:
                 raise ValueError(f"{name} does not contain {change.old!r} {change.count} times")
-            found[name] = found[name].replace(change.old, change.new)
-    return found
+            texts[name] = texts[name].replace(change.old, change.new)
+    return texts

@@ -140,9 +140,9 @@ class AllReduceNorm(Collective):
             return why
         if x.shape[-1].const is None:
             return f"the size of a row, {x.shape[-1]}, is not constant"
-        most = 2 * CHUNK // LANE
+        limit = 2 * CHUNK // LANE
         lanes, _ = row_lanes(node)
-        return f"a row of {x.shape[-1]} elements has {lanes} lanes, more than {most}" if lanes > most else None
+        return f"a row of {x.shape[-1]} elements has {lanes} lanes, more than {limit}" if lanes > limit else None
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return tuple((i, r) for i in (0, 2)[: len(node.operands) - 1] for r in (0, 1))

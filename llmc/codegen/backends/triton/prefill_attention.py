@@ -104,8 +104,8 @@ class PrefillAttention(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
         wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
-        found = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
-        return without_spills([{**s, "keys": max(s["keys"], p.min_keys)} for s in found], node, target)
+        schedules = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
+        return without_spills([{**s, "keys": max(s["keys"], p.min_keys)} for s in schedules], node, target)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, rows = AttentionProblem.of(node), schedule["rows"]

@@ -123,9 +123,9 @@ def _tiles(p: QuantizedProduct) -> Iterator[GemmTile]:
     if p.dot == "f32":
         yield from FLOAT
         return
-    m, most = p.m.const, TOKENS[-1]
-    nearest = next((t for t in TOKENS if t >= (m or most)), most)
-    for bm in TOKENS if m is None else sorted({nearest, min(nearest, most // 2)}):
+    m, largest = p.m.const, TOKENS[-1]
+    nearest = next((t for t in TOKENS if t >= (m or largest)), largest)
+    for bm in TOKENS if m is None else sorted({nearest, min(nearest, largest // 2)}):
         yield from (GemmTile(bm, *t) for t in (FEW if bm <= FEW_TOKENS else MANY))
 
 

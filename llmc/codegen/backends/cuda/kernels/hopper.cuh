@@ -32,6 +32,15 @@ __device__ inline void cluster_publish() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// Waits for all threads of the cluster of `blocks` blocks, whose writes to shared memory are visible then.
+template <int blocks> __device__ inline void wait_for_cluster() {
+  if (blocks > 1) {
+    cluster_publish();
+  } else {
+    __syncthreads();
+  }
+}
+
 // Arrives, and adds `bytes` of bulk copies to what the current phase waits for.
 __device__ inline void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -270,8 +270,7 @@ __device__ inline void add_up(float (&out)[4], const float* shared, int offset) 
   const unsigned address = shared_address(shared + offset);
 #pragma unroll
   for (int rank = 0; rank < SPLIT; rank++) {
-    unsigned peer = address;
-    if (SPLIT > 1) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    const unsigned peer = SPLIT > 1 ? address_at(address, rank) : address;
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++) {
       float v[4];
@@ -281,14 +280,6 @@ __device__ inline void add_up(float (&out)[4], const float* shared, int offset) 
 #pragma unroll
       for (int i = 0; i < 4; i++) out[i] = rank + slice == 0 ? v[i] : out[i] + v[i];
     }
-  }
-}
-
-__device__ inline void wait_for_cluster() {
-  if (SPLIT > 1) {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-  } else {
-    __syncthreads();
   }
 }
 
@@ -388,8 +379,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     share((float*)memory, c.sums, consumer);
   }
   if (LATE) launch_dependents();
-  wait_for_cluster();
+  wait_for_cluster<SPLIT>();
 
   if (consumer < CONSUMERS) finish(p, (const float*)memory, rank, m, loaded OTHERS, y);
-  if (SPLIT > 1) wait_for_cluster();  // no block exits while others read its sums
+  if (SPLIT > 1) wait_for_cluster<SPLIT>();  // no block exits while others read its sums
 }

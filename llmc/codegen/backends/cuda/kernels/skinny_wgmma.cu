@@ -190,11 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     asm volatile("bar.sync 1, %0;" ::"n"(WRITERS) : "memory");  // no consumer reads the buffers any more
     share(shared, total, consumer);
   }
-  if (SPLIT > 1) {
-    cluster_publish();
-  } else {
-    __syncthreads();
-  }
+  wait_for_cluster<SPLIT>();
   if (consumer < CONSUMERS) finish(t, shared, loaded OTHERS, y);
   if (SPLIT > 1) {  // no block exits while others read its sums
     __syncwarp();

@@ -1,5 +1,5 @@
 // Copies of weights that are read once, matrices in shared memory, and sums that the blocks of a cluster share (PTX ISA,
-// "cp.async", "ldmatrix", "barrier.cluster").
+// "cp.async", "ldmatrix"). Needs hopper.cuh.
 
 // Starts to copy 16 bytes to shared memory, or zeros; the copy belongs to the next group that `commit_copies` closes.
 __device__ inline void copy_async(unsigned to, const void* from, bool copy) {
@@ -20,18 +20,7 @@ __device__ inline void load_matrices(unsigned* to, unsigned from) {
 
 // Loads a float at this block's address in shared memory from another block of the cluster.
 __device__ inline float load_from_block(unsigned address, int rank) {
-  unsigned there;
   float v;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_at(address, rank)) : "memory");
   return v;
-}
-
-// Waits for all threads of the cluster of `blocks` blocks, whose writes to shared memory are visible then.
-template <int blocks> __device__ inline void wait_for_cluster() {
-  if (blocks > 1) {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-  } else {
-    __syncthreads();
-  }
 }

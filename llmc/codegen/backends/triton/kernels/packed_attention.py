@@ -57,7 +57,7 @@ def load_head(x_ptr, tokens, exists, head, HEADS: tl.constexpr, DIM: tl.constexp
     """Load one head [TOKENS, DIM_PADDED] of x [tokens, HEADS, DIM]; zeros for padding and missing tokens."""
     column = tl.arange(0, DIM_PADDED)
     mask = exists[:, None] & (column < DIM)[None, :]
-    offsets = ((tokens * HEADS + head) * DIM).to(tl.int64)
+    offsets = (tokens.to(tl.int64) * HEADS + head) * DIM
     return tl.load(x_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
 
 
