@@ -77,11 +77,23 @@ def _plain(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tens
     )
 
 
+def _some_identities(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Experts after those with weights return what they read."""
+    count = experts.num_routed_experts
+    routed = index < count
+    chosen = torch.where(routed, index, torch.zeros_like(index))
+    scores = torch.where(routed, weights, torch.zeros_like(weights))
+    body = getattr(experts, GATE).body
+    out = torch.ops.llmc.moe(hidden, chosen, scores, experts.gate_up_proj[:count], experts.down_proj, body)
+    return out + (hidden * (weights - scores).sum(-1, keepdim=True)).to(hidden.dtype)
+
+
 TABLE: Mapping[str, Experts] = MappingProxyType(
     {
         "AriaExperts": Experts(lambda m, x: _gated(torch.nn.functional.silu, x), _aria),
         "DbrxExperts": Experts(lambda m, x: _gated(m.mlp.activation_fn, x), _dbrx),
         "Llama4TextMoe": Experts(lambda m, x: _gated(m.experts.act_fn, x), _llama4),
+        "LongcatFlashExperts": Experts(lambda m, x: _gated(m.act_fn, x), _some_identities),
         "Step3p7Experts": Experts(None, _plain),
     }
 )

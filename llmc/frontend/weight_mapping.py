@@ -24,9 +24,7 @@ Group = dict[str, list[Value]]
 SEPARATE_EXPERTS = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
-def resolve(
-    model: Any, tensors: Mapping[str, Value], build: Builder, needed: Container[str] = ()
-) -> dict[str, Value]:
+def resolve(model: Any, tensors: Mapping[str, Value], build: Builder, needed: Container[str] = ()) -> dict[str, Value]:
     """Return the value of each state-dict name, for every stored tensor, known to the model or not.
 
     `tensors` are values of a graph by their names in the checkpoint; `build` adds nodes to that graph. `needed` are
