@@ -148,7 +148,7 @@ def _attention_hook(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers' models call. Some pass arguments by name, so these names are fixed."""
     name, mask = type(module).__name__, attention_mask
-    passed = {k for k, x in extra.items() if x is not None and not (k == "indices" and isinstance(x, MaskTag))}
+    passed = {k for k, x in extra.items() if x is not None and not isinstance(x, MaskTag)}
     if unknown := sorted(passed - HARMLESS):
         raise Diagnostic("E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _OTHER)
     causal = is_causal is not False and getattr(module, "is_causal", True) is not False

@@ -115,7 +115,7 @@ class Checkpoint:
         values: Mapping[str, Value] = {name: graph.input(name, _type(t), weight=True) for name, t in stored.items()}
         if decoder:
             values = decoder.decode(values, build, read, places_of(traced.model), self._tensors.metadata)
-        known = resolve(traced.model, values, build)
+        known = resolve(traced.model, values, build, traced.weights)
         self.kv_scales = decoder.kv_scales(stored, read) if decoder else {}
         self._blocks = Blocks(graph, self._tensors)
         located = self._located(known)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.safetensors_reader import TensorFiles
 
 MAX_LAYERS, MAX_SIZE = 1000, 65536
-SPARSE = ("axk2", "deepseek_v32", "glm_moe_dsa")
+# The sparse attention of model types: the keys of a config whose product is how many earlier tokens a layer selects.
+TOP_K, TOP_BLOCKS = ("index_topk",), ("index_topk_blocks", "index_block_size")
+SPARSE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), TOP_K) | {"minimax_m3_vl_text": TOP_BLOCKS}
+)
 _COUNTED = re.compile(r"^(?!vocab).*(layer|head|experts)")  # vocabularies may be counted per layer
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.")
 
@@ -46,13 +52,16 @@ def dense_limit(config: Any) -> tuple[int, str] | None:
     """Return the number of tokens up to which a text config's attention is ordinary causal attention, and what limits
     it; None if it always is.
 
-    Beside chunks, sparse attention: each token attends to the index_topk earlier tokens that an indexer selects, which
-    are all of them in sequences of at most so many tokens.
+    Beside chunks, sparse attention: each token attends to the earlier tokens that an indexer selects, which are all of
+    them in sequences of at most so many tokens.
     """
     if chunk := chunk_size(config):
         return chunk, f"the chunk that its layers attend to ({chunk} tokens)"
-    if getattr(config, "model_type", "") in SPARSE:
-        return int(config.index_topk), f"as its layers attend to index_topk = {config.index_topk} tokens"
+    keys = SPARSE.get(getattr(config, "model_type", ""))
+    kinds = getattr(config, "layer_types", None)
+    if keys and (kinds is None or any("sparse" in kind for kind in kinds)):
+        count = math.prod(int(getattr(config, key)) for key in keys)
+        return count, f"as its layers attend to {' * '.join(keys)} = {count} tokens"
     return None
 
 

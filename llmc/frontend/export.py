@@ -179,7 +179,7 @@ def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
 def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     """Build the model on the meta device with our attention and experts; raises Diagnostic E305."""
     name = attention_interface.NAME
-    options = {"attn_implementation": name, "experts_implementation": name, "dtype": TORCH_DTYPE[dtype]}
+    options = {"attn_implementation": _attention(config), "experts_implementation": name, "dtype": TORCH_DTYPE[dtype]}
     try:
         with torch.device("meta"), model_class.towers_optional():
             if pooled is None:
@@ -197,6 +197,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
         part.use_cache = False
     if pooled is None:
         _check_positions(model)
+    _keep_rows(model)
     taken = {"position_ids"} if alibi.applies(config) else set()  # the bias is in the attention alone
     missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
@@ -206,6 +207,35 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
             KNOWN_TO_WORK,
         )
     return model
+
+
+def _attention(config: Any) -> Any:
+    """Name the attention of each part of a model: ours in the text decoder, transformers' eager one in its towers."""
+    text, name = config.get_text_config(), attention_interface.NAME
+    towers = {k: "eager" for k in config.sub_configs if getattr(config, k, None) is not text}
+    if text is config or len(towers) == len(config.sub_configs):
+        return name
+    return dict.fromkeys(config.sub_configs, name) | {"": name} | towers
+
+
+def _keep_rows(model: Any) -> None:
+    """Give a model whose forward computes logits of every token the argument `logits_to_keep`, if it has a head.
+
+    The head's input is reduced to these rows.
+    """
+    forward, head = model.forward, model.get_output_embeddings()
+    accepted = inspect.signature(forward).parameters
+    if head is None or "logits_to_keep" in accepted or "position_ids" not in accepted:
+        return
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    kept: list[torch.Tensor] = []
+
+    def of_rows(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
+        kept[:] = [logits_to_keep]
+        return forward(input_ids=input_ids, position_ids=position_ids, **options)
+
+    head.register_forward_pre_hook(lambda _, args: (args[0][:, kept[0]],))
+    model.forward = of_rows
 
 
 def _untie(model: Any, names: Iterable[str]) -> None:

@@ -18,11 +18,11 @@ from llmc.frontend.attention_interface import GATE
 class Experts:
     """How a class computes its experts.
 
-    gate(module, gate_up [t, 2i]) -> [t, i] is their activation. forward(module, ...) replaces the class's own forward
-    and calls the op `moe`, with gate rows before up rows.
+    gate(module, gate_up [t, 2i]) -> [t, i] is their activation; None: the class's own `_apply_gate`. forward(module,
+    ...) replaces the class's own forward and calls the op `moe`, with gate rows before up rows.
     """
 
-    gate: Callable[[Any, Tensor], Tensor]
+    gate: Callable[[Any, Tensor], Tensor] | None
     forward: Callable[..., Any]
 
 
@@ -30,7 +30,8 @@ def patch(model: torch.nn.Module) -> None:
     """Replace the forward of the modules whose class is in the table; to be called before gates are read."""
     for module in model.modules():
         if (rule := TABLE.get(type(module).__name__)) is not None:
-            module._apply_gate = partial(rule.gate, module)
+            if rule.gate is not None:
+                module._apply_gate = partial(rule.gate, module)
             module.forward = partial(rule.forward, module)
 
 
@@ -69,10 +70,30 @@ def _aria(experts: Any, hidden: Tensor, logits: Tensor) -> Tensor:
     return torch.ops.llmc.moe(hidden, index, weights, gate_up, down, getattr(experts, GATE).body)
 
 
+def _plain(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Weights as the op takes them."""
+    return torch.ops.llmc.moe(
+        hidden, index, weights, experts.gate_up_proj, experts.down_proj, getattr(experts, GATE).body
+    )
+
+
+def _some_identities(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Experts after those with weights return what they read."""
+    count = experts.num_routed_experts
+    routed = index < count
+    chosen = torch.where(routed, index, torch.zeros_like(index))
+    scores = torch.where(routed, weights, torch.zeros_like(weights))
+    body = getattr(experts, GATE).body
+    out = torch.ops.llmc.moe(hidden, chosen, scores, experts.gate_up_proj[:count], experts.down_proj, body)
+    return out + (hidden * (weights - scores).sum(-1, keepdim=True)).to(hidden.dtype)
+
+
 TABLE: Mapping[str, Experts] = MappingProxyType(
     {
         "AriaExperts": Experts(lambda m, x: _gated(torch.nn.functional.silu, x), _aria),
         "DbrxExperts": Experts(lambda m, x: _gated(m.mlp.activation_fn, x), _dbrx),
         "Llama4TextMoe": Experts(lambda m, x: _gated(m.experts.act_fn, x), _llama4),
+        "LongcatFlashExperts": Experts(lambda m, x: _gated(m.act_fn, x), _some_identities),
+        "Step3p7Experts": Experts(None, _plain),
     }
 )

@@ -69,6 +69,8 @@ METHODS: Mapping[str, Mapping[str, Callable[[Any], Callable[..., Any]]]] = Mappi
         "AXK2Indexer": {"forward": _every_key},
         "DeepseekV32Indexer": {"forward": _every_key},
         "GlmMoeDsaIndexer": {"forward": _every_key},
+        "HYV4Indexer": {"forward": _every_key},
+        "MiniMaxM3VLIndexer": {"forward": _every_key},
         "Gemma3nTextMLP": {"_gaussian_topk": _sparse},
         "XGLMAttention": {"forward": _xglm_attention},
         "XGLMSinusoidalPositionalEmbedding": {"forward": _xglm_positions},

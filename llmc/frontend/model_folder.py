@@ -58,6 +58,13 @@ TESTED = (
     "mistral3", "internvl", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llama4_text",
     "llama4", "dbrx", "gemma3n_text", "gemma3n", "bloom", "mpt", "xglm", "aria_text", "aria", "deepseek_v32",
     "glm_moe_dsa", "axk2", "glm4v_moe", "ernie4_5_vl_moe",
+    "aya_vision", "cohere2_vision", "deepseek_vl", "exaone4_5", "fast_vlm", "gemma4_unified", "got_ocr2",
+    "idefics2", "idefics3", "janus", "lighton_ocr", "llava_next", "llava_next_video", "llava_onevision",
+    "muse_glimmer", "ovis2", "pp_chart2table", "qianfan_ocr", "smolvlm", "video_llava", "vipllava", "cosmos3_edge",
+    "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "cohere_compass_text", "deepseek_ocr2", "deepseek_vl_hybrid",
+    "emu3", "gemma4", "hunyuan_vl", "hy_v4", "kimi_k25", "longcat_flash", "minimax_m3_vl", "mistral4", "mllama",
+    "perception_lm", "phi4_multimodal", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7",
+    "video_llama_3",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

@@ -199,6 +199,8 @@ def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: T
         try:
             low = tables(positions, torch.bfloat16)
         except IndexError:  # positions of several axes: time, height and width, for example
-            positions = positions.expand(len(getattr(module, "mrope_section", ())) or AXES, 1, PROBED)
+            sections = getattr(module, "mrope_section", ())
+            count = len(sections.get(layer_type, ()) if isinstance(sections, dict) else sections)
+            positions = positions.expand(count or AXES, 1, PROBED)
             low = tables(positions, torch.bfloat16)
         return tables(positions, torch.float32), low

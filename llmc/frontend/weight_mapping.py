@@ -6,7 +6,7 @@ The conversions (stacks of experts, joins, splits, transposes) become nodes of a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import reduce
 from types import MappingProxyType
 from typing import Any
@@ -24,12 +24,13 @@ Group = dict[str, list[Value]]
 SEPARATE_EXPERTS = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
-def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[str, Value]:
+def resolve(model: Any, tensors: Mapping[str, Value], build: Builder, needed: Container[str] = ()) -> dict[str, Value]:
     """Return the value of each state-dict name, for every stored tensor, known to the model or not.
 
-    `tensors` are values of a graph by their names in the checkpoint; `build` adds nodes to that graph. Raises
-    Diagnostic E323 or E325 if parts are missing or have different shapes, E324 if several tensors are stored for one
-    weight, E326 for an unsupported conversion.
+    `tensors` are values of a graph by their names in the checkpoint; `build` adds nodes to that graph. `needed` are
+    the weights that will be read; the result lacks others, such as a vision tower's, whose conversion is not supported.
+    Raises Diagnostic E323 or E325 if parts are missing or have different shapes, E324 if several tensors are stored for
+    one weight, E326 for an unsupported conversion of a needed one.
     """
     known = model.state_dict()
     renamings, converters = _transforms(model, tensors, known)
@@ -47,6 +48,9 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder) -> dict[st
             groups.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     for target, group in groups.items():
         converter = by_pattern[next(iter(group))]
+        made = (_placed(converter, target, key) for key in converter.target_patterns)
+        if _unsupported(converter) and not any(name in needed for name in made):
+            continue
         converted = _convert(build, converter, target, group, known)
         if repeated := sorted(converted.keys() & out.keys() & known.keys()):
             raise _twice(repeated[0], origin[repeated[0]], f"parts named {next(iter(group))}")
@@ -112,18 +116,28 @@ def _convert(build: Builder, converter: Any, target: str, group: Group, known: A
             "E323", f"{target} is assembled from {shortened(converter.source_patterns)}; {missing[0]} is missing",
             "fetch the checkpoint again",
         )  # fmt: skip
+    if unknown := _unsupported(converter):
+        raise Diagnostic(
+            "E326",
+            f"{target}: the checkpoint needs the conversion {unknown}, which is not supported",
+            "save the model again with transformers 5, or add the operation to llmc/frontend/weight_mapping.py",
+        )
     for operation in converter.operations:
-        emit = _OPERATIONS.get(type(operation).__name__)
-        if emit is None:
-            raise Diagnostic(
-                "E326",
-                f"{target}: the checkpoint needs the conversion {type(operation).__name__}, which is not supported",
-                "save the model again with transformers 5, or add the operation to llmc/frontend/weight_mapping.py",
-            )
+        emit = _OPERATIONS[type(operation).__name__]
         group = emit(build, operation, converter, group, known.get(target), target)
-    first = converter.target_patterns[0]
-    head, _, tail = target.partition(first)
-    return {head + key + tail if key != target else key: values[0] for key, values in group.items()}
+    return {_placed(converter, target, key): values[0] for key, values in group.items()}
+
+
+def _placed(converter: Any, target: str, key: str) -> str:
+    """The state-dict name of one target pattern of a converter, whose first one has the name `target`."""
+    head, _, tail = target.partition(converter.target_patterns[0])
+    return head + key + tail if key != target else key
+
+
+def _unsupported(converter: Any) -> str:
+    """The name of a converter's first operation that is not supported, or ""."""
+    names = (type(operation).__name__ for operation in converter.operations)
+    return next((name for name in names if name not in _OPERATIONS), "")
 
 
 def _stack(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:

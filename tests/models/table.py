@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 import numpy as np  # noqa: E402
 from models.cases import FURTHER, LISTED, ROPES, UNLISTED, Case  # noqa: E402
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save  # noqa: E402
+from models.recent_cases import RECENT  # noqa: E402
 from models.test_passes import PIPELINE  # noqa: E402
 
 from llmc.extension import load  # noqa: E402
@@ -58,7 +59,7 @@ def main() -> None:
         "| case | tokens | nodes | error | nodes after passes | worst error of a pass |",
         "|---|---|---|---|---|---|",
     ]
-    for case in (*LISTED, *UNLISTED, *ROPES, *FURTHER):
+    for case in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(row(case, Path(folder)))
     PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n".join(rows) + "\n")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from models.cases import EXPERTS, FURTHER, LISTED, ROPES, SEED, SMALL, TINY_VISION, UNLISTED, rope
 from models.kit import save
+from models.recent_cases import RECENT
 from safetensors.numpy import load_file, save_file
 
 from llmc.diagnostics import Diagnostic
@@ -25,7 +26,7 @@ from llmc.frontend.model_folder import TESTED
 from llmc.frontend.trace_model import Traced, notes_of, trace
 from llmc.ir.ops.moe import SWIGLU
 
-BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED, *FURTHER)}
+BY_NAME = {c.name: c for c in (*LISTED, *UNLISTED, *FURTHER, *RECENT)}
 FILE = "model.safetensors"
 
 
@@ -176,7 +177,7 @@ def test_positions_of_other_families(tmp_path: Path) -> None:
     gpt2 = case_config("gpt2", tmp_path)
     fails("E305", "256", "300", do=lambda: trace(gpt2, max_positions=300))
     fails("E305", "1 token", "at least 2", do=lambda: trace(gpt2, max_positions=1))
-    for name, why in (("llama4_text", "chunk"), ("deepseek_v32", "index_topk")):
+    for name, why in (("llama4_text", "chunk"), ("minimax_m3-sparse", "block_size"), ("deepseek_v32", "index_topk")):
         folder = case_config(name, tmp_path)
         fails("E305", why, "64", "65", do=lambda folder=folder: trace(folder, max_positions=65))
     assert trace(folder).facts.max_positions == 64 and any("index_topk" in x for x in notes_of(trace(folder)))
@@ -392,8 +393,8 @@ def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
 
 
 def test_every_tested_architecture_has_a_case_and_a_line_in_the_docs() -> None:
-    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED, *FURTHER)}
+    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED, *FURTHER, *RECENT)}
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    names = [c.name for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER)]
+    names = [c.name for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT)]
     assert len(set(names)) == len(names)
     assert [n for n in names if f"| {n} |" not in page] == [], "run: python tests/models/table.py"

@@ -78,7 +78,7 @@ class ModelSource:
         graph = Graph("checkpoint")
         build = Builder(graph, OPS)
         stored = {n: graph.input(n, tensor(t.dtype, *t.shape), weight=True) for n, t in self.files.tensors.items()}
-        self.values: Mapping[str, Value] = resolve(self.model, stored, build)
+        self.values: Mapping[str, Value] = resolve(self.model, stored, build, self.model.state_dict())
         self._blocks = Blocks(graph, self.files)
 
     def __enter__(self) -> ModelSource:
