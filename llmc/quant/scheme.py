@@ -19,6 +19,7 @@ from llmc.ir.graph import Builder, Value
 
 LINEAR = ("Linear",)  # the classes of a module that is part of a larger one in the model, such as an expert of a stack
 AGAIN = "download the checkpoint again; config.json and weights must be of one revision"
+POWERS = 32  # columns that share a power of two in the OCP's microscaling formats
 
 
 @dataclass(frozen=True)
@@ -236,3 +237,11 @@ def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]
     rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), size, strict=True))
     stored.expect(scale, rows, columns)
     return scale, size
+
+
+def powers_of_two(stored: Stored, n: int, k: int) -> Value:
+    """The scales of runs of 32 columns of a weight [n, k], stored as exponents; raises Diagnostic E340 to E342."""
+    scale = stored.part("weight_scale", ("u8", "f8e8m0"), 2)
+    stored.expect(scale, n, -(-k // POWERS))
+    stored.check_scales(scale)
+    return scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
