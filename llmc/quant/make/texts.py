@@ -51,8 +51,10 @@ def _documents(text: str) -> list[str]:
         if line.strip():
             try:
                 value = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise ValueError(f"line {i} is not JSON: {e.msg} at column {e.colno}") from None
             except (ValueError, RecursionError) as e:
-                raise ValueError(f"line {i} is not JSON: {str(e)[:200]}") from None
+                raise ValueError(f"line {i} cannot be read: {str(e)[:200]}") from None
             document = value.get("text") if isinstance(value, dict) else None
             if not isinstance(document, str):
                 raise ValueError(f"line {i} has no field text")
