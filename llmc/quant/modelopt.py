@@ -107,7 +107,9 @@ def _int4(stored: Stored) -> Codes:
     b, packed, scale = stored.build, stored.part("weight", ("u8",), 2), stored.part("weight_scale", FLOATS, 2)
     n, k = shape_of(packed)[0] * 2, shape_of(packed)[1]
     count = shape_of(scale)[1]
-    stored.expect(scale, n, count if count and k % count == 0 else k)
+    stored.expect(scale, n, count)
+    if not count or k % count:
+        raise Diagnostic("E341", f"{scale.name} is {scale.type}; its columns should divide {k} columns", AGAIN)
     stored.check_scales(scale)
     code = b.unpack_bits(packed, bits=4, axis=0, size=n, add=8)  # of signed codes
     return Codes(code, scale, (1, k // count if count > 1 else 0), "int4", zero=8)

@@ -41,8 +41,8 @@ def mxfp4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 def int4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Signed integers of 4 bits, two rows in a byte."""
-    code, scale, zero, value = rounded(w, 4, 64, dtype=torch.float32)
-    signed = (code - zero.repeat_interleave(64, 1)[:, : w.shape[1]]).to(torch.int64) & 15
+    code, scale, zero, value = rounded(w, 4, 32, dtype=torch.float32)
+    signed = (code - zero.repeat_interleave(32, 1)).to(torch.int64) & 15
     words = (signed[::2] | signed[1::2] << 4).to(torch.uint8)
     return {"weight": words, "weight_scale": scale}, value
 
@@ -110,7 +110,7 @@ CASES = {
     "mxfp4": Case(((PROJ, mxfp4),), flat("w4a8_mxfp4_fp8", group_size=32), 0),
     "int8": Case(((PROJ, int8()),), flat("W8A16"), 14),
     "smooth": Case(((r"o_proj|down_proj", smooth(int8())), (PROJ, int8())), flat("W8A8_SQ_PER_CHANNEL"), 10, "i8"),
-    "awq": Case(((r"o_proj|down_proj", smooth(int4)), (PROJ, int4)), flat("W4A16_AWQ", group_size=64), 10),
+    "awq": Case(((r"o_proj|down_proj", smooth(int4)), (PROJ, int4)), flat("W4A16_AWQ", group_size=32), 10),
     "mixed": Case((("0.self_attn", FP8), (r"experts\.\d", NVFP4), (r"1\.(self|mlp)", nvfp4)), MIXED, 16, "", MOE),
 }  # fmt: skip
 DRAWN = [pytest.param(name, marks=() if name == "mixed" else pytest.mark.drawn) for name in CASES]
@@ -194,9 +194,9 @@ def test_refused(name: str, tmp_path: Path) -> None:
     [
         ("fp8", "pre_quant_scale", torch.ones(127), "E341", ("q_proj.pre_quant_scale", "[128]")),
         ("fp8", "pre_quant_scale", torch.zeros(128), "E342", ("q_proj.pre_quant_scale", "0.0")),
-        ("awq", "weight_scale", torch.ones(128, 3), "E341", ("q_proj.weight_scale",)),
+        ("awq", "weight_scale", torch.ones(64, 3), "E341", ("q_proj.weight_scale", "divide 128")),
         ("int8", "weight_scale", torch.ones(3), "E341", ("q_proj.weight_scale",)),
-        ("mxfp4", "weight_scale", torch.full((128, 4), 255, dtype=torch.uint8), "E342", ("q_proj.weight_scale", "nan")),
+        ("mxfp4", "weight_scale", torch.full((64, 4), 255, dtype=torch.uint8), "E342", ("q_proj.weight_scale", "nan")),
         ("fp8", "weight_scale", torch.tensor(0.0), "E342", ("q_proj.weight_scale",)),
         ("fp8-tiles", "weight_scale", torch.ones(1, 1, 2, 1), "E341", ("q_proj.weight_scale", "[1, 1, 1, 1]")),
         ("nvfp4", "weight_scale_2", torch.tensor(float("nan")), "E342", ("q_proj.weight_scale_2",)),
