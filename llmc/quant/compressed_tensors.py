@@ -54,6 +54,7 @@ PARTS = (
     "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale",
 )  # fmt: skip
 SCALES = ("bf16", "f16", "f32")
+FUSED = ("weight_input", "weight_output")  # locations of transforms that are part of the stored weights
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 Decode = Callable[[Stored, Mapping[str, Any]], Codes]
 
@@ -252,14 +253,23 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     sparsity, dense = config.get("sparsity_config"), (None, "dense")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in dense):
         raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
-    transform = config.get("transform_config")
-    if transform and not (isinstance(transform, Mapping) and transform.get("config_groups") == {}):
-        raise refuse(METHOD, "transform_config", transform, ("none",))
+    if transform := config.get("transform_config"):
+        _check_transforms(transform)
     found = config.get("config_groups") or {}
     if not isinstance(found, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
     groups = tuple(_group(name, g, config.get("format")) for name, g in found.items() if not _of_activations(g))
     return CompressedTensors(groups, _targets(config.get("ignore") or [], "ignore"))
+
+
+def _check_transforms(config: Any) -> None:
+    """Raise Diagnostic E307 for transforms of activations. Stored weights are already transformed."""
+    groups = config.get("config_groups") if isinstance(config, Mapping) else None
+    for scheme in groups.values() if isinstance(groups, Mapping) else (None,):
+        applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        for one in applied if isinstance(applied, list) else (None,):
+            if not isinstance(one, Mapping) or one.get("location") not in FUSED:
+                raise refuse(METHOD, "transform_config", one or config, [f"location {place}" for place in FUSED])
 
 
 def _targets(found: Any, where: str) -> tuple[str, ...]:

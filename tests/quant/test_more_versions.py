@@ -78,6 +78,12 @@ def divisors(block: tuple[int, int] | str) -> Encode:
     return encode
 
 
+def transforms(*locations: str) -> dict[str, Any]:
+    """A `transform_config`, as SpinQuant has it."""
+    applied = [{"targets": ["Linear"], "location": place, "inverse": False, "ignore": []} for place in locations]
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": applied, "randomize": False}}}
+
+
 CASES = {
     "auto-round-0.4": Case(((PROJ, gptq(order="runs")),), OLD_ROUND | {"backend": "auto_round:gptq:exllamav2"}, 14),
     "auto-round-0.2": Case(((PROJ, gptq()),), OLD_ROUND | {"backend": "gptq:exllamav2"}, 14),
@@ -95,6 +101,10 @@ CASES = {
     ),
     "attention": Case(
         ((PROJ, packed(4, 32)),), groups("pack-quantized", INT4, ATTENTION, transform_config={"config_groups": {}}), 14,
+    ),
+    "transforms-of-weights": Case(
+        ((PROJ, packed(4, 32)),),
+        groups("pack-quantized", INT4, transform_config=transforms("weight_output", "weight_input")), 14,
     ),
     "fp8-divisors": Case(((PROJ, divisors("channel")),), DIVISORS, 14),
     "fp8-divisors-of-tiles": Case(
@@ -132,6 +142,10 @@ REFUSED: Mapping[str, tuple[Case, dict[str, Any], str, tuple[str, ...]]] = {
     "e5m2": (CASES["fp8-divisors"], {"format": "float8_e5m2"}, "E307", ("format", "float8_e5m2", "e4m3")),
     "semantics": (CASES["fp8-divisors"], {"weight_scale_semantics": "log"}, "E307", ("weight_scale_semantics", "log")),
     "transforms": (
+        CASES["attention"], {"transform_config": transforms("weight_output", "input")}, "E307",
+        ("transform_config", "'location': 'input'", "location weight_input"),
+    ),
+    "transforms of anything": (
         CASES["attention"], {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "E307",
         ("transform_config", "hadamard"),
     ),
