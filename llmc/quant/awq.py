@@ -18,6 +18,7 @@ PARTS = ("qweight", "qzeros", "scales", "weight")
 PLAIN = ("modules_to_not_convert",)
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 LAYOUTS = ("gemm", "gemv")
+OTHER_BACKEND = "llm-awq"  # a value of `backend` that means another layout, whatever `version` says
 LABEL = "awq 4 bit"
 
 
@@ -44,6 +45,8 @@ def awq(config: Mapping[str, Any]) -> Awq:
     layout = str(config.get("version") or config.get("format") or LAYOUTS[0]).lower()
     if layout not in LAYOUTS:
         raise refuse("awq", "version", layout, LAYOUTS)
+    if config.get("backend") == OTHER_BACKEND:
+        raise refuse("awq", "backend", OTHER_BACKEND, ("autoawq",))
     bits = integer(config, "bits" if "bits" in config else "w_bit", "awq", 4)
     if bits != 4:
         raise refuse("awq", "bits", bits, (4,))

@@ -257,6 +257,8 @@ def test_damaged_tensors(
         ("gptq-4bit", {"dynamic": {"+:(": {}}}, "E340", ("+:(",)),
         ("gptq-4bit", {"quant_method": "quip#"}, "E307", ("quip#", "gptq")),
         ("bnb-nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "E307", ("bfloat16", "uint8")),
+        ("bnb-nf4", {"method": "bitsandbytes", "format": "nf4"}, "E307", ("format", "nf4", "none")),
+        ("awq-autoawq", {"backend": "llm-awq"}, "E307", ("backend", "llm-awq", "autoawq")),
         ("awq-autoawq", {"version": "gemv_fast"}, "E307", ("gemv_fast", "gemm")),
         ("awq-autoawq", {"version": "gemv"}, "E341", ("qzeros",)),
         ("ar-4bit", {"packing_format": "auto_round:marlin"}, "E307", ("marlin",)),
