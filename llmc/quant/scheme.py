@@ -24,11 +24,10 @@ POWERS = 32  # columns that share a power of two in the OCP's microscaling forma
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each column, i32[k], and its bytes. even: sorted by group, columns are runs of equal size."""
+    """The group of each column, i32[k], and its bytes. Sorted by group, columns are runs of equal size."""
 
     index: Value
     content: bytes
-    even: bool
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ class Stored:
         """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
         So they are if all columns are in group 0 of several: some tools store zeros where the order is the natural one.
-        Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`.
+        Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`, or if a
+        group has more or fewer columns than the run that it stands for.
         """
         if part not in self.parts:
             return None
@@ -140,7 +140,12 @@ class Stored:
         runs = np.arange(columns) // size
         if np.array_equal(index, runs) or not index.any():
             return None
-        return Groups(value, index.tobytes(), np.array_equal(np.sort(index), runs))
+        have, want = (np.bincount(x, minlength=count) for x in (index, runs))
+        if (have != want).any():
+            g = int(np.argmax(have != want))
+            cause = f"{value.name} puts {have[g]} columns in group {g}, which has {want[g]} columns"
+            raise Diagnostic("E342", cause, AGAIN)
+        return Groups(value, index.tobytes())
 
 
 class Scheme(Protocol):

@@ -224,6 +224,8 @@ def put(name: str, value: Any) -> Callable[[Tensors], None]:
         ("ct-mxfp4", put(f"{Q}.weight_scale", 255), "E342", (f"{Q}.weight_scale", "nan")),
         ("gptq-4bit-desc-act", put(f"{Q}.g_idx", 99), "E342", (f"{Q}.g_idx", "group 99")),
         ("gptq-4bit-desc-act", put(f"{Q}.g_idx", -1), "E342", (f"{Q}.g_idx", "group -1")),
+        ("gptq-4bit-desc-act", lambda t: t[f"{Q}.g_idx"].copy_(t[f"{Q}.g_idx"].clamp(min=1)), "E342",
+         (f"{Q}.g_idx", "puts 0 columns in group 0")),
         ("gptq-4bit", lambda t: t.pop(f"{Q}.scales"), "E340", (Q, "lacks scales")),
         ("gptq-4bit", lambda t: t.pop(f"{Q}.qzeros"), "E340", (Q, "lacks qzeros")),
         ("ct-w4a16-asym", lambda t: t.pop(f"{Q}.weight_zero_point"), "E340", (Q, "lacks weight_zero_point")),
