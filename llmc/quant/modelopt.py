@@ -96,7 +96,8 @@ def _int8(act: str) -> Callable[[Stored], Codes]:
     def decode(stored: Stored) -> Codes:
         code, scale = stored.part("weight", ("i8",), 2), stored.part("weight_scale", FLOATS)
         stored.check_scales(scale)
-        value, block = block_of(stored, scale, *shape_of(code), (1, 0))
+        n, k = shape_of(code)
+        value, block = block_of(stored, scale, n, k, (1, 0))
         return Codes(code, value, block, "int8", act=act)
 
     return decode
