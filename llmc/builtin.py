@@ -80,10 +80,11 @@ EXTENSION = Extension(
         {
             "gptq": "llmc.quant.gptq:gptq",
             "awq": "llmc.quant.awq:awq",
-            "auto-round": "llmc.quant.auto_round:auto_round",
+            **dict.fromkeys(("auto-round", "intel/auto-round"), "llmc.quant.auto_round:auto_round"),
             "compressed-tensors": "llmc.quant.compressed_tensors:compressed_tensors",
             "fp8": "llmc.quant.fp8:fp8",
             "fbgemm_fp8": "llmc.quant.fp8:fbgemm_fp8",
+            "mxfp8": "llmc.quant.fp8:mxfp8",
             "mxfp4": "llmc.quant.mxfp4:mxfp4",
             "bitsandbytes": "llmc.quant.bitsandbytes:bitsandbytes",
             "torchao": "llmc.quant.torchao:torchao",

@@ -2,7 +2,8 @@
 
 `packing_format` names the packing of the whole file; `extra_config` maps a module's name, or a regular expression that
 is searched in names, to the keys in which it differs. Integers in the packing "auto_gptq" are those of GPTQ's first
-version, in the packing "auto_round" those of its second; there is no g_idx.
+version, in the packing "auto_round" those of its second; there is no g_idx. Versions before 0.5 call themselves
+`intel/auto-round` and have `backend` instead, the kernel for which weights are packed.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ FLOATS = (
 )  # fmt: skip
 
 
+OLD_METHOD = "intel/auto-round"  # of versions before 0.5
+KERNELS = ("exllamav2", "triton")  # of a backend whose zero points are stored as they are
+
+
 # Keys of transformations of activations, which cannot be undone in the weights.
 ROTATIONS = ("rotation_config", "rotation_configs", "spinquant_config", "hadamard_config", "transform_config")
 EXTRA = ("layer_config", "extra_config")  # keys of exceptions for some modules; the last one takes precedence
@@ -135,7 +140,7 @@ def _act(module: str, keys: Mapping[str, Any]) -> str:
 
 def auto_round(config: Mapping[str, Any]) -> AutoRound:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
-    packing = str(config.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
+    packing = str(config.get("packing_format") or _old_packing(config)).removeprefix("auto_round:")
     if packing not in PACKINGS:
         raise refuse("auto-round", "packing_format", packing, tuple(PACKINGS))
     for key in ROTATIONS:
@@ -148,3 +153,18 @@ def auto_round(config: Mapping[str, Any]) -> AutoRound:
             raise Diagnostic("E340", f"quantization_config (auto-round): {key} is not a table of tables", AGAIN)
         extra |= found
     return AutoRound(PACKINGS[packing], config, extra)
+
+
+def _old_packing(config: Mapping[str, Any]) -> str:
+    """The packing of a configuration that does not name one; raises Diagnostic E307 for a backend with its own."""
+    if config.get("quant_method") != OLD_METHOD:
+        return "auto_gptq"
+    backend = str(config.get("backend"))
+    if "awq" in backend:
+        return "auto_awq"
+    if "marlin" not in backend and "qigen" not in backend:
+        if "gptq" in backend:
+            return "auto_gptq"
+        if any(kernel in backend for kernel in KERNELS):
+            return "auto_round"
+    raise refuse(OLD_METHOD, "backend", config.get("backend"), ("gptq", "awq", *KERNELS))

@@ -1,7 +1,9 @@
-"""AWQ checkpoints in the layout "gemm" (AutoAWQ): 4-bit integers packed along n, eight to a word, interleaved.
+"""AWQ checkpoints in the layouts "gemm" and "gemv" of AutoAWQ: 4-bit integers, eight to a word.
 
-Tensors of a weight [n, k]: qweight int32 [k, n / 8], qzeros int32 [groups, n / 8], scales [groups, n]. Column c of the
-eight in a word is in bits 4 * ORDER[c]. Zero points are stored unchanged.
+Tensors of a weight [n, k] in the layout "gemm": qweight int32 [k, n / 8], qzeros int32 [groups, n / 8], scales
+[groups, n]. Column c of the eight in a word is in bits 4 * ORDER[c]. In the layout "gemv": qweight int32 [n, k / 8],
+qzeros int32 [n, words], scales [n, 8 * words], the lowest bits first; of the scales and zero points, the first ones are
+those of the groups, and the rest is padding. Zero points are stored unchanged.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from llmc.quant.scheme import Codes, Stored, check_not_left_out, integer, last_p
 PARTS = ("qweight", "qzeros", "scales", "weight")
 PLAIN = ("modules_to_not_convert",)
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+LAYOUTS = ("gemm", "gemv")
+OTHER_BACKEND = "llm-awq"  # a value of `backend` that means another layout, whatever `version` says
+LABEL = "awq 4 bit"
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Awq:
 
     group_size: int
     plain: Mapping[str, Any]  # lists of modules that are not quantised, by their keys
+    layout: str = LAYOUTS[0]
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -31,23 +37,25 @@ class Awq:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         check_not_left_out(stored, self.plain, "awq")
-        return unpack(stored, self.group_size)
+        return unpack(stored, self.group_size) if self.layout == "gemm" else unpack_rows(stored, self.group_size)
 
 
 def awq(config: Mapping[str, Any]) -> Awq:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
-    layout = config.get("version") or config.get("format") or "gemm"
-    if str(layout).lower() != "gemm":
-        raise refuse("awq", "version", layout, ("gemm",))
+    layout = str(config.get("version") or config.get("format") or LAYOUTS[0]).lower()
+    if layout not in LAYOUTS:
+        raise refuse("awq", "version", layout, LAYOUTS)
+    if config.get("backend") == OTHER_BACKEND:
+        raise refuse("awq", "backend", OTHER_BACKEND, ("autoawq",))
     bits = integer(config, "bits" if "bits" in config else "w_bit", "awq", 4)
     if bits != 4:
         raise refuse("awq", "bits", bits, (4,))
     size = integer(config, "group_size" if "group_size" in config else "q_group_size", "awq", 128)
-    return Awq(size, {key: config.get(key) for key in PLAIN})
+    return Awq(size, {key: config.get(key) for key in PLAIN}, layout)
 
 
 def unpack(stored: Stored, group_size: int) -> Codes:
-    """The codes of a weight in AWQ's layout; raises Diagnostic E340, E341 or E342."""
+    """The codes of a weight in the layout "gemm"; raises Diagnostic E340, E341 or E342."""
     b = stored.build
     words, scales = stored.part("qweight", ("i32",), 2), stored.part("scales", ("f16", "bf16", "f32"), 2)
     k, n = shape_of(words)[0], shape_of(words)[1] * 8
@@ -60,4 +68,21 @@ def unpack(stored: Stored, group_size: int) -> Codes:
     code, zero = (
         b.unpack_bits(b.transpose(x, perm=(1, 0)), bits=4, axis=0, size=n, order=ORDER) for x in (words, zeros)
     )
-    return Codes(code, b.transpose(scales, perm=(1, 0)), (1, 0 if size >= k else size), "awq 4 bit", zero)
+    return Codes(code, b.transpose(scales, perm=(1, 0)), (1, 0 if size >= k else size), LABEL, zero)
+
+
+def unpack_rows(stored: Stored, group_size: int) -> Codes:
+    """The codes of a weight in the layout "gemv"; raises Diagnostic E340, E341 or E342."""
+    b = stored.build
+    words, scales = stored.part("qweight", ("i32",), 2), stored.part("scales", ("f16", "bf16", "f32"), 2)
+    zeros = stored.part("qzeros", ("i32",), 2)
+    n, k = shape_of(words)[0], shape_of(words)[1] * 8
+    size = group_size if group_size > 0 else k
+    count, stored_count = -(-k // size), shape_of(zeros)[1] * 8
+    stored.expect(zeros, n, max(-(-count // 8), shape_of(zeros)[1]))
+    stored.expect(scales, n, stored_count)
+    stored.check_scales(scales, lambda found: found[:, :count])
+    code = b.unpack_bits(words, bits=4, axis=1, size=k)
+    zero = b.unpack_bits(zeros, bits=4, axis=1, size=count)
+    scale = scales if count == stored_count else b.slice(scales, axis=1, start=0, stop=count, step=1)
+    return Codes(code, scale, (1, 0 if size >= k else size), LABEL, zero)

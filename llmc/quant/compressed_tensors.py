@@ -7,7 +7,8 @@ are not quantised, in the same way.
 
 format                tensors of a weight [n, k]
 pack-quantized        weight_packed int32 [n, ceil(k * bits / 32)], values plus 2 ** (bits - 1); weight_shape int64 [2];
-                      weight_zero_point int32 [ceil(n * bits / 32), groups] if the zero points are not 0
+                      weight_zero_point int32 [ceil(n * bits / 32), groups], packed in the same way along n, if
+                      the zero points are not 0; in old files, and of a tensor, int8 of the shape of the scale
 int-quantized         weight int8 [n, k]
 float-quantized       weight float8_e4m3 [n, k]
 naive-quantized       weight int8 or float8_e4m3 [n, k]
@@ -33,6 +34,7 @@ from llmc.ir.graph import Value
 from llmc.quant.fp8 import tile
 from llmc.quant.scheme import (
     AGAIN,
+    POWERS,
     Codes,
     Groups,
     Stored,
@@ -41,6 +43,7 @@ from llmc.quant.scheme import (
     integer,
     last_part,
     left_out,
+    powers_of_two,
     refuse,
     shape_of,
 )  # fmt: skip
@@ -51,6 +54,7 @@ PARTS = (
     "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale",
 )  # fmt: skip
 SCALES = ("bf16", "f16", "f32")
+FUSED = ("weight_input", "weight_output")  # locations of transforms that are part of the stored weights
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 Decode = Callable[[Stored, Mapping[str, Any]], Codes]
 
@@ -79,7 +83,7 @@ def _tile(size: Any) -> tuple[int, int]:
 def _groups(stored: Stored, args: Mapping[str, Any], k: int) -> Groups | None:
     """The group of each column, if groups are not runs of neighbours (`actorder` "group", which old files have)."""
     size = _columns(args, k)
-    if size and str(args.get("actorder")).lower() in ("group", "true"):
+    if size and str(args.get("actorder")).lower() in ("group", "dynamic", "true"):
         stored.part("weight_g_idx", ("i32",))
     return stored.groups("weight_g_idx", k, -(-k // size), size) if size else None
 
@@ -109,12 +113,27 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
     scale, block = _blocks(stored, scale, n, k, (1, size))
     zero: Value | int = 1 << (bits - 1)
     if "weight_zero_point" in stored.parts:
-        zeros = stored.part("weight_zero_point", ("i32",), 2)
-        stored.expect(zeros, -(-n * bits // 32), shape_of(scale)[1])
-        zero = b.unpack_bits(zeros, bits=bits, axis=0, size=n)
+        zero = _packed_zeros(stored, scale, bits, n)
     elif args.get("symmetric") is False:
         stored.part("weight_zero_point", ("i32",))
     return Codes(code, scale, block, f"int{bits}", zero, groups=index)
+
+
+def _packed_zeros(stored: Stored, scale: Value, bits: int, n: int) -> Value:
+    """The zero points of packed codes, plus 2 ** (bits - 1) as the codes are; raises Diagnostic E341 or E342."""
+    b, zeros = stored.build, stored.part("weight_zero_point", ("i32", "i8"))
+    if zeros.type.dtype == "i32":
+        stored.expect(zeros, -(-n * bits // 32), shape_of(scale)[1])
+        return b.unpack_bits(zeros, bits=bits, axis=0, size=n)
+    stored.expect(zeros, *shape_of(stored.parts["weight_scale"]))
+    middle = 1 << (bits - 1)
+    points = stored.load(zeros.name)
+    if points.min(initial=0) < -middle or points.max(initial=0) >= middle:
+        worst = points[(points < -middle) | (points >= middle)][0]
+        cause = f"{zeros.name} has the zero point {worst}; those of {bits} bits are {-middle} to {middle - 1}"
+        raise Diagnostic("E342", cause, AGAIN)
+    whole = b.reshape(zeros, shape=shape_of(scale))
+    return b.unpack_bits(whole, bits=8, axis=1, size=shape_of(scale)[1], add=middle)
 
 
 def _plain(label: str, *dtypes: str) -> Decode:
@@ -155,24 +174,16 @@ def _nvfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
     return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")
 
 
-def _powers(stored: Stored, n: int, k: int) -> Value:
-    """The scales of groups of 32 columns: powers of two."""
-    scale = stored.part("weight_scale", ("u8", "f8e8m0"), 2)
-    stored.expect(scale, n, -(-k // 32))
-    stored.check_scales(scale)
-    return scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
-
-
 def _mxfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
     packed = stored.part("weight_packed", ("u8",), 2)
     n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
     code = stored.build.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, _powers(stored, n, k), (1, 32), "mxfp4", values="e2m1")
+    return Codes(code, powers_of_two(stored, n, k), (1, POWERS), "mxfp4", values="e2m1")
 
 
 def _mxfp8(stored: Stored, args: Mapping[str, Any]) -> Codes:
     code = stored.part("weight", ("f8e4m3",), 2)
-    return Codes(code, _powers(stored, *shape_of(code)), (1, 32), "mxfp8")
+    return Codes(code, powers_of_two(stored, *shape_of(code)), (1, POWERS), "mxfp8")
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -242,13 +253,23 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     sparsity, dense = config.get("sparsity_config"), (None, "dense")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in dense):
         raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
-    if config.get("transform_config"):
-        raise refuse(METHOD, "transform_config", config["transform_config"], ("none",))
+    if transform := config.get("transform_config"):
+        _check_transforms(transform)
     found = config.get("config_groups") or {}
     if not isinstance(found, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
-    groups = tuple(_group(name, g, config.get("format")) for name, g in found.items())
+    groups = tuple(_group(name, g, config.get("format")) for name, g in found.items() if not _of_activations(g))
     return CompressedTensors(groups, _targets(config.get("ignore") or [], "ignore"))
+
+
+def _check_transforms(config: Any) -> None:
+    """Raise Diagnostic E307 for transforms of activations. Stored weights are already transformed."""
+    groups = config.get("config_groups") if isinstance(config, Mapping) else None
+    for scheme in groups.values() if isinstance(groups, Mapping) else (None,):
+        applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        for one in applied if isinstance(applied, list) else (None,):
+            if not isinstance(one, Mapping) or one.get("location") not in FUSED:
+                raise refuse(METHOD, "transform_config", one or config, [f"location {place}" for place in FUSED])
 
 
 def _targets(found: Any, where: str) -> tuple[str, ...]:
@@ -262,6 +283,11 @@ def _targets(found: Any, where: str) -> tuple[str, ...]:
             cause = f"quantization_config ({METHOD}): {where} has the target {text[:80]!r}: {e}"
             raise Diagnostic("E340", cause, AGAIN) from None
     return tuple(found)
+
+
+def _of_activations(group: Any) -> bool:
+    """Whether a group quantises activations alone, such as queries, keys and values: its modules have no codes."""
+    return isinstance(group, dict) and group.get("weights", group) is None
 
 
 def _group(name: str, group: Any, default: Any) -> Group:

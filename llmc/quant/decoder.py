@@ -132,10 +132,8 @@ def _bare_codes(weight: Value) -> bool:
 def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
     """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
 
-    `order` sorts the columns by their groups, if they have a group index. Only groups of equal size have a format.
+    `order` sorts the columns by their groups, if they have a group index.
     """
-    if codes.groups and not codes.groups.even:
-        return None
     name = code_dtype(codes)
     if name is None:
         return None

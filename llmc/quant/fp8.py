@@ -1,7 +1,8 @@
-"""FP8 checkpoints of transformers, DeepSeek and Qwen (`quant_method: fp8`), and of FBGEMM (`fbgemm_fp8`).
+"""FP8 checkpoints of transformers, DeepSeek and Qwen (`fp8`, `mxfp8`), GPTQModel (`fp8`) and FBGEMM (`fbgemm_fp8`).
 
 Tensors of a weight [n, k]: weight float8_e4m3 [n, k] and its scale, named weight_scale_inv or weight_scale. Both are
-multipliers, despite the former's name; a scale is of the tensor, of rows [n] or [n, 1], or of tiles
+multipliers, despite the former's name, except with `weight_scale_semantics` "inverse" (GPTQModel), where the scale is
+a divisor; a scale is of the tensor, of rows [n] or [n, 1], or of tiles
 (`weight_block_size`; the last ones may be cut). Experts may be one stack NAME [experts, n, k], as transformers 5 holds
 them, with NAME_scale_inv [experts, ...]; without tiles, a stack of gate and up has a scale for each half of its rows.
 Products may round activations to float8 (`Codes.act`). Their scales are computed at run time: `activation_scheme` and
@@ -16,7 +17,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, check_not_left_out, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, POWERS, Codes, Stored, block_of, check_not_left_out, last_part, refuse, shape_of
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = ("f32", "bf16", "f16", "f8e8m0", "u8")
@@ -24,6 +25,8 @@ STACK_PARTS = ("scale_inv", "activation_scale")  # of a stack of experts, after 
 PLAIN = ("modules_to_not_convert", "ignored_layers")
 ACT = "f8e4m3"
 ACTIVATIONS = ("dynamic", "static")  # values of activation_scheme
+FORMATS = ("e4m3", "float8_e4m3fn")  # values of fmt and of format
+DIVISOR = "inverse"  # the value of weight_scale_semantics
 PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
 
 
@@ -31,11 +34,13 @@ PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
 class Fp8:
     """The scheme of one checkpoint. `block`: rows and columns of a tile of `weight_block_size`, or (0, 0).
 
-    plain: lists of modules that are not quantised, by their keys in the configuration.
+    plain: lists of modules that are not quantised, by their keys in the configuration. divides: whether scales are
+    divisors.
     """
 
     block: tuple[int, int]
     plain: Mapping[str, Any]
+    divides: bool = False
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`. Any other tensor may be a stack of experts."""
@@ -49,19 +54,29 @@ class Fp8:
         check_not_left_out(stored, self.plain, "fp8")
         weight = stored.parts.get("weight")
         how = stack if weight is not None and weight.type.rank == 3 else scaled
-        return replace(how(stored, self.block), act=ACT)
+        codes, b = how(stored, self.block), stored.build
+        scale = b.div(b.constant(1.0, "f32"), b.cast(codes.scale, dtype="f32")) if self.divides else codes.scale
+        return replace(codes, scale=scale, act=ACT)
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
-    kind = config.get("fmt") or "e4m3"
-    if kind not in ("e4m3", "float8_e4m3fn"):
-        raise refuse("fp8", "fmt", kind, ("e4m3",))
+    for key in ("fmt", "format"):
+        if (kind := config.get(key) or FORMATS[0]) not in (*FORMATS, "fp8"):
+            raise refuse("fp8", key, kind, FORMATS)
+    if (meaning := config.get("weight_scale_semantics")) not in (None, DIVISOR):
+        raise refuse("fp8", "weight_scale_semantics", meaning, (DIVISOR,))
     if (scheme := config.get("activation_scheme") or "dynamic") not in ACTIVATIONS:
         raise refuse("fp8", "activation_scheme", scheme, ACTIVATIONS)
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
-    return Fp8(tile(config.get("weight_block_size"), "fp8"), {key: config.get(key) for key in PLAIN})
+    plain = {key: config.get(key) for key in PLAIN}
+    return Fp8(tile(config.get("weight_block_size"), "fp8"), plain, meaning is not None)
+
+
+def mxfp8(config: Mapping[str, Any]) -> Fp8:
+    """The scheme of a quantization_config of 8-bit floats with a power of two for each 32 columns."""
+    return fp8({**config, "weight_block_size": config.get("weight_block_size") or (1, POWERS)})
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:

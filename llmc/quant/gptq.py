@@ -24,6 +24,7 @@ BITS = (2, 3, 4, 8)
 # The number that adds 1 to each field of a word.
 ONES: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
 FORMATS = ("gptq", "gptq_v2")
+INPUTS = ("adapter", "rotation")  # keys of checkpoints that compute more than a product with the weight
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
         raise refuse("gptq", "is_marlin_format", True, (False,))
     if config.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
         raise refuse("gptq", "pack_dtype", config["pack_dtype"], ("int32",))
-    if config.get("adapter"):
-        raise refuse("gptq", "adapter", config["adapter"], ("none",))
+    for key in INPUTS:
+        if config.get(key):
+            raise refuse("gptq", key, config[key], ("none",))
     rules = config.get("dynamic") or {}
     if not isinstance(rules, dict):
         raise Diagnostic("E340", f"quantization_config (gptq) has dynamic = {str(rules)[:80]!r}, not a table", AGAIN)

@@ -6,13 +6,18 @@ MIXED_PRECISION, `quantized_layers` has one for each module, or for all modules 
 FP8                        weight float8_e4m3 [n, k]; weight_scale float32, one number
 FP8_PER_CHANNEL_PER_TOKEN  the same with weight_scale [n] or [n, 1]
 FP8_PB_WO                  the same with weight_scale [n / 128, 1, k / 128, 1]; activations are not rounded
-NVFP4, W4A16_NVFP4         weight uint8 [n, k / 2], the low four bits first; weight_scale float8_e4m3 [n, k / 16], times
-                           weight_scale_2 float32, one number
-MXFP8                      weight float8_e4m3 [n, k]; weight_scale uint8 [n, k / 32], exponents of powers of two
+NVFP4, NVFP4_AWQ,          weight uint8 [n, k / 2], the low four bits first; weight_scale float8_e4m3 [n, k / 16], times
+W4A16_NVFP4,               weight_scale_2 float32, one number
+W4A8_NVFP4_FP8
+MXFP4, W4A8_MXFP4_FP8      weight as before; weight_scale uint8 [n, k / 32], exponents of powers of two
+MXFP8                      weight float8_e4m3 [n, k]; weight_scale as before
+W8A16, W8A8_SQ_PER_CHANNEL weight int8 [n, k]; weight_scale [n]
+W4A16_AWQ                  weight uint8 [n / 2, k], signed, even rows in the low four bits; weight_scale [n, groups]
 
 All scales are multipliers. Those of activations (input_scale) are not used: products compute a scale for each row.
-Weights whose inputs are scaled (pre_quant_scale) are refused. A module is quantised if it has quantised tensors: names
-in `exclude_modules` (or `ignore`) are not used, because they may be patterns that match parts of other names.
+Instead of scaling inputs by pre_quant_scale [k], the columns of the weight are scaled. A module is quantised if it has
+quantised tensors: names in `exclude_modules` (or `ignore`) are not used, because they may be patterns that match parts
+of other names.
 """
 
 from __future__ import annotations
@@ -23,13 +28,26 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.quant.decoder import dequantized
 from llmc.quant.fp8 import ACT, SCALE_DTYPES, scaled
-from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, check_not_left_out, last_part, refuse, shape_of
+from llmc.quant.scheme import (
+    AGAIN,
+    POWERS,
+    Codes,
+    Stored,
+    block_of,
+    check_not_left_out,
+    last_part,
+    powers_of_two,
+    refuse,
+    shape_of,
+)
 
 PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 PLAIN = ("exclude_modules", "ignore")
-TILE, GROUP, POWERS = 128, 16, 32  # columns that share a scale in FP8_PB_WO, NVFP4 and MXFP8
+TILE, GROUP = 128, 16  # columns that share a scale in FP8_PB_WO and NVFP4
 MIXED = "MIXED_PRECISION"
+FLOATS = ("f32", "bf16", "f16")
 
 
 def _rounding(stored: Stored) -> Codes:
@@ -63,22 +81,64 @@ def _nvfp4(stored: Stored) -> Codes:
 
 
 def _mxfp8(stored: Stored) -> Codes:
-    code, scale = stored.part("weight", ("f8e4m3",), 2), stored.part("weight_scale", ("u8", "f8e8m0"), 2)
-    n, k = shape_of(code)
-    stored.expect(scale, n, -(-k // POWERS))
+    code = stored.part("weight", ("f8e4m3",), 2)
+    return Codes(code, powers_of_two(stored, *shape_of(code)), (1, POWERS), "mxfp8", act=ACT)
+
+
+def _mxfp4(stored: Stored) -> Codes:
+    packed = stored.part("weight", ("u8",), 2)
+    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
+    code = stored.build.unpack_bits(packed, bits=4, axis=1, size=k)
+    return Codes(code, powers_of_two(stored, n, k), (1, POWERS), "mxfp4", values="e2m1")
+
+
+def _int8(act: str) -> Callable[[Stored], Codes]:
+    def decode(stored: Stored) -> Codes:
+        code, scale = stored.part("weight", ("i8",), 2), stored.part("weight_scale", FLOATS)
+        stored.check_scales(scale)
+        n, k = shape_of(code)
+        value, block = block_of(stored, scale, n, k, (1, 0))
+        return Codes(code, value, block, "int8", act=act)
+
+    return decode
+
+
+def _int4(stored: Stored) -> Codes:
+    """Two rows in a byte; the number of scales of a row gives the size of a group."""
+    b, packed, scale = stored.build, stored.part("weight", ("u8",), 2), stored.part("weight_scale", FLOATS, 2)
+    n, k = shape_of(packed)[0] * 2, shape_of(packed)[1]
+    count = shape_of(scale)[1]
+    stored.expect(scale, n, count)
+    if not count or k % count:
+        raise Diagnostic("E341", f"{scale.name} is {scale.type}; its columns should divide {k} columns", AGAIN)
     stored.check_scales(scale)
-    powers = scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
-    return Codes(code, powers, (1, POWERS), "mxfp8", act=ACT)
+    code = b.unpack_bits(packed, bits=4, axis=0, size=n, add=8)  # of signed codes
+    return Codes(code, scale, (1, k // count if count > 1 else 0), "int4", zero=8)
+
+
+def _scaled_inputs(stored: Stored, codes: Codes) -> Codes:
+    """The numbers of a weight whose columns are multiplied by the scales of its inputs."""
+    b, scale = stored.build, stored.part("pre_quant_scale", FLOATS)
+    weight = dequantized(codes, b)
+    k = shape_of(weight)[1]
+    if shape_of(scale) != (1, k):
+        stored.expect(scale, k)
+    stored.check_scales(scale)
+    return Codes(weight, b.reshape(scale, shape=(1, k)), (0, 1), codes.label)
 
 
 # By `quant_algo`. Both names of NVFP4 weights without rounded activations occur.
 ALGORITHMS: Mapping[str, Callable[[Stored], Codes]] = MappingProxyType(
     {
         "FP8": _rounding, "FP8_PER_CHANNEL_PER_TOKEN": _rounding, "FP8_PB_WO": _tiles, "NVFP4": _nvfp4,
-        "W4A16_NVFP4": _nvfp4, "NVFP4_W4A16": _nvfp4, "MXFP8": _mxfp8,
+        "W4A16_NVFP4": _nvfp4, "NVFP4_W4A16": _nvfp4, "NVFP4_AWQ": _nvfp4, "W4A8_NVFP4_FP8": _nvfp4, "MXFP8": _mxfp8,
+        "MXFP4": _mxfp4, "W4A8_MXFP4_FP8": _mxfp4, "W8A16": _int8(""), "W8A8_SQ_PER_CHANNEL": _int8("i8"),
+        "W4A16_AWQ": _int4,
     }
 )  # fmt: skip
-GROUPS: Mapping[Callable[[Stored], Codes], int] = MappingProxyType({_nvfp4: GROUP, _mxfp8: POWERS, _tiles: TILE})
+GROUPS: Mapping[Callable[[Stored], Codes], int] = MappingProxyType(
+    {_nvfp4: GROUP, _mxfp8: POWERS, _mxfp4: POWERS, _tiles: TILE}
+)
 
 
 @dataclass(frozen=True)
@@ -100,12 +160,8 @@ class ModelOpt:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         check_not_left_out(stored, self.plain, "modelopt")
-        if "pre_quant_scale" in stored.parts:
-            raise Diagnostic(
-                "E307", f"{stored.module} has a pre_quant_scale: its input is scaled (AWQ, SmoothQuant or SVDQuant)",
-                "use a checkpoint whose scales are folded into other weights, or the original one",
-            )  # fmt: skip
-        return self._decoder(stored.module)(stored)
+        codes = self._decoder(stored.module)(stored)
+        return _scaled_inputs(stored, codes) if "pre_quant_scale" in stored.parts else codes
 
     def _decoder(self, module: str) -> Callable[[Stored], Codes]:
         if self.default is not None:

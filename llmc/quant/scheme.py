@@ -19,15 +19,15 @@ from llmc.ir.graph import Builder, Value
 
 LINEAR = ("Linear",)  # the classes of a module that is part of a larger one in the model, such as an expert of a stack
 AGAIN = "download the checkpoint again; config.json and weights must be of one revision"
+POWERS = 32  # columns that share a power of two in the OCP's microscaling formats
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each column, i32[k], and its bytes. even: sorted by group, columns are runs of equal size."""
+    """The group of each column, i32[k], and its bytes. Sorted by group, columns are runs of equal size."""
 
     index: Value
     content: bytes
-    even: bool
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Stored:
         """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
         So they are if all columns are in group 0 of several: some tools store zeros where the order is the natural one.
-        Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`.
+        Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`, or if a
+        group has more or fewer columns than the run that it stands for.
         """
         if part not in self.parts:
             return None
@@ -139,7 +140,12 @@ class Stored:
         runs = np.arange(columns) // size
         if np.array_equal(index, runs) or not index.any():
             return None
-        return Groups(value, index.tobytes(), np.array_equal(np.sort(index), runs))
+        have, want = (np.bincount(x, minlength=count) for x in (index, runs))
+        if (have != want).any():
+            g = int(np.argmax(have != want))
+            cause = f"{value.name} puts {have[g]} columns in group {g}, which has {want[g]} columns"
+            raise Diagnostic("E342", cause, AGAIN)
+        return Groups(value, index.tobytes())
 
 
 class Scheme(Protocol):
@@ -236,3 +242,11 @@ def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]
     rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), size, strict=True))
     stored.expect(scale, rows, columns)
     return scale, size
+
+
+def powers_of_two(stored: Stored, n: int, k: int) -> Value:
+    """The scales of runs of 32 columns of a weight [n, k], stored as exponents; raises Diagnostic E340 to E342."""
+    scale = stored.part("weight_scale", ("u8", "f8e8m0"), 2)
+    stored.expect(scale, n, -(-k // POWERS))
+    stored.check_scales(scale)
+    return scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")

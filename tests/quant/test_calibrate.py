@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from llmc.quant.make.quantize_model import quantize_model
 from llmc.quant.make.recipes import RECIPES
 from llmc.quant.make.rounding import round_to_nearest
 from llmc.quant.make.smooth_scales import smooth_scales
-from llmc.quant.make.texts import windows
+from llmc.quant.make.texts import read_texts, windows
 
 pytestmark = pytest.mark.drawn
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo-model-small"
@@ -193,9 +194,12 @@ def test_the_seed_decides_the_outcome(tmp_path: Path) -> None:
     [
         ("empty.txt", b"", "contains no text"),
         ("blank.jsonl", b'{"text": "  "}\n', "contains no text"),
-        ("binary.txt", b"\x00\x01", "zero bytes"),
+        ("binary.txt", b"a\x00\x01", "NUL byte at 1"),
         ("latin.txt", "caf\xe9".encode("latin-1"), "utf-8"),
-        ("broken.jsonl", b'{"text": ', "cannot be read"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": ', "line 2 is not JSON: Expecting value at column 10"),
+        ("deep.jsonl", b"\n" + b"[" * 100_000, "line 2 cannot be read"),
+        ("half.jsonl", b'{"text": "a\\ud800b"}', "line 1 has half of a surrogate pair"),
+        ("number.jsonl", b'{"text": 1}', "line 1 has no field text"),
         ("other.jsonl", b'{"body": "x"}', "line 1 has no field text"),
         ("short.txt", b"Once upon a time", "less than one window of 64"),
     ],
@@ -205,6 +209,14 @@ def test_texts_that_cannot_calibrate_are_refused(name: str, content: bytes, word
     out = tmp_path / "out"
     fails("E353", words, do=lambda: made(out, "gptq", calibrate=tmp_path / name, group_size=64))
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_only_line_feeds_end_a_line_of_json(tmp_path: Path) -> None:
+    """A byte order mark and carriage returns belong to no text."""
+    documents = ["a\u2028b\x85c", "d\U0001f600"]
+    lines = [json.dumps({"text": d}, ensure_ascii=escaped) for d, escaped in zip(documents, (False, True), strict=True)]
+    (tmp_path / "x.jsonl").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    assert read_texts(tmp_path / "x.jsonl") == documents
 
 
 def test_a_missing_file_of_texts_is_refused(tmp_path: Path) -> None:

@@ -291,9 +291,12 @@ def computed(checkpoint: Checkpoint, tokens: np.ndarray, positions: np.ndarray) 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_logits_are_those_of_the_dequantised_weights(name: str, tmp_path: Path) -> None:
+    check_logits(CASES[name], tmp_path)
+
+
+def check_logits(case: Case, folder: Path) -> None:
     """With weights as numbers, and as codes that products read."""
-    case, (tokens, positions) = CASES[name], prompts((9,), 64)
-    found = made(case, tmp_path / "model")
+    (tokens, positions), found = prompts((9,), 64), made(case, folder / "model")
     want = eager_logits(found.model, tokens, (9,))
     with opened(found.folder) as checkpoint:
         assert relative_error(computed(checkpoint, tokens, positions), want) <= 1e-5
@@ -344,7 +347,6 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     ),
     "rotated": ("ar-some-blocks", {"rotation_config": {"algorithm": "hadamard"}}, "E307", ("rotation_config",)),
     "numbers": ("ar-some-blocks", {"data_type": "nf"}, "E307", ("data_type", "model.layers.1", "nf", "int")),
-    "old-method": ("ar-some-blocks", {"quant_method": "intel/auto-round"}, "E307", ("intel/auto-round",)),
     "tied-head": ("gptq-head", {}, "E327", ("lm_head.weight", "tie_word_embeddings")),
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from models.kit import eager_logits, fails, ir_logits, prompts, relative_error
-from quant.handmade import Encode, Handmade, fp8, fp8_tiles, mxfp8, nvfp4, with_parts, write
+from quant.handmade import Encode, Handmade, Tensors, fp8, fp8_tiles, int8, mxfp8, nvfp4, rounded, with_parts, write
+from quant.reference import E2M1
 from quant.test_compiled import compiled, expected, scored
 from quant.test_decode import opened
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,34 @@ INPUT = {"input_scale": torch.tensor(0.25)}
 FP8, NVFP4 = with_parts(fp8("tensor", "weight_scale"), **INPUT), with_parts(nvfp4, **INPUT)
 PROJ, MOE = r"_proj$", {"source": "qwen3_moe"}
 PASSES = "canonicalize, fuse-linear, split-moe{quantized=true}, lower-quantized{fallback=false}"
+
+
+def mxfp4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """4-bit floats with a power of two for each 32 columns."""
+    power = torch.log2(w.float().unflatten(1, (-1, 32)).abs().amax(-1).clamp(min=1e-9) / 6).ceil()
+    spread = torch.exp2(power).repeat_interleave(32, 1)
+    code = ((w.float() / spread)[..., None] - E2M1).abs().argmin(-1)
+    words = (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)
+    return {"weight": words, "weight_scale": (power + 127).to(torch.uint8)}, E2M1[code] * spread
+
+
+def int4(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Signed integers of 4 bits, two rows in a byte."""
+    code, scale, zero, value = rounded(w, 4, 32, dtype=torch.float32)
+    signed = (code - zero.repeat_interleave(32, 1)).to(torch.int64) & 15
+    words = (signed[::2] | signed[1::2] << 4).to(torch.uint8)
+    return {"weight": words, "weight_scale": scale}, value
+
+
+def smooth(how: Encode) -> Encode:
+    """An encoding of a weight whose inputs are scaled."""
+
+    def encode(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = torch.rand(w.shape[1], generator=torch.Generator().manual_seed(w.shape[1])) + 0.5
+        parts, value = how(w / scale)
+        return parts | {"pre_quant_scale": scale}, value * scale
+
+    return encode
 
 
 def flat(algorithm: str, **more: Any) -> dict[str, Any]:
@@ -76,6 +105,12 @@ CASES = {
     "nvfp4": Case(((r"_proj|lm_head", NVFP4),), flat("NVFP4", group_size=16, ignore=[]), 0),
     "nvfp4-experts": Case(((r"experts\.\d|self_attn", NVFP4),), flat("NVFP4", group_size=16), 12, "", MOE),
     "nvfp4-weights": Case(((PROJ, nvfp4),), flat("W4A16_NVFP4"), 0),
+    "nvfp4-awq": Case(((r"o_proj|down_proj", smooth(NVFP4)), (PROJ, NVFP4)), flat("NVFP4_AWQ", group_size=16), 0),
+    "w4a8-nvfp4": Case(((PROJ, NVFP4),), flat("W4A8_NVFP4_FP8", group_size=16), 0),
+    "mxfp4": Case(((PROJ, mxfp4),), flat("w4a8_mxfp4_fp8", group_size=32), 0),
+    "int8": Case(((PROJ, int8()),), flat("W8A16"), 14),
+    "smooth": Case(((r"o_proj|down_proj", smooth(int8())), (PROJ, int8())), flat("W8A8_SQ_PER_CHANNEL"), 10, "i8"),
+    "awq": Case(((r"o_proj|down_proj", smooth(int4)), (PROJ, int4)), flat("W4A16_AWQ", group_size=32), 10),
     "mixed": Case((("0.self_attn", FP8), (r"experts\.\d", NVFP4), (r"1\.(self|mlp)", nvfp4)), MIXED, 16, "", MOE),
 }  # fmt: skip
 DRAWN = [pytest.param(name, marks=() if name == "mixed" else pytest.mark.drawn) for name in CASES]
@@ -125,8 +160,7 @@ def test_the_scales_of_the_cache_are_read(tmp_path: Path) -> None:
 
 
 REFUSED: Mapping[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
-    "awq": ("fp8", {"quant_algo": "W4A16_AWQ"}, "E307", ("quant_algo", "W4A16_AWQ", "NVFP4")),
-    "smooth": ("fp8", {"quant_algo": "W8A8_SQ_PER_CHANNEL"}, "E307", ("W8A8_SQ_PER_CHANNEL",)),
+    "awq": ("fp8", {"quant_algo": "W4A8_AWQ"}, "E307", ("quant_algo", "W4A8_AWQ", "NVFP4")),
     "none": ("fp8", {"quant_algo": None}, "E307", ("quant_algo", "None")),
     "group": ("nvfp4", {"group_size": 32}, "E307", ("group_size", "32", "16")),
     "other": ("fp8", {"quant_algo": "NVFP4"}, "E341", ("_proj.weight", "f8e4m3")),
@@ -158,7 +192,11 @@ def test_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "part", "value", "code", "words"),
     [
-        ("fp8", "pre_quant_scale", torch.ones(128), "E307", ("q_proj", "pre_quant_scale")),
+        ("fp8", "pre_quant_scale", torch.ones(127), "E341", ("q_proj.pre_quant_scale", "[128]")),
+        ("fp8", "pre_quant_scale", torch.zeros(128), "E342", ("q_proj.pre_quant_scale", "0.0")),
+        ("awq", "weight_scale", torch.ones(64, 3), "E341", ("q_proj.weight_scale", "divide 128")),
+        ("int8", "weight_scale", torch.ones(3), "E341", ("q_proj.weight_scale",)),
+        ("mxfp4", "weight_scale", torch.full((64, 4), 255, dtype=torch.uint8), "E342", ("q_proj.weight_scale", "nan")),
         ("fp8", "weight_scale", torch.tensor(0.0), "E342", ("q_proj.weight_scale",)),
         ("fp8-tiles", "weight_scale", torch.ones(1, 1, 2, 1), "E341", ("q_proj.weight_scale", "[1, 1, 1, 1]")),
         ("nvfp4", "weight_scale_2", torch.tensor(float("nan")), "E342", ("q_proj.weight_scale_2",)),

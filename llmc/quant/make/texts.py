@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from llmc.frontend.model_folder import is_regular
 from llmc.frontend.tokenizer_files import TOKENIZER, check_tokenizer, without_tokenizer
 
 MAX_BYTES = 1 << 30
+SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads joins pairs, and leaves halves, which no tokenizer encodes
 FORM = "give UTF-8 text, or JSON lines with a field text"
 
 
@@ -29,8 +31,8 @@ def read_texts(path: Path) -> list[str]:
             raise ValueError(f"it has {size} bytes, over the limit of {MAX_BYTES}")
         data = path.read_bytes()
         if b"\0" in data:
-            raise ValueError("it has zero bytes")
-        text = data.decode("utf-8")
+            raise ValueError(f"it has a NUL byte at {data.index(0)}")
+        text = data.decode("utf-8-sig")
         texts = _documents(text) if path.suffix == ".jsonl" else [text]
     except (OSError, ValueError) as e:
         raise Diagnostic("E353", f"{path} cannot be read as text: {e}", FORM) from None
@@ -40,13 +42,25 @@ def read_texts(path: Path) -> list[str]:
 
 
 def _documents(text: str) -> list[str]:
+    """The field text of each line; raises ValueError, which names the line.
+
+    Only a line feed ends a line: JSON's strings may hold other separators, such as U+2028.
+    """
     found = []
-    for i, line in enumerate(text.splitlines(), 1):
+    for i, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            value = json.loads(line)
-            if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as e:
+                raise ValueError(f"line {i} is not JSON: {e.msg} at column {e.colno}") from None
+            except (ValueError, RecursionError) as e:
+                raise ValueError(f"line {i} cannot be read: {str(e)[:200]}") from None
+            document = value.get("text") if isinstance(value, dict) else None
+            if not isinstance(document, str):
                 raise ValueError(f"line {i} has no field text")
-            found.append(value["text"])
+            if SURROGATE.search(document):
+                raise ValueError(f"line {i} has half of a surrogate pair")
+            found.append(document)
     return found
 
 
