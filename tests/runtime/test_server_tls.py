@@ -21,7 +21,9 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http import event_loop
 from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.fair_selector import Events, FairSelector
 from llmc_runtime.server.http.listen import listening
 from llmc_runtime.server.http.tls import Tls
 
@@ -160,6 +162,61 @@ def test_handshakes_that_do_not_end_give_way(pem: Path) -> None:
         with httpx.Client(verify=trusting, timeout=20) as other:
             assert other.get(f"{command.url}/health").status_code == 200
         assert client.get(f"{command.url}/health").status_code == 200
+
+
+def test_handshakes_at_the_same_time_take_turns(pem: Path) -> None:
+    """Each takes milliseconds, in which no token of a stream is forwarded: one iteration of the event loop has one."""
+    silent, reported = ssl.create_default_context(cafile=pem / "cert.pem"), []
+
+    class Watched(FairSelector):
+        def select(self, timeout: float | None = None) -> Events:
+            began = {fd for fd, kind in self._client_epolls.items() if kind is self._handshakes}
+            events = super().select(timeout)
+            reported.append(len(began & {key.fd for key, _ in events}))
+            return events
+
+    def hello() -> bytes:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with pytest.raises(ssl.SSLWantReadError):
+            silent.wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+        return outgoing.read()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=100)
+        links = [socket.create_connection(listening.getsockname()) for _ in range(30)]
+        for link in links:
+            link.sendall(hello())
+            link.setblocking(False)
+        async with await loop.create_server(
+            asyncio.Protocol, sock=listening, ssl=Tls(pem / "cert.pem", pem / "key.pem").context()
+        ):
+            answers = await asyncio.gather(*(loop.sock_recv(link, 100) for link in links))
+            assert all(answers)
+        for link in links:
+            link.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(event_loop, "FairSelector", Watched)
+        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+            runner.run(main())
+    assert max(reported) == 1 and sum(reported) >= 30
+
+
+def test_connections_that_give_way_are_closed_at_once(pem: Path) -> None:
+    """Their clients do not end TLS, which closing would wait for while more and more descriptors are open."""
+    careless = ssl.create_default_context(cafile=pem / "cert.pem")
+    words = ("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem"), "--max-connections", "20")
+    with started(*words) as command, contextlib.ExitStack() as stack:
+        host, port = command.url.removeprefix("https://").split(":")
+        folder = Path(f"/proc/{command.process.pid}/fd")
+        before = len(list(folder.iterdir()))
+        for _ in range(80):
+            link = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            stack.enter_context(careless.wrap_socket(link, server_hostname="localhost"))
+        assert len(list(folder.iterdir())) - before < 40
+        with httpx.Client(verify=careless, timeout=20) as other:
+            assert other.get(f"{command.url}/health").status_code == 200
 
 
 def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class HttpConnection(H11Protocol):
     _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
     _light: LightConnections | None = None  # takes the connection over, see `_lend`
     _fd = -1
+    _tls = False
     _extra = False  # whether the connection is over the limit
     passed = False  # whether `shed` has seen the head of the next request, and passed it on
     granted = False  # whether the head of the next request has had its turn, see HeadTurns
@@ -81,12 +82,13 @@ class HttpConnection(H11Protocol):
         self._lingering = Lingering(transport, self._unread, self.limit.lingering)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._inner_transport: Any = transport
+        self._tls = transport.get_extra_info("sslcontext") is not None
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
         limit_unsent(transport, self.write_seconds)
         if isinstance(self.loop, ServerLoop):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
             self._fair.add_client(self._fd)
-            self._light = self.loop.light if transport.get_extra_info("sslcontext") is None else None
+            self._light = None if self._tls else self.loop.light
         over = self.limit.enter(self)
         if over > 0:
             self._extra = True
@@ -197,8 +199,11 @@ class HttpConnection(H11Protocol):
         return str((self.scope or {}).get("llmc.key", ""))
 
     def evict(self) -> None:
-        """Close the connection at once, because there are too many."""
-        if self._inner_transport.get_write_buffer_size():
+        """Close the connection at once, because there are too many.
+
+        With TLS it is aborted, as closing waits for the client.
+        """
+        if self._inner_transport.get_write_buffer_size() or self._tls:
             self._inner_transport.abort()
         else:
             self._inner_transport.close()
