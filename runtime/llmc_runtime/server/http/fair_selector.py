@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
-MAX_PROBES = 4  # events of `_probes` per call
+MAX_PROBES = 16  # events of `_probes` per call
 MAX_CLIENTS = 16  # events of `_clients` per call, but in batches
 MAX_BATCH_CLIENTS = 32  # events of `_clients` per batch
 MAX_BODIES = 4  # events of `_bodies` per call; one after an iteration of the event loop that took LONG_SECONDS
@@ -104,7 +104,7 @@ class FairSelector(selectors.BaseSelector):
         self._most_bodies = MAX_BODIES  # of the next call
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
-        self._watched: set[int] = set()  # descriptors whose input is reported to `on_input`
+        self._watched: dict[int, epoll] = {}  # descriptors whose input is reported to `on_input`, and what watches them
         self.on_input: Callable[[list[int]], object] = lambda fds: None
 
     def add_client(self, fd: int) -> None:
@@ -124,9 +124,16 @@ class FairSelector(selectors.BaseSelector):
         """Set whether the client is sending a body. Descriptors that are not clients are ignored."""
         self._set_kind(fd, self._bodies if sending else self._clients)
 
-    def set_probing(self, fd: int) -> None:
-        """Serve the client first until `set_sending_body`. Descriptors that are not clients are ignored."""
-        self._set_kind(fd, self._probes)
+    def set_probing(self, fd: int, probing: bool = True) -> None:
+        """Set whether the client is served first. Descriptors that are neither clients nor watched are ignored."""
+        target = self._probes if probing else self._clients
+        if fd in self._watched and fd not in self._keys.by_fd:
+            if self._watched[fd] is not target:
+                self._watched[fd].unregister(fd)
+                target.register(fd, EPOLLIN)
+                self._watched[fd] = target
+        else:
+            self._set_kind(fd, target)
 
     def remove_client(self, fd: int) -> None:
         """Stop treating a descriptor as a client connection."""
@@ -135,16 +142,16 @@ class FairSelector(selectors.BaseSelector):
 
     def watch(self, fd: int) -> None:
         """Report input of a client to `on_input`, and not to the event loop, until `unwatch`."""
-        self._watched.add(fd)
+        self._watched[fd] = self._clients
         if fd not in self._keys.by_fd:
             self._clients.register(fd, EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
         """Report to the event loop again what happens on a descriptor that is registered."""
-        self._watched.discard(fd)
+        source = self._watched.pop(fd, self._clients)
         if fd not in self._keys.by_fd:
             with contextlib.suppress(OSError):
-                self._clients.unregister(fd)
+                source.unregister(fd)
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """See selectors.BaseSelector."""

@@ -44,7 +44,8 @@ Promote = Callable[[socket.socket, object, bytes, bool], object]
 
 
 class Refusal(Protocol):
-    """A complete response, the length of the request's body in bytes, and whether the connection is closed."""
+    """A complete response, the length of the request's body in bytes, whether the connection is closed, and whether the
+    request is a health probe."""
 
     @property
     def data(self) -> bytes: ...
@@ -52,6 +53,8 @@ class Refusal(Protocol):
     def length(self) -> int: ...
     @property
     def closes(self) -> bool: ...
+    @property
+    def is_probe(self) -> bool: ...
 
 
 Refuse = Callable[[bytes], Refusal | None]
@@ -71,7 +74,9 @@ class _Light:
     close: Callable[[], object]
     deadline: float
     lent: bool = False
-    used: bool = False  # whether a request was refused
+    used: bool = False  # whether a request was refused, or a probe answered
+    probing: bool = False  # whether the latest request was a health probe
+    first: bool = False  # whether the selector serves it first for that
     skip: int = 0
     data: bytes = b""  # the arguments of `promote`
     passed: bool = False
@@ -113,7 +118,8 @@ class LightConnections:
 
     `capacity` returns how many connections may become light now. `refusals` returns a function for one turn, which
     takes a head and returns the response, or None if the request may be served; or it returns None if no request would
-    be refused now. Requests that may be served begin when it is their turn in `turns`.
+    be refused now. `probe` takes a head and returns the answer to a health probe, or None for another request.
+    Requests that may be served begin when it is their turn in `turns`.
     `timeout_response` is sent to a client that sends no request within `head_seconds`; after a response, the next
     request must begin within `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened
     and closed. `full_response` counts a connection that is refused because there are too many, and returns the
@@ -131,9 +137,10 @@ class LightConnections:
         keep_alive: float,
         turns: HeadTurns,
         full_response: Callable[[], bytes],
+        probe: Refuse,
     ) -> None:
         self._loop, self._fair = asyncio.get_running_loop(), fair
-        self._capacity, self._refusals, self._on_change = capacity, refusals, on_change
+        self._capacity, self._refusals, self._probe, self._on_change = capacity, refusals, probe, on_change
         self._timeout_response, self._full_response = timeout_response, full_response
         self._head_seconds, self._keep_alive, self._turns = head_seconds, keep_alive, turns
         self._watched: dict[int, _Light] = {}  # by descriptor
@@ -229,8 +236,15 @@ class LightConnections:
         fd = light.sock.fileno()
         self._watched[fd] = light
         self._fair.watch(fd)
+        if light.probing:
+            self._serve_first(light)
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep)
+
+    def _serve_first(self, light: _Light) -> None:
+        """Have the selector serve a watched connection first if its latest request was a probe."""
+        light.first = light.probing
+        self._fair.set_probing(light.sock.fileno(), light.probing)
 
     def _release(self, light: _Light) -> None:
         self.take_back(light.sock.fileno())
@@ -285,15 +299,17 @@ class LightConnections:
             self._add(light, state)
 
     def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
-        """Refuse the requests that have arrived on these connections, and send the responses."""
+        """Refuse the requests that have arrived on these connections, or answer probes, and send the responses."""
         if not lights:
             return []
         refuse, deadline, refused = self._refusals(), self._loop.time() + self._keep_alive, 0
-        results = [(light, *_serve(light, refuse, deadline)) for light in lights]
+        results = [(light, *_serve(light, refuse, self._probe, deadline)) for light in lights]
         states = []
         for light, state, response in results:
             if response:
-                refused += 1
+                refused += not light.probing
+                if light.probing is not light.first and light.sock.fileno() in self._watched:
+                    self._serve_first(light)
                 state = state if send_now(light.sock, response, state is _State.CLOSED) else _State.CLOSED
             states.append((light, state))
         if refused:
@@ -311,8 +327,8 @@ class LightConnections:
         self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep) if self._watched else None
 
 
-def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
-    """Take the requests that are refused, up to the first that must be served. Return the responses as bytes.
+def _serve(light: _Light, refuse: Refuse | None, probe: Refuse, deadline: float) -> tuple[_State, bytes]:
+    """Take the requests that are refused, and probes, up to the first that must be served. Return the responses.
 
     `deadline` is that of the next request.
     """
@@ -323,7 +339,7 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
             data = data or light.sock.recv(_READ, socket.MSG_DONTWAIT)
             if not data:
                 return _State.CLOSED, responses
-            state, response = _refused(light, data, refuse, deadline)
+            state, response = _refused(light, data, refuse, probe, deadline)
             responses += response
             if state is not _State.LIGHT:
                 return state, responses
@@ -336,8 +352,11 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
     return _State.LIGHT, responses
 
 
-def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
-    """Take the refused requests at the start of `data`. Return the responses; `light.data` is set to what remains."""
+def _refused(light: _Light, data: bytes, refuse: Refuse | None, probe: Refuse, deadline: float) -> tuple[_State, bytes]:
+    """Take the refused requests and the probes at the start of `data`. Return the responses.
+
+    `light.data` is set to what remains.
+    """
     responses, requests = b"", 0
     while data:
         if light.skip:
@@ -347,7 +366,9 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         end = data.find(b"\r\n\r\n") + 4
         full = requests == _MAX_REQUESTS
         checks = refuse is not None and end >= 4 and not full
-        refusal, missing = refuse(data[:end]) if refuse is not None and checks else None, 0
+        refusal, missing = probe(data[:end]) if end >= 4 and not full else None, 0
+        if refusal is None and refuse is not None and checks:
+            refusal = refuse(data[:end])
         if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
             data += receive_now(light.sock, missing)
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
@@ -356,7 +377,7 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         responses += refusal.data
         if refusal.closes:
             return _State.CLOSED, responses
-        light.used, light.deadline = True, deadline
+        light.used, light.probing, light.deadline = True, refusal.is_probe, deadline
         if missing == 0:  # most clients wait for the response
             return _State.LIGHT, responses
         light.skip, data = refusal.length, data[end:]
