@@ -19,6 +19,7 @@ from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.light_connections import LightConnections, _Light, _serve, _State
+from llmc_runtime.server.http.returning_clients import ReturningClients
 from llmc_runtime.server.load_shedding import Answer
 
 REFUSED, LATE, FULL = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late", b"full"
@@ -50,18 +51,23 @@ class Server:
     refused: list[bytes] = field(default_factory=list)
     turns: Held = field(default_factory=lambda: Held())
     light: LightConnections | None = None
+    returning: ReturningClients = field(default_factory=ReturningClients)
 
-    def refusal(self, head: bytes) -> Answer | None:
+    def refusal(self, head: bytes, last: bool) -> Answer | None:
         """Heads with "no" are refused; "close" among them closes, and "+N" is the length of their body."""
         if not self.busy or b"no" not in head:
             return None
         self.refused.append(head)
         length = int(head.partition(b"+")[2].split()[0]) if b"+" in head else 0
-        return Answer(REFUSED, length, b"close" in head)
+        return Answer(REFUSED, length, b"close" in head or last)
 
     def probe(self, head: bytes) -> Answer | None:
         """Heads with "probe" are health probes."""
         return Answer(PROBED, 0, b"close" in head, is_probe=True) if b"probe" in head else None
+
+    def serve(self, one: _Light) -> tuple[_State, bytes]:
+        """Take the requests that a connection has sent."""
+        return _serve(one, self.refusal if self.busy else None, self.probe, 20.0, self.returning)
 
     def count(self, change: int) -> None:
         self.open += change
@@ -158,14 +164,44 @@ def test_probes_are_answered_first_and_need_no_ordinary_connection() -> None:
 
 
 def test_a_probe_is_answered_while_nothing_is_refused() -> None:
-    state = Server()
+    state = Server(busy=False)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"probe\r\n\r\n")
-        assert _serve(one, None, state.probe, 20.0) == (_State.LIGHT, PROBED) and one.probing
+        assert state.serve(one) == (_State.LIGHT, PROBED) and one.probing
         theirs.send(b"probe close\r\n\r\n")
-        assert _serve(one, None, state.probe, 20.0) == (_State.CLOSED, PROBED)
+        assert state.serve(one) == (_State.CLOSED, PROBED)
+
+
+def test_refusals_close_new_connections_while_clients_do_not_use_them_again() -> None:
+    state = Server()
+
+    def asked(again: bytes) -> tuple[_State, bytes]:
+        ours, theirs = socket.socketpair()
+        with ours:
+            one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+            with theirs:
+                theirs.send(b"no +4\r\n\r\nbody")
+                first = state.serve(one)
+                theirs.send(again)
+            if first[0] is _State.LIGHT:
+                state.serve(one)
+        return first
+
+    opened, closed = (_State.LIGHT, REFUSED), (_State.CLOSED, REFUSED)
+    assert asked(b"") == asked(b"no\r\n\r\n") == opened
+    found = [asked(b"") for _ in range(100)]
+    assert found[:20] == [opened] * 20 and set(found[-32:]) == {opened, closed}
+    assert found[-32:].count(opened) == 2, "some stay open, so that clients that return are noticed"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        for data in (b"no +4\r\n\r\n", b"bodyno\r\n\r\n"):
+            theirs.send(data)
+            assert state.serve(one) == opened, "its body was on its way"
+    found = [asked(b"no\r\n\r\n") for _ in range(200)]
+    assert found[-32:] == [opened] * 32
 
 
 def test_a_refusal_that_closes_reaches_the_client_whole() -> None:
@@ -300,10 +336,10 @@ def test_a_refusal_whose_body_has_arrived_reads_the_socket_once() -> None:
         counted: Any = Counted(ours)
         one = _Light(counted, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"a no +5\r\n\r\nabcde")
-        assert _serve(one, state.refusal, state.probe, 20.0) == (_State.LIGHT, REFUSED) and one.skip == 0
+        assert state.serve(one) == (_State.LIGHT, REFUSED) and one.skip == 0
         assert counted.sizes == [16] and one.deadline == 20.0
         theirs.send(b"b no +5\r\n\r\nab")
-        assert _serve(one, state.refusal, state.probe, 20.0) == (_State.LIGHT, REFUSED) and one.skip == 3
+        assert state.serve(one) == (_State.LIGHT, REFUSED) and one.skip == 3
 
 
 def test_the_rest_of_a_long_pipeline_is_left_to_an_ordinary_connection() -> None:
@@ -312,9 +348,9 @@ def test_the_rest_of_a_long_pipeline_is_left_to_an_ordinary_connection() -> None
     with ours, theirs:
         one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"a no\r\n\r\n" * 4)
-        assert _serve(one, state.refusal, state.probe, 20.0) == (_State.LIGHT, 4 * REFUSED)
+        assert state.serve(one) == (_State.LIGHT, 4 * REFUSED)
         theirs.send(b"a no\r\n\r\n" * 4 + b"b no\r\n\r\nc")
-        assert _serve(one, state.refusal, state.probe, 20.0) == (_State.ORDINARY, 4 * REFUSED)
+        assert state.serve(one) == (_State.ORDINARY, 4 * REFUSED)
         assert one.data == b"b no\r\n\r\nc" and not one.passed and len(state.refused) == 8
 
 
@@ -324,7 +360,7 @@ def test_a_body_of_ordinary_size_is_refused_with_its_head() -> None:
     with ours, theirs:
         one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"no close +10000\r\nContent-Length: 10000\r\n\r\n" + bytes(10_000))
-        assert _serve(one, state.refusal, state.probe, 20.0) == (_State.CLOSED, REFUSED)
+        assert state.serve(one) == (_State.CLOSED, REFUSED)
 
 
 class Held(HeadTurns):
@@ -429,5 +465,5 @@ def test_a_chunked_body_is_read_in_small_parts() -> None:
             one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
             sent = b"yes\r\n" + fields + b"\r\n" + b"1\r\na\r\n" * 1500
             theirs.send(sent)
-            assert _serve(one, refuse, lambda head: None, 20.0) == (_State.ORDINARY, b"")
+            assert _serve(one, refuse, lambda head: None, 20.0, ReturningClients()) == (_State.ORDINARY, b"")
             assert one.data == sent[:2048] and one.passed is (refuse is not None)

@@ -181,22 +181,23 @@ class LoadShedder:
                 e.headers["Connection"] = "close"
             raise
 
-    def turn(self, common: Sequence[tuple[bytes, bytes]]) -> Callable[[bytes], Answer | None]:
-        """Return `answer` as a function of the head, for requests that are handled without returning to the event loop.
+    def turn(self, common: Sequence[tuple[bytes, bytes]]) -> Callable[[bytes, bool], Answer | None]:
+        """Return `answer` as a function of the head and `last`, for requests that are handled without returning to the
+        event loop.
 
         Meanwhile nothing is admitted and nothing ends, so that a key which was refused is refused again.
         """
         refusals: dict[tuple[str | None, bool], _Prepared] = {}
         refused = self._serving.admission.refused
 
-        def answer(head: bytes) -> Answer | None:
+        def answer(head: bytes, last: bool) -> Answer | None:
             request = self._parsed_heads.get(head)
             prepared = None if request is None else refusals.get((request.key, request.named))
             if request is None or prepared is None:
-                return self.answer(head, common, refusals)
+                return self.answer(head, common, refusals, last)
             assert prepared.error is not None
             refused(prepared.error.reason or "")
-            return self._answer(prepared, request)
+            return self._answer(prepared, request, last)
 
         return answer
 
@@ -205,11 +206,12 @@ class LoadShedder:
         head: bytes,
         common: Sequence[tuple[bytes, bytes]],
         refusals: dict[tuple[str | None, bool], _Prepared] | None = None,
+        last: bool = False,
     ) -> Answer | None:
         """Return the refusal of the request with this head, which ends with an empty line.
 
         `common` are the headers of every response. Returns None if the request may be admitted or its head is not
-        plain. The response of a refused key is added to `refusals`.
+        plain. The response of a refused key is added to `refusals`. `last`: the connection is to be closed.
         """
         request = self._plain(head)
         if request is None or self.check is None:
@@ -233,7 +235,7 @@ class LoadShedder:
             self._prepared[key, reason, request.named] = prepared
         if refusals is not None:
             refusals[key, request.named] = prepared
-        return self._answer(prepared, request)
+        return self._answer(prepared, request, last)
 
     def probe(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
         """Return the answer to a health probe with this head; None for other requests, and heads that are not plain.
@@ -329,8 +331,8 @@ class LoadShedder:
                 cache.clear()
             cache[head] = request
 
-    def _answer(self, prepared: _Prepared, request: _Request) -> Answer:
-        closes = request.closes or prepared.closes
+    def _answer(self, prepared: _Prepared, request: _Request, last: bool = False) -> Answer:
+        closes = request.closes or prepared.closes or last
         name = request.id or b"%032x" % random.getrandbits(128)
         if self.refusals.lines and prepared.error is not None and request.path not in PROBES:
             self._record(prepared.error, request, name.decode())
