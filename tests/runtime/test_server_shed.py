@@ -395,7 +395,9 @@ def probe(*more: str, path: str = "/health", version: str = "1.1", host: str = "
     return "\r\n".join((f"GET {path} HTTP/{version}", *filter(None, (host, *more)), "", "")).encode()
 
 
-def test_probes_are_answered_from_their_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_are_answered_from_their_heads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither the parser nor the middleware sees them, so that thousands do not delay one another."""
     checked: list[str] = []
     inner = Guard.__call__
@@ -431,6 +433,11 @@ def test_probes_are_answered_from_their_heads(monkeypatch: pytest.MonkeyPatch) -
             assert link.answer()[2]["error"]["code"] == "invalid_host" and link.answer()[0] == 200
             link.send(probe(path="/health/"))
             assert link.answer()[0] == 401, "not the path that needs no key"
+            caplog.set_level(logging.DEBUG, "llmc.request")
+            seen = len(checked)
+            link.send(probe())
+            assert link.answer()[0] == 200 and len(checked) == seen + 1, "it is logged"
+            caplog.set_level(logging.INFO, "llmc.request")
             link.send(probe(host=""))
             assert link.answer()[0] == 400 and link.ended()
 

@@ -15,6 +15,7 @@ the last. `probe` answers them in the same way at all times: for a plain head th
 from __future__ import annotations
 
 import http
+import logging
 import random
 import re
 import time
@@ -32,7 +33,7 @@ from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import MESSAGES_PATH, ApiError, body_of
 from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.probes import PROBES, READY
-from llmc_runtime.server.http.request_log import Record, RefusalLog, log_request
+from llmc_runtime.server.http.request_log import Record, RefusalLog, log, log_request
 from llmc_runtime.server.http.request_target import normalize_root
 
 if TYPE_CHECKING:
@@ -240,9 +241,9 @@ class LoadShedder:
     def probe(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
         """Return the answer to a health probe with this head; None for other requests, and heads that are not plain.
 
-        `common` are the headers of every response.
+        None too if probes are logged. `common` are the headers of every response.
         """
-        if not head.startswith(b"GET ") or self.check is None:
+        if not head.startswith(b"GET ") or self.check is None or log.isEnabledFor(logging.DEBUG):
             return None
         request = self._probe_heads.get(head) or self._parsed(head, self._probe_lines)
         if request is None or b"origin" in request.headers:  # a browser is told by the middleware what it may read
