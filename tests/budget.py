@@ -24,6 +24,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "read": ("server.protocol", "_READ", "bytes"),
         "handshakes": ("server.http.fair_selector", "MAX_HANDSHAKES", ""),
         "handshake_seconds": ("server.http.event_loop", "ServerLoop.handshake_seconds", "s"),
+        "tls_overhead": ("server.http.tls", "MAX_OVERHEAD", "bytes"),
         "probes": ("server.http.fair_selector", "MAX_PROBES", ""),
         "probe_seconds": ("server.load_shedding", "_FRESH_SECONDS", "s"),
         "heads": ("server.http.head_turns", "MAX_HEADS", ""), "short_body": ("server.endpoint", "_SHORT", "bytes"),
@@ -121,7 +122,8 @@ _COMPARED = "one comparison"
 COMMON: tuple[Row, ...] = (
     Row(("a connection",),
         "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
-        "{queue_seconds} while more wait; {handshakes} step of a TLS handshake in an iteration",
+        "{queue_seconds} while more wait; {handshakes} step of a TLS handshake in an iteration, and "
+        "{tls_overhead} of TLS besides the data",
         "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "and {unsent_kernel} for each in the kernel",
@@ -130,7 +132,7 @@ COMMON: tuple[Row, ...] = (
         "{request_share} times as many open requests as it "
         "leaves to others",
         ("server.protocol", "server.http.connection_limit", "server.http.light_connections",
-         "server.http.fair_selector", "server.http.event_loop", "server.http.request_shares")),
+         "server.http.fair_selector", "server.http.event_loop", "server.http.tls", "server.http.request_shares")),
     Row(("the head of a request",), "{header_count} headers, {lines} lines", "{headers}", "400, 408 or 431",
         "{head_seconds} to arrive; at most {heads} are parsed per iteration of the event loop, fewer if iterations are "
         "long, and keys take turns",

@@ -21,7 +21,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http import event_loop
+from llmc_runtime.server.http import event_loop, tls
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import Events, FairSelector
 from llmc_runtime.server.http.listen import listening
@@ -148,6 +148,37 @@ def test_clients_choose_no_expensive_key_exchange(pem: Path, version: ssl.TLSVer
     usual = ssl.create_default_context(cafile=pem / "cert.pem")
     usual.minimum_version = usual.maximum_version = version
     assert handshake(context, usual) == version.name.replace("_", ".")
+
+
+def test_clients_that_send_little_but_records_are_cut_off(pem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As new keys, which have no data at all, they take 30 us each."""
+    now = 0.0
+    monkeypatch.setattr(tls.time, "monotonic", lambda: now)
+
+    def sent(pieces: int, size: int, pause: float) -> int:
+        """How many pieces of data the server reads before it fails."""
+        nonlocal now
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = Tls(pem / "cert.pem", pem / "key.pem").context()
+        ours = context.wrap_bio(to_server, to_client, server_side=True)
+        theirs = ssl.create_default_context(cafile=pem / "cert.pem").wrap_bio(to_client, to_server, False, "localhost")
+        for side in (theirs, ours) * 3:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        for number in range(pieces):
+            theirs.write(b"x" * size)
+            now += pause
+            try:
+                assert len(ours.read(20_000)) == size
+            except ssl.SSLWantReadError:
+                raise
+            except ssl.SSLError:
+                return number
+        return pieces
+
+    assert sent(5000, 100, 0.0) == 5000 and sent(600, 1, 0.0) == 600 and sent(3000, 1, 0.05) == 3000
+    assert 600 < sent(3000, 1, 0.0) < 1000
+    assert 600 < sent(3000, 1, 0.001) < 1000
 
 
 def certificate_of(url: str, trusted: Path) -> bytes | None:

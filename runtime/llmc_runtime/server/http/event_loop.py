@@ -27,7 +27,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     handshake_seconds = 10.0
     goodbye_seconds = 2.0  # for a client to end TLS after the server has; asyncio's 30 s would keep its descriptor open
-    tls_buffer = 16 << 10  # bytes decrypted at a time
+    tls_buffer = 4 << 10  # bytes decrypted at a time: as new keys they take 4 ms, see tls.BoundedTls
     at_once = 256  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
     light: LightConnections | None = None  # takes new connections without TLS
 
