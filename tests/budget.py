@@ -22,6 +22,11 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "head_seconds": ("server.protocol", "HttpConnection.head_seconds", "s"),
         "write_seconds": ("server.protocol", "HttpConnection.write_seconds", "s"),
         "read": ("server.protocol", "_READ", "bytes"),
+        "handshakes": ("server.http.fair_selector", "MAX_HANDSHAKES", ""),
+        "handshake_seconds": ("server.http.event_loop", "ServerLoop.handshake_seconds", "s"),
+        "tls_overhead": ("server.http.tls", "MAX_OVERHEAD", "bytes"),
+        "probes": ("server.http.fair_selector", "MAX_PROBES", ""),
+        "probe_seconds": ("server.load_shedding", "_FRESH_SECONDS", "s"),
         "heads": ("server.http.head_turns", "MAX_HEADS", ""), "short_body": ("server.endpoint", "_SHORT", "bytes"),
         "accept_seconds": ("server.http.light_connections", "_TURN_SECONDS", "s"),
         "queue_seconds": ("server.http.light_connections", "_QUEUE_SECONDS", "s"),
@@ -117,15 +122,17 @@ _COMPARED = "one comparison"
 COMMON: tuple[Row, ...] = (
     Row(("a connection",),
         "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
-        "{queue_seconds} while more wait",
+        "{queue_seconds} while more wait; {handshakes} step of a TLS handshake in an iteration, and "
+        "{tls_overhead} of TLS besides the data",
         "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "and {unsent_kernel} for each in the kernel",
         "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "
-        "one takes their place; one of several keys has at most {request_share} times as many open requests as it "
+        "one takes their place, {handshake_seconds} for a TLS handshake; one of several keys has at most "
+        "{request_share} times as many open requests as it "
         "leaves to others",
         ("server.protocol", "server.http.connection_limit", "server.http.light_connections",
-         "server.http.request_shares")),
+         "server.http.fair_selector", "server.http.event_loop", "server.http.tls", "server.http.request_shares")),
     Row(("the head of a request",), "{header_count} headers, {lines} lines", "{headers}", "400, 408 or 431",
         "{head_seconds} to arrive; at most {heads} are parsed per iteration of the event loop, fewer if iterations are "
         "long, and keys take turns",
@@ -193,8 +200,11 @@ ROUTES: tuple[Row, ...] = (
     Row(("GET /tokenizer_info", "GET /version", "GET /server_info", "GET /get_server_info", "GET /model_info",
          "GET /get_model_info", "GET /load", "GET /get_load", "GET /openapi.json", "GET /"),
         _FIXED, NONE, _FIXED, NONE, ("server.app", "server.page")),
-    Row(("GET /health", "GET /ping", "GET /ready"), "a few comparisons; never logged above debug", NONE,
-        "a status without a body", NONE, ("server.app", "server.http.replies")),
+    Row(("GET /health", "GET /ping", "GET /ready"),
+        "answered from the head, without parser and middleware, if it is plain; never logged above debug", NONE,
+        "a status without a body, made every {probe_seconds}",
+        "up to {probes} connections of probes in an iteration of the event loop, before all others",
+        ("server.load_shedding", "server.http.light_connections", "server.http.fair_selector", "server.app")),
     Row(("GET /metrics",), "the number of metrics, which requests cannot change; made in steps of 1 ms", NONE,
         "a line for each", "one at a time, shared by the requests that wait for it",
         ("server.operations.metrics_exporter",)),

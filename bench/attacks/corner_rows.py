@@ -163,6 +163,9 @@ def stored(body: dict[str, Any], path: str, method: str = "GET") -> Client:
     return client
 
 
+PROBE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
 def headed(lines: str, path: str = COMPLETIONS, body: Any = None, version: str = "1.1") -> Callable[[Door], bytes]:
     """Return a request with further lines in its head."""
 
@@ -361,6 +364,7 @@ def connections() -> Attacks:
         "40 x streams that nobody reads": clients(40, unread(stream)),
         "40 x unread streams, 40 requests behind": clients(40, unread(stream, 40)),
         "300 x bodies that trickle": clients(300, trickled(30_000, 200, 0.02)),
+        "500 x /health without a key": clients(500, raw(lambda door: PROBE)),
         "8 x HTTP/1.0": clients(8, raw(headed("Connection: keep-alive\r\n", COMPLETIONS, ordinary, "1.0"))),
         "8 x Expect: 100-continue": clients(8, raw(headed("Expect: 100-continue\r\n", COMPLETIONS, ordinary))),
         "8 x one id for all requests": clients(8, raw(headed("X-Request-Id: a\r\n", COMPLETIONS, ordinary))),

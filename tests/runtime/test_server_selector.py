@@ -17,6 +17,7 @@ from llmc_runtime.server.http.fair_selector import (
     MAX_BATCH_SECONDS,
     MAX_BODIES,
     MAX_CLIENTS,
+    MAX_HANDSHAKES,
     MAX_PROBES,
     FairSelector,
 )
@@ -91,6 +92,22 @@ def test_clients_that_probe_are_reported_before_all_others(ready: tuple[FairSele
     fair.batches.refused(2)
     fair.batches.polled(more=False)
     assert [key.fd for key, _ in fair.select(0)] == [fds[0]], "and do not wait for a batch"
+
+
+def test_few_handshakes_are_reported_per_call_until_they_end(ready: tuple[FairSelector, Pairs]) -> None:
+    fair, pairs = ready
+    fds = [left.fileno() for left, _ in pairs]
+    for fd in fds:
+        fair.add_handshake(fd)
+    found = [key.fd for _ in fds for key, _ in fair.select(0)]
+    assert MAX_HANDSHAKES == 1 and sorted(found) == sorted(fds), "one per call, and each has had its turn"
+    fair.add_client(fds[0])
+    for fd in fds[:3]:
+        fair.end_handshake(fd)
+    assert set(fds[:3]) <= {key.fd for key, _ in fair.select(0)} and len(fair.select(0)) == 3 + MAX_HANDSHAKES
+    fair.set_sending_body(fds[0], True)
+    assert fair._client_epolls[fds[0]] is fair._bodies, "the first one is a client"
+    assert fds[1] not in fair._client_epolls
 
 
 def test_input_of_watched_clients_is_reported_together(ready: tuple[FairSelector, Pairs]) -> None:

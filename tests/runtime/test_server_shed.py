@@ -263,13 +263,15 @@ def test_a_turn_refuses_each_key_for_itself() -> None:
         shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
         refused, answer = server.serving.meters._refused, shed.turn([])
         before = refused["key_limit"]
-        first, second = (answer(head(2, "X-Request-Id: same")) for _ in range(2))
+        first, second = (answer(head(2, "X-Request-Id: same"), False) for _ in range(2))
         assert first == second and first is not None and first.data.startswith(b"HTTP/1.1 429")
         assert refused["key_limit"] == before + 2, "each is counted"
-        messages = answer(head(2, line="POST /v1/messages HTTP/1.1"))
+        last = answer(head(2, "X-Request-Id: same"), True)
+        assert last is not None and last.closes and not first.closes and b"\r\nconnection: close\r\n" in last.data
+        messages = answer(head(2, line="POST /v1/messages HTTP/1.1"), False)
         assert messages is not None and b'"type":"error"' in messages.data, "an error of the other API"
-        assert answer(head(2, key=KEYS[1])) is None
-        wrong = answer(head(2, key="wrong-secret-key"))
+        assert answer(head(2, key=KEYS[1]), False) is None
+        wrong = answer(head(2, key="wrong-secret-key"), False)
         assert wrong is not None and wrong.data.startswith(b"HTTP/1.1 401")
         for one in links:
             one.close()

@@ -21,7 +21,9 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.cli import main_serve
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http import event_loop, tls
 from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.fair_selector import Events, FairSelector
 from llmc_runtime.server.http.listen import listening
 from llmc_runtime.server.http.tls import Tls
 
@@ -121,6 +123,64 @@ def test_who_does_not_end_the_handshake_is_cut_off(pem: Path) -> None:
         assert 0.2 < runner.run(main()) < 5
 
 
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
+    """Return the version of TLS that both agree on. Raises ssl.SSLError."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ours = server.wrap_bio(to_server, to_client, server_side=True)
+    theirs = client.wrap_bio(to_client, to_server, server_hostname="localhost")
+    for side in (theirs, ours) * 3:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return ours.version()
+
+
+@pytest.mark.skipif(ssl.OPENSSL_VERSION_INFO < (3,), reason="older ones have no finite fields in TLS 1.3")
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_clients_choose_no_expensive_key_exchange(pem: Path, version: ssl.TLSVersion) -> None:
+    """A group of 8,192 bits takes the server 200 ms, in which no token is forwarded."""
+    context = Tls(pem / "cert.pem", pem / "key.pem").context()
+    for group in ("ffdhe8192", "ffdhe2048", "secp521r1"):
+        costly = ssl.create_default_context(cafile=pem / "cert.pem")
+        costly.minimum_version = costly.maximum_version = version
+        costly.set_ecdh_curve(group)
+        with pytest.raises(ssl.SSLError):
+            handshake(context, costly)
+    usual = ssl.create_default_context(cafile=pem / "cert.pem")
+    usual.minimum_version = usual.maximum_version = version
+    assert handshake(context, usual) == version.name.replace("_", ".")
+
+
+def test_clients_that_send_little_but_records_are_cut_off(pem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As new keys, which have no data at all, they take 30 us each."""
+    now = 0.0
+    monkeypatch.setattr(tls.time, "monotonic", lambda: now)
+
+    def sent(pieces: int, size: int, pause: float) -> int:
+        """How many pieces of data the server reads before it fails."""
+        nonlocal now
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = Tls(pem / "cert.pem", pem / "key.pem").context()
+        ours = context.wrap_bio(to_server, to_client, server_side=True)
+        theirs = ssl.create_default_context(cafile=pem / "cert.pem").wrap_bio(to_client, to_server, False, "localhost")
+        for side in (theirs, ours) * 3:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        for number in range(pieces):
+            theirs.write(b"x" * size)
+            now += pause
+            try:
+                assert len(ours.read(20_000)) == size
+            except ssl.SSLWantReadError:
+                raise
+            except ssl.SSLError:
+                return number
+        return pieces
+
+    assert sent(5000, 100, 0.0) == 5000 and sent(600, 1, 0.0) == 600 and sent(3000, 1, 0.05) == 3000
+    assert 600 < sent(3000, 1, 0.0) < 1000
+    assert 600 < sent(3000, 1, 0.001) < 1000
+
+
 def certificate_of(url: str, trusted: Path) -> bytes | None:
     """Return the server's certificate (DER) as a client that trusts only `trusted` sees it; None if that refuses it."""
     host, port = url.removeprefix("https://").split(":")
@@ -160,6 +220,61 @@ def test_handshakes_that_do_not_end_give_way(pem: Path) -> None:
         with httpx.Client(verify=trusting, timeout=20) as other:
             assert other.get(f"{command.url}/health").status_code == 200
         assert client.get(f"{command.url}/health").status_code == 200
+
+
+def test_handshakes_at_the_same_time_take_turns(pem: Path) -> None:
+    """Each takes milliseconds, in which no token of a stream is forwarded: one iteration of the event loop has one."""
+    silent, reported = ssl.create_default_context(cafile=pem / "cert.pem"), []
+
+    class Watched(FairSelector):
+        def select(self, timeout: float | None = None) -> Events:
+            began = {fd for fd, kind in self._client_epolls.items() if kind is self._handshakes}
+            events = super().select(timeout)
+            reported.append(len(began & {key.fd for key, _ in events}))
+            return events
+
+    def hello() -> bytes:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with pytest.raises(ssl.SSLWantReadError):
+            silent.wrap_bio(incoming, outgoing, server_hostname="localhost").do_handshake()
+        return outgoing.read()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=100)
+        links = [socket.create_connection(listening.getsockname()) for _ in range(30)]
+        for link in links:
+            link.sendall(hello())
+            link.setblocking(False)
+        async with await loop.create_server(
+            asyncio.Protocol, sock=listening, ssl=Tls(pem / "cert.pem", pem / "key.pem").context()
+        ):
+            answers = await asyncio.gather(*(loop.sock_recv(link, 100) for link in links))
+            assert all(answers)
+        for link in links:
+            link.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(event_loop, "FairSelector", Watched)
+        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+            runner.run(main())
+    assert max(reported) == 1 and sum(reported) >= 30
+
+
+def test_connections_that_give_way_are_closed_at_once(pem: Path) -> None:
+    """Their clients do not end TLS, which closing would wait for while more and more descriptors are open."""
+    careless = ssl.create_default_context(cafile=pem / "cert.pem")
+    words = ("--ssl-certfile", str(pem / "cert.pem"), "--ssl-keyfile", str(pem / "key.pem"), "--max-connections", "20")
+    with started(*words) as command, contextlib.ExitStack() as stack:
+        host, port = command.url.removeprefix("https://").split(":")
+        folder = Path(f"/proc/{command.process.pid}/fd")
+        before = len(list(folder.iterdir()))
+        for _ in range(80):
+            link = stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
+            stack.enter_context(careless.wrap_socket(link, server_hostname="localhost"))
+        assert len(list(folder.iterdir())) - before < 40
+        with httpx.Client(verify=careless, timeout=20) as other:
+            assert other.get(f"{command.url}/health").status_code == 200
 
 
 def test_new_certificates_are_taken_up_and_open_connections_go_on(pem: Path, tmp_path: Path) -> None:

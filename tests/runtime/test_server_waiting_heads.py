@@ -114,7 +114,7 @@ def test_a_light_connection_is_refused_while_it_waits_and_stays_light() -> None:
     async def main() -> None:
         async with serving() as state:
             refusal, state.turns.held = state.refusal, True
-            state.refusal = lambda head: None  # type: ignore[method-assign]
+            state.refusal = lambda head, last: None  # type: ignore[method-assign]
             state.turns.sheds = lambda data: b"no" in data
             clients = begun(state, [b"a no", b"b", b"c no close"])
             while sum(state.turns.waiting.values()) < 2 or state.open < 3:

@@ -195,7 +195,7 @@ class Endpoints(Endpoint):
 
     async def health(self, request: Request) -> Response:
         """GET /health and /ping: 200 while the engine is running or the server is draining."""
-        return Response(status_code=200 if self.serving.llm.is_running or self.serving.admission.draining else 503)
+        return Response(status_code=200 if self.serving.is_alive else 503)
 
     @catch_errors
     async def ready(self, request: Request) -> Response:

@@ -38,6 +38,7 @@ def light_connections(
         keep_alive=keep_alive,
         turns=limit.head_turns,
         full_response=full_response,
+        probe=lambda head: shed.probe(head, state.default_headers),
     )
     limit.evict_light = light.evict
     return light

@@ -17,6 +17,7 @@ from llmc_runtime.server.http.connection_limit import ConnectionLimit, limit_uns
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.head_turns import is_probe
 from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.lingering_close import Lingering
 from llmc_runtime.server.http.plain_errors import late, refusal, too_many
@@ -27,6 +28,7 @@ MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
 _READ = 16 << 10  # bytes read at a time from a body of known length
 _READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one byte take 3 ms to parse
 _MAX_HEAD_LINES = 256  # of a head; longer heads are rejected before they are parsed
+_MAX_ANSWERED = 8  # requests of a pipeline that are refused, or answered as probes, at a time
 _MAX_UNPARSED = 2 << 10  # bytes of a chunked body that are not parsed yet: the line before a chunk, or trailers
 
 
@@ -81,12 +83,13 @@ class HttpConnection(H11Protocol):
         self._lingering = Lingering(transport, self._unread, self.limit.lingering)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._inner_transport: Any = transport
+        self._tls = transport.get_extra_info("sslcontext") is not None
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
         limit_unsent(transport, self.write_seconds)
         if isinstance(self.loop, ServerLoop):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
             self._fair.add_client(self._fd)
-            self._light = self.loop.light if transport.get_extra_info("sslcontext") is None else None
+            self._light = None if self._tls else self.loop.light
         over = self.limit.enter(self)
         if over > 0:
             self._extra = True
@@ -111,7 +114,7 @@ class HttpConnection(H11Protocol):
         granted, self.granted = self.granted, False
         if self.passed:
             self.passed = False
-        elif self._skip or (self.shed is not None and self.shed.active and self._between):
+        elif self._skip or (self.shed is not None and self._between and (self.shed.active or is_probe(data))):
             data = self._shed(data)
             if not data:
                 return
@@ -167,9 +170,14 @@ class HttpConnection(H11Protocol):
         if not self._known_length and b"content-length" not in head.lower():
             data, self._rest = first_slice(data, len(head))
         if self._rest:
-            self.pause_reading()
-            self.limit.slice_turns.add(self._parse_rest)
+            self._defer(self._rest)
         return data
+
+    def _defer(self, data: bytes) -> None:
+        """Handle received data in a later iteration of the event loop."""
+        self._rest = data
+        self.pause_reading()
+        self.limit.slice_turns.add(self._parse_rest)
 
     def _parse_rest(self) -> None:
         rest, self._rest = self._rest, b""
@@ -197,8 +205,11 @@ class HttpConnection(H11Protocol):
         return str((self.scope or {}).get("llmc.key", ""))
 
     def evict(self) -> None:
-        """Close the connection at once, because there are too many."""
-        if self._inner_transport.get_write_buffer_size():
+        """Close the connection at once, because there are too many.
+
+        With TLS it is aborted, as closing waits for the client.
+        """
+        if self._inner_transport.get_write_buffer_size() or self._tls:
             self._inner_transport.abort()
         else:
             self._inner_transport.close()
@@ -210,11 +221,12 @@ class HttpConnection(H11Protocol):
         return self._lines > _MAX_HEAD_LINES
 
     def _shed(self, data: bytes) -> bytes:
-        """Refuse requests at the start of `data` that can be refused by their heads.
+        """Refuse requests at the start of `data` that can be refused by their heads, and answer probes.
 
-        Called between two requests. Returns the rest of the data, for the parser.
+        Called between two requests. Returns the rest of the data, for the parser; b"" if it is handled later.
         """
         assert self.shed is not None
+        common, answered = self.server_state.default_headers, 0
         while data and not self.transport.is_closing():  # clients that do not read responses are left to the parser
             if self._skip:
                 skipped = min(self._skip, len(data))
@@ -225,12 +237,21 @@ class HttpConnection(H11Protocol):
             end = data.find(b"\r\n\r\n") + 4
             if end < 4 or self.flow.write_paused:
                 return data
-            answer = self.shed.answer(data[:end], self.server_state.default_headers)
+            if answered == _MAX_ANSWERED:
+                self._unset_keepalive_if_required()
+                self._defer(data)
+                return b""
+            answer = self.shed.probe(data[:end], common)
+            if answer is None and self.shed.active:
+                answer = self.shed.answer(data[:end], common)
             if answer is None:
                 return data
+            answered += 1
             self._cancel_head_timer()
             if self._fair is not None:
-                self._fair.batches.refused()
+                self._fair.set_probing(self._fd, answer.is_probe)
+                if not answer.is_probe:
+                    self._fair.batches.refused()
             self._skip, data = answer.length, data[end:]
             if self._skip <= len(data):
                 self._skip, data = 0, data[self._skip :]

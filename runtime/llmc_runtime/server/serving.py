@@ -131,6 +131,11 @@ class Serving:
         """Raise ApiError 404 if the model is not served here. No name means the default model."""
         check_model(name, self.names)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine is running or the server is draining."""
+        return self.llm.is_running or self.admission.draining
+
     def check_ready(self) -> None:
         """Raise ApiError 503 if nothing can be generated now."""
         if not self.admission.draining and not self.llm.is_running:

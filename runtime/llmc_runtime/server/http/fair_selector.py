@@ -1,13 +1,15 @@
 """A selector that limits how many client connections it reports per call, so that they do not delay others' streams.
 
 An event loop handles all events of one `select` call before the next call. If hundreds of connections send at the same
-time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has four epoll
+time, that takes tens of milliseconds, during which no tokens are forwarded. The selector therefore has five epoll
 objects:
 
 - `_probes` watches clients whose last request was a health probe; `select` takes at most MAX_PROBES of its events.
 - `_clients` watches other client connections; `select` takes at most MAX_CLIENTS of its events, or MAX_BATCH_CLIENTS.
 - `_bodies` watches clients that are sending a body; `select` takes at most MAX_BODIES of its events.
-- `_main` watches all other descriptors, and the three objects above.
+- `_handshakes` watches connections in a TLS handshake, each of which takes 1 to 5 ms of processor time; `select` takes
+  at most MAX_HANDSHAKES of its events.
+- `_main` watches all other descriptors, and the four objects above.
 
 An epoll object reports the descriptors first that it reported least recently, so all clients are served equally often.
 Clients of light connections are not reported one by one, but together to `on_input`.
@@ -27,10 +29,11 @@ from collections.abc import Callable, Iterator, Mapping
 from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
-MAX_PROBES = 4  # events of `_probes` per call
+MAX_PROBES = 16  # events of `_probes` per call
 MAX_CLIENTS = 16  # events of `_clients` per call, but in batches
 MAX_BATCH_CLIENTS = 32  # events of `_clients` per batch
 MAX_BODIES = 4  # events of `_bodies` per call; one after an iteration of the event loop that took LONG_SECONDS
+MAX_HANDSHAKES = 1  # events of `_handshakes` per call
 LONG_SECONDS = 0.002  # a body in chunks of a byte takes 3 ms to parse for each read
 BATCH_SECONDS = 0.008  # minimum time between two batches
 MAX_BATCH_SECONDS = 0.012  # maximum time between two batches
@@ -92,29 +95,45 @@ class FairSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._keys = _Keys()
-        self._main, self._clients, self._bodies, self._probes = (epoll() for _ in range(4))
+        self._main, self._clients, self._bodies, self._probes, self._handshakes = (epoll() for _ in range(5))
         self._client_epolls: dict[int, epoll] = {}  # by descriptor of a client, registered or not
         self._nested = frozenset((self._clients.fileno(), self._bodies.fileno()))
-        for fd in (*self._nested, self._probes.fileno()):
+        for fd in (*self._nested, self._probes.fileno(), self._handshakes.fileno()):
             self._main.register(fd, EPOLLIN)
         self._returned = math.inf  # time at which the last `select` call returned
         self._most_bodies = MAX_BODIES  # of the next call
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
-        self._watched: set[int] = set()  # descriptors whose input is reported to `on_input`
+        self._watched: dict[int, epoll] = {}  # descriptors whose input is reported to `on_input`, and what watches them
         self.on_input: Callable[[list[int]], object] = lambda fds: None
 
     def add_client(self, fd: int) -> None:
         """Treat a descriptor as a client connection until `remove_client`."""
         self._move(fd, self._clients)
 
+    def add_handshake(self, fd: int) -> None:
+        """Treat a descriptor as a connection in a TLS handshake until `end_handshake` or `add_client`."""
+        self._move(fd, self._handshakes)
+
+    def end_handshake(self, fd: int) -> None:
+        """Stop treating a descriptor as a connection in a TLS handshake. Those that are clients by now stay so."""
+        if self._client_epolls.get(fd) is self._handshakes:
+            self._move(fd, None)
+
     def set_sending_body(self, fd: int, sending: bool) -> None:
         """Set whether the client is sending a body. Descriptors that are not clients are ignored."""
         self._set_kind(fd, self._bodies if sending else self._clients)
 
-    def set_probing(self, fd: int) -> None:
-        """Serve the client first until `set_sending_body`. Descriptors that are not clients are ignored."""
-        self._set_kind(fd, self._probes)
+    def set_probing(self, fd: int, probing: bool = True) -> None:
+        """Set whether the client is served first. Descriptors that are neither clients nor watched are ignored."""
+        target = self._probes if probing else self._clients
+        if fd in self._watched and fd not in self._keys.by_fd:
+            if self._watched[fd] is not target:
+                self._watched[fd].unregister(fd)
+                target.register(fd, EPOLLIN)
+                self._watched[fd] = target
+        else:
+            self._set_kind(fd, target)
 
     def remove_client(self, fd: int) -> None:
         """Stop treating a descriptor as a client connection."""
@@ -123,16 +142,16 @@ class FairSelector(selectors.BaseSelector):
 
     def watch(self, fd: int) -> None:
         """Report input of a client to `on_input`, and not to the event loop, until `unwatch`."""
-        self._watched.add(fd)
+        self._watched[fd] = self._clients
         if fd not in self._keys.by_fd:
             self._clients.register(fd, EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
         """Report to the event loop again what happens on a descriptor that is registered."""
-        self._watched.discard(fd)
+        source = self._watched.pop(fd, self._clients)
         if fd not in self._keys.by_fd:
             with contextlib.suppress(OSError):
-                self._clients.unregister(fd)
+                source.unregister(fd)
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         """See selectors.BaseSelector."""
@@ -169,7 +188,7 @@ class FairSelector(selectors.BaseSelector):
 
     def close(self) -> None:
         """See selectors.BaseSelector."""
-        for poll in (self._main, self._clients, self._bodies, self._probes):
+        for poll in (self._main, self._clients, self._bodies, self._probes, self._handshakes):
             poll.close()
         self._keys.by_fd.clear()
 
@@ -186,6 +205,8 @@ class FairSelector(selectors.BaseSelector):
             poll_clients = not self._nested.isdisjoint([fd for fd, _ in ready])
         if (self._probes.fileno(), EPOLLIN) in ready:
             ready += self._probes.poll(0, MAX_PROBES)
+        if (self._handshakes.fileno(), EPOLLIN) in ready:
+            ready += self._handshakes.poll(0, MAX_HANDSHAKES)
         events = self._events([*ready, *self._ready_clients()] if poll_clients else ready)
         self._returned = time.monotonic()
         return events

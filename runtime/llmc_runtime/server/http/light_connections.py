@@ -5,7 +5,8 @@ request. A new connection is therefore kept as a plain socket. While the server 
 refused request is answered and consumed. A request that may be served converts the connection to an ordinary one, whose
 parser receives the data that was read here first; if many connections begin requests at the same time, they wait for
 their turn as plain sockets (see head_turns). If the first request has arrived when the connection is accepted, and its
-refusal closes the connection, the event loop never watches it.
+refusal closes the connection, the event loop never watches it. While clients do not use a connection again after a
+refusal, most refusals close it (see returning_clients).
 
 An ordinary connection on which a request was refused is lent: its requests are handled here in the same way until one
 may be served, and the connection takes it back.
@@ -30,6 +31,7 @@ from typing import Protocol
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.light_sockets import accept_waiting, receive_now, send_now
+from llmc_runtime.server.http.returning_clients import ReturningClients
 
 _READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
 _MAX_READS = 16  # per turn of a connection, so that connections alternate
@@ -44,7 +46,8 @@ Promote = Callable[[socket.socket, object, bytes, bool], object]
 
 
 class Refusal(Protocol):
-    """A complete response, the length of the request's body in bytes, and whether the connection is closed."""
+    """A complete response, the length of the request's body in bytes, whether the connection is closed, and whether the
+    request is a health probe."""
 
     @property
     def data(self) -> bytes: ...
@@ -52,9 +55,12 @@ class Refusal(Protocol):
     def length(self) -> int: ...
     @property
     def closes(self) -> bool: ...
+    @property
+    def is_probe(self) -> bool: ...
 
 
-Refuse = Callable[[bytes], Refusal | None]
+Refuse = Callable[[bytes, bool], Refusal | None]
+Probe = Callable[[bytes], Refusal | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +77,10 @@ class _Light:
     close: Callable[[], object]
     deadline: float
     lent: bool = False
-    used: bool = False  # whether a request was refused
+    used: bool = False  # whether a request was refused, or a probe answered
+    fresh: bool = True  # whether nothing was sent after the first refusal so far
+    probing: bool = False  # whether the latest request was a health probe
+    first: bool = False  # whether the selector serves it first for that
     skip: int = 0
     data: bytes = b""  # the arguments of `promote`
     passed: bool = False
@@ -112,8 +121,9 @@ class LightConnections:
     """The light and lent connections of the server whose event loop is running, with the selector `fair`.
 
     `capacity` returns how many connections may become light now. `refusals` returns a function for one turn, which
-    takes a head and returns the response, or None if the request may be served; or it returns None if no request would
-    be refused now. Requests that may be served begin when it is their turn in `turns`.
+    takes a head, and whether to close the connection, and returns the response, or None if the request may be served;
+    or it returns None if no request would be refused now. `probe` takes a head and returns the answer to a health
+    probe, or None for another request. Requests that may be served begin when it is their turn in `turns`.
     `timeout_response` is sent to a client that sends no request within `head_seconds`; after a response, the next
     request must begin within `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened
     and closed. `full_response` counts a connection that is refused because there are too many, and returns the
@@ -131,14 +141,16 @@ class LightConnections:
         keep_alive: float,
         turns: HeadTurns,
         full_response: Callable[[], bytes],
+        probe: Probe,
     ) -> None:
         self._loop, self._fair = asyncio.get_running_loop(), fair
-        self._capacity, self._refusals, self._on_change = capacity, refusals, on_change
+        self._capacity, self._refusals, self._probe, self._on_change = capacity, refusals, probe, on_change
         self._timeout_response, self._full_response = timeout_response, full_response
         self._head_seconds, self._keep_alive, self._turns = head_seconds, keep_alive, turns
         self._watched: dict[int, _Light] = {}  # by descriptor
         self._ready: dict[int, None] = {}  # descriptors of those that have sent something, the first first
         self._begun: set[_Begun] = set()
+        self._returns = ReturningClients()
         self._queued = False  # whether connections were left waiting to be accepted
         self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
         self._sweeping: asyncio.TimerHandle | None = None
@@ -172,7 +184,9 @@ class LightConnections:
 
         `close` ends the connection, which must call `take_back` as it ends.
         """
-        self._watch(_Light(sock, promote, close, self._loop.time() + self._keep_alive, lent=True, used=True))
+        self._watch(
+            _Light(sock, promote, close, self._loop.time() + self._keep_alive, lent=True, used=True, fresh=False)
+        )
 
     def take_back(self, fd: int) -> None:
         """Forget the lent connection with this descriptor, if there is one."""
@@ -229,8 +243,15 @@ class LightConnections:
         fd = light.sock.fileno()
         self._watched[fd] = light
         self._fair.watch(fd)
+        if light.probing:
+            self._serve_first(light)
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep)
+
+    def _serve_first(self, light: _Light) -> None:
+        """Have the selector serve a watched connection first if its latest request was a probe."""
+        light.first = light.probing
+        self._fair.set_probing(light.sock.fileno(), light.probing)
 
     def _release(self, light: _Light) -> None:
         self.take_back(light.sock.fileno())
@@ -285,15 +306,17 @@ class LightConnections:
             self._add(light, state)
 
     def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
-        """Refuse the requests that have arrived on these connections, and send the responses."""
+        """Refuse the requests that have arrived on these connections, or answer probes, and send the responses."""
         if not lights:
             return []
         refuse, deadline, refused = self._refusals(), self._loop.time() + self._keep_alive, 0
-        results = [(light, *_serve(light, refuse, deadline)) for light in lights]
+        results = [(light, *_serve(light, refuse, self._probe, deadline, self._returns)) for light in lights]
         states = []
         for light, state, response in results:
             if response:
-                refused += 1
+                refused += not light.probing
+                if light.probing is not light.first and light.sock.fileno() in self._watched:
+                    self._serve_first(light)
                 state = state if send_now(light.sock, response, state is _State.CLOSED) else _State.CLOSED
             states.append((light, state))
         if refused:
@@ -311,8 +334,10 @@ class LightConnections:
         self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep) if self._watched else None
 
 
-def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
-    """Take the requests that are refused, up to the first that must be served. Return the responses as bytes.
+def _serve(
+    light: _Light, refuse: Refuse | None, probe: Probe, deadline: float, returns: ReturningClients
+) -> tuple[_State, bytes]:
+    """Take the requests that are refused, and probes, up to the first that must be served. Return the responses.
 
     `deadline` is that of the next request.
     """
@@ -321,9 +346,12 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
         for _ in range(_MAX_READS):
             data, light.data = light.data, b""
             data = data or light.sock.recv(_READ, socket.MSG_DONTWAIT)
+            if light.used and light.fresh:
+                light.fresh = False
+                returns.saw(bool(data))
             if not data:
                 return _State.CLOSED, responses
-            state, response = _refused(light, data, refuse, deadline)
+            state, response = _refused(light, data, refuse, probe, deadline, returns)
             responses += response
             if state is not _State.LIGHT:
                 return state, responses
@@ -336,8 +364,13 @@ def _serve(light: _Light, refuse: Refuse | None, deadline: float) -> tuple[_Stat
     return _State.LIGHT, responses
 
 
-def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float) -> tuple[_State, bytes]:
-    """Take the refused requests at the start of `data`. Return the responses; `light.data` is set to what remains."""
+def _refused(
+    light: _Light, data: bytes, refuse: Refuse | None, probe: Probe, deadline: float, returns: ReturningClients
+) -> tuple[_State, bytes]:
+    """Take the refused requests and the probes at the start of `data`. Return the responses.
+
+    `light.data` is set to what remains.
+    """
     responses, requests = b"", 0
     while data:
         if light.skip:
@@ -347,7 +380,10 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         end = data.find(b"\r\n\r\n") + 4
         full = requests == _MAX_REQUESTS
         checks = refuse is not None and end >= 4 and not full
-        refusal, missing = refuse(data[:end]) if refuse is not None and checks else None, 0
+        refusal, missing = probe(data[:end]) if end >= 4 and not full else None, 0
+        if refusal is None and refuse is not None and checks:
+            whole = end < len(data) < _READ  # with its body, as far as one can tell
+            refusal = refuse(data[:end], whole and light.fresh and not light.used and returns.next_closes())
         if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
             data += receive_now(light.sock, missing)
         if refusal is None or (refusal.closes and refusal.length > len(data) - end):
@@ -356,7 +392,7 @@ def _refused(light: _Light, data: bytes, refuse: Refuse | None, deadline: float)
         responses += refusal.data
         if refusal.closes:
             return _State.CLOSED, responses
-        light.used, light.deadline = True, deadline
+        light.used, light.probing, light.deadline = True, refusal.is_probe, deadline
         if missing == 0:  # most clients wait for the response
             return _State.LIGHT, responses
         light.skip, data = refusal.length, data[end:]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+READY = "/ready"
 # Path -> the state that it reports.
 PROBES: Mapping[str, str] = MappingProxyType(
     {
         "/health": "Whether the engine is alive",
         "/ping": "The same as /health, under the name that Amazon SageMaker expects",
-        "/ready": "Whether a request would be admitted",
+        READY: "Whether a request would be admitted",
     }
 )

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import serve_option
 
 log = logging.getLogger("llmc.serve")
 _option = partial(serve_option, "keys and TLS")
+# The group of the key exchange, which every client of TLS 1.3 has. OpenSSL's default also accepts ffdhe8192, with which
+# a client that computes nothing itself makes the server compute for 200 ms. Python 3.11 can set a single group.
+_GROUP = "prime256v1"
+MAX_OVERHEAD = 16 << 10  # bytes that a client may send besides its data and a quarter more: 22 a record, 27 a new key
+_FORGIVEN = 1 << 10  # bytes of them per second that do not count
 RELOAD_SECONDS = 0.25  # between checks of the files
 _REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
 
@@ -51,6 +57,8 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
+        context.set_ecdh_curve(_GROUP)
+        context.sslobject_class = BoundedTls
         for path in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
             _check_readable(path)
         try:
@@ -75,6 +83,37 @@ class Tls:
             remedy = "use certificates in PEM, and ciphers that `openssl ciphers` lists"
             raise LlmcError("E649", f"{source}: {_reason(e)}", remedy) from e
         return context
+
+
+class BoundedTls(ssl.SSLObject):
+    """TLS of a connection whose client may send little but data.
+
+    A client may change its key with each record, which then has no data. Each change takes the server 30 us: 1 MB of
+    them per second would take a processor.
+    """
+
+    _incoming: ssl.MemoryBIO
+    _excess, _counted = 0.0, 0.0  # bytes besides the data, and when they were counted (time.monotonic())
+
+    @classmethod
+    def _create(cls, incoming: ssl.MemoryBIO, *args: Any, **options: Any) -> Self:
+        self: Self = super()._create(incoming, *args, **options)  # type: ignore[misc]
+        self._incoming, self._counted = incoming, time.monotonic()
+        return self
+
+    def read(self, most: int = 1024, buffer: Any = None) -> Any:
+        """See ssl.SSLObject. Raises SSLError if the client has sent too much that is no data."""
+        before, size = self._incoming.pending, 0
+        try:
+            data = super().read(most, buffer)
+            size = data if isinstance(data, int) else len(data)
+            return data
+        finally:
+            now, overhead = time.monotonic(), before - self._incoming.pending - 1.25 * size
+            self._excess = max(0.0, self._excess - _FORGIVEN * (now - self._counted)) + overhead
+            self._counted = now
+            if self._excess > MAX_OVERHEAD:
+                raise ssl.SSLError("the client sends too many records")
 
 
 class ReloadingContext(ssl.SSLContext):
