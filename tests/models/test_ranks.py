@@ -51,7 +51,10 @@ def with_odd_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(case: Case, tmp_path: Path) -> Iterator[Counter[str]]:
-    """Compare two ranks, and then four, with the whole model; yield how often each op occurs in a rank."""
+    """Compare two ranks, and then four, with the whole model; yield how often each op occurs in a rank.
+
+    BLOOM's six heads divide over three ranks instead of four.
+    """
     save(case, tmp_path)
     traced = trace(tmp_path, **case.trace)
     registry = load()
@@ -64,7 +67,7 @@ def compare(case: Case, tmp_path: Path) -> Iterator[Counter[str]]:
         inputs = [checkpoint.read(v.name) if v.weight else fixed[v.name] for v in graph.inputs]
     (want,) = run(graph, inputs, exact=True)
     whole = show(traced.module)
-    for ranks in (2, 4):
+    for ranks in (2, 3 if case.name == "bloom" else 4):
         module = parse(whole, registry.opset())
         run_pipeline(module, parse_pipeline(f"shard{{ranks={ranks}}}", registry.passes), Ctx(registry.opset()))
         assert show(parse(show(module), registry.opset())) == show(module)

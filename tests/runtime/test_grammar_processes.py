@@ -139,7 +139,7 @@ def test_a_vocabulary_that_cannot_be_built(tmp_path: Any) -> None:
     assert "tokenizer.json" in made.prepare()
     assert refused(made, regex()).code == "E651"
     made.close()
-    assert "lacks" in EngineLoop(make().engine, lambda: None).prepare()
+    assert "lacks" in EngineLoop(make().engine, lambda: None).core.prepare()
 
 
 def test_tokens_that_the_model_lacks() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmc_runtime.sched.draft_costs import expected_tokens
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import kind_of
 from llmc_runtime.sched.request import Request
@@ -34,6 +35,13 @@ class LookupFirst:
         weight, accepted = request.lookup_trials
         trials, taken = self._kinds.get(kind_of(request), (0.0, 0.0))
         return (accepted + _PRIOR * (taken + _HOPE) / (trials + 1)) / (weight + _PRIOR)
+
+    def speed(self, request: Request, costs: Sequence[float]) -> float:
+        """Return the expected tokens of a step that verifies all drafts, in the time of one without drafts.
+
+        costs: see worth_verifying.
+        """
+        return expected_tokens(self.rate(request), len(costs) - 1) / (1.0 + costs[-1])
 
     def due(self, plan: int) -> bool:
         """Whether drafts are to be verified in plan number `plan` to measure their acceptance."""

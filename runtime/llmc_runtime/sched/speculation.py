@@ -240,12 +240,9 @@ class Speculation:
             return False
         if lookup.due(self.plans):
             return True
-        count, most = self.count, self.config.num_tokens
-        if not self._verification:
-            self._verification = count.verification(1, most)
-        looked_up = expected_tokens(lookup.rate(request), most) / (1.0 + self._verification[most])
         drafts = max(1, self._choice.most)
-        return looked_up * count.steps(1, drafts, drafts) >= expected_tokens(self._rate(request), drafts)
+        of_head = expected_tokens(self._rate(request), drafts) / self.count.steps(1, drafts, drafts)
+        return lookup.speed(request, self._costs()) >= of_head
 
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
@@ -281,10 +278,8 @@ class Speculation:
         """Return how many of the drafts of a request to verify, by the probabilities that the draft model gives."""
         if not self._stops:
             return room  # to learn whether they are accepted, or what verification costs
-        if not self._verification:
-            self._verification = self.count.verification(max(1, self._rows), self.config.num_tokens)
         stop = Stop(self._kind_of(request).chances.of(self._rate(request)), 0.0)
-        count = worth_verifying(stop, request.likely[:room], self._verification)
+        count = worth_verifying(stop, request.likely[:room], self._costs())
         if not count:
             weight, accepted = request.draft_trials
             chance = stop.chance(request.likely[0])
@@ -292,6 +287,12 @@ class Speculation:
                 self._memory * weight + _UNVERIFIED, self._memory * accepted + _UNVERIFIED * chance,
             )  # fmt: skip
         return count
+
+    def _costs(self) -> list[float]:
+        """What verifying 0, 1, 2 and so on drafts of each row costs in this period (see DraftCount.verification)."""
+        if not self._verification:
+            self._verification = self.count.verification(max(1, self._rows), self.config.num_tokens)
+        return self._verification
 
     def looks(self, request: Request, room: int) -> int:
         """Return the number of drafts, up to `room`, whose following masks the next plan needs, of a guided request."""
@@ -350,11 +351,9 @@ class Speculation:
     def _take_found(self, lookup: LookupFirst, requests: Sequence[Request], output: StepOutput) -> None:
         """Take the drafts that prompt lookup has found for a single row whose head has not drafted after it."""
         for index, (request, count) in enumerate(zip(requests, output.proposed)):
-            request.found = False
+            request.found = request.verifies_found = False
             if count and self._alone and index not in output.likely:
-                if not self._verification:
-                    self._verification = self.count.verification(1, self.config.num_tokens)
-                request.num_drafts = lookup.worth(request, count, self._verification, self.plans)
+                request.num_drafts = lookup.worth(request, count, self._costs(), self.plans)
                 request.found, request.likely = request.num_drafts > 0, []
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
@@ -380,9 +379,7 @@ class Speculation:
             return
         if not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if requests[0].verifies_found and verified:
-            return  # the head has neither gained nor cost anything
-        if rows == 1 and (verified or proposed or fill) and not self._choice.measures:
+        if rows == 1 and (verified or proposed or fill) and not (requests[0].verifies_found or self._choice.measures):
             steps = self.count.steps(1, verified, proposed)
             if fill and (plain := self.count.costs.seconds(1, 0)):
                 steps = seconds / plain
