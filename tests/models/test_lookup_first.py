@@ -43,7 +43,7 @@ def speed(config: SpeculationConfig, finds: float, right: float, head: float, pl
     for _ in range(plans):
         policy.begin([request], 100)
         verified = policy.drafts(request, 4) if request.num_drafts else 0
-        chance = right if request.verifies_found else head
+        chance = right if request.verifies_lookup else head
         propose = policy.proposals(request) if policy.wants else 0
         lookup = bool(propose) and policy.prefers_lookup(request)
         stop = policy.stop(request) if propose > 1 else None
@@ -121,7 +121,7 @@ def test_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def counted(self: Speculation, request: Request, room: int) -> int:
         drafts = verifies(self, request, room)
-        seen["verified"] += drafts if request.verifies_found else 0
+        seen["verified"] += drafts if request.verifies_lookup else 0
         return drafts
 
     monkeypatch.setattr(Speculation, "drafts", counted)

@@ -96,8 +96,8 @@ class Request:
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
     lookup_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # the same of those looked up for a head
-    found: bool = field(default=False, init=False)  # the drafts are those that were looked up, not the head's
-    verifies_found: bool = field(default=False, init=False)  # so are those that the last step verified
+    from_lookup: bool = field(default=False, init=False)  # its drafts were looked up; the head did not make them
+    verifies_lookup: bool = field(default=False, init=False)  # the same of those that the last step verified
     last_probe: int = field(
         default=-1 << 40, init=False
     )  # the plan that last verified a draft to learn whether it pays

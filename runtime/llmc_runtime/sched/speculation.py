@@ -247,8 +247,8 @@ class Speculation:
     def drafts(self, request: Request, room: int) -> int:
         """Return how many of the drafts of the request's row to verify, up to `room`."""
         room = max(0, min(room, request.num_drafts))
-        request.verifies_found = request.found
-        if request.found:
+        request.verifies_lookup = request.from_lookup
+        if request.from_lookup:
             return room
         if room and self.config.looks_up:
             return self.choose(request, room)
@@ -339,7 +339,7 @@ class Speculation:
             self._measure(work, requests, output, seconds)
         for index, more in output.accepted.items():
             request, drafts = requests[index], work[index].drafts
-            if self._lookup is not None and request.verifies_found:
+            if self._lookup is not None and request.verifies_lookup:
                 self._lookup.count(request, drafts, len(more))
             else:
                 self._calibrate(request, drafts, len(more))
@@ -351,10 +351,10 @@ class Speculation:
     def _take_found(self, lookup: LookupFirst, requests: Sequence[Request], output: StepOutput) -> None:
         """Take the drafts that prompt lookup has found for a single row whose head has not drafted after it."""
         for index, (request, count) in enumerate(zip(requests, output.proposed)):
-            request.found = request.verifies_found = False
+            request.from_lookup = request.verifies_lookup = False
             if count and self._alone and index not in output.likely:
                 request.num_drafts = lookup.worth(request, count, self._costs(), self.plans)
-                request.found, request.likely = request.num_drafts > 0, []
+                request.from_lookup, request.likely = request.num_drafts > 0, []
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
         """Take how many drafts prompt lookup has found for each row."""
@@ -379,7 +379,7 @@ class Speculation:
             return
         if not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if rows == 1 and (verified or proposed or fill) and not (requests[0].verifies_found or self._choice.measures):
+        if rows == 1 and (verified or proposed or fill) and not (requests[0].verifies_lookup or self._choice.measures):
             steps = self.count.steps(1, verified, proposed)
             if fill and (plain := self.count.costs.seconds(1, 0)):
                 steps = seconds / plain

@@ -246,7 +246,7 @@ class LoadShedder:
         if not head.startswith(b"GET ") or self.check is None or log.isEnabledFor(logging.DEBUG):
             return None
         request = self._probe_heads.get(head) or self._parsed(head, self._probe_lines)
-        if request is None or b"origin" in request.headers:  # a browser is told by the middleware what it may read
+        if request is None or b"origin" in request.headers:  # the middleware adds the headers of CORS
             return None
         try:
             if request.key is None:
