@@ -170,7 +170,7 @@ class Kernel:
         """Return whether `select` takes the kernel at the sizes `env` even if others were measured and it was not.
 
         It is a rule with evidence of its own, for a kernel that needs optional packages and is faster wherever the rule
-        holds. A measurement of the kernel at these sizes takes precedence. `split-single` leaves such nodes whole.
+        holds. A measurement of the kernel at these sizes takes precedence.
         """
         return False
 

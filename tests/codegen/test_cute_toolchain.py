@@ -195,14 +195,17 @@ def test_the_rule_for_prompts(
     assert best.kernel is PREFILL_ATTENTION
 
 
-@pytest.mark.parametrize(("why", "attrs", "changes"), [("", "", 0), ("absent", "", 1), ("", ", window=9", 1)])
-def test_a_step_that_it_leads_keeps_its_single_tokens(
-    why: str, attrs: str, changes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("why", ["", "absent"])
+def test_single_tokens_beside_prompts_have_a_kernel_of_their_own(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether FlashAttention computes the prompts or not."""
     lacking(monkeypatch, why)
     registry = load()
-    ctx = Ctx(registry.opset(), sm_90(), registry.kernels)
-    assert SplitSingle().run(module_of(attrs=f"scale=0.1{attrs}"), ctx) == changes
+    module = module_of(attrs="scale=0.1")
+    assert SplitSingle().run(module, Ctx(registry.opset(), sm_90(), registry.kernels)) == 1
+    many, single = module.graphs["main"].nodes
+    assert (many.op.name, many.attrs["least"], single.op.name) == ("paged_attention", 2, "paged_attention_single")
+    best, *_ = candidates(many, registry.kernels, sm_90(), {**ENV, "T": 4096}, shipped())
+    assert (best.kernel is FLASH_ATTENTION) == (not why)
 
 
 def test_single_tokens_are_not_taken_by_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
