@@ -21,6 +21,7 @@ from tests.runtime.libcuda.check_steps import (  # noqa: F401
     test_a_size_that_no_program_serves,
     test_all_graphs_on_request,
     test_any_thread_may_run_steps,
+    test_closing_one_device_leaves_another_of_the_same_thread_usable,
     test_logprobs_are_fetched_where_wanted,
     test_no_more_than_depth_steps_are_under_way,
     test_padding_harms_no_row,

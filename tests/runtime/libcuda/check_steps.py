@@ -37,6 +37,17 @@ def init(row: int, tokens: list[int], pages: list[int], **params: Any) -> RowIni
     return RowInit(row, tokens, 0, len(tokens), RowParams(**params), pages)
 
 
+def test_closing_one_device_leaves_another_of_the_same_thread_usable(executor: Executor, tmp_path: Path) -> None:
+    """As when a name is bound to a new LLM: the old one is closed after the new one has opened."""
+    artifact = open_artifact(tmp_path / "toy.llmc")
+    older = Executor(artifact, open_device(artifact, 2))
+    tokens = [3, 1, 4]
+    step = Step([init(3, tokens, [7])], [], [Work(3, 3, True)])
+    assert executor.run(step).tokens == older.run(step).tokens == [tiny.expected(tokens)]
+    older.close()
+    assert executor.run(step).tokens == [tiny.expected(tokens)]
+
+
 def test_capacity_is_a_share_of_what_is_left(executor: Executor) -> None:
     assert executor.capacity.pages == tiny.ROWS * tiny.M and executor.depth == 2
     assert executor.device.describe()["arch"] == "sm_90"

@@ -24,6 +24,7 @@ from llmc_runtime.format.program import Program
 from llmc_runtime.host_info import default_threads
 
 ALIGN = 64  # bytes; the alignment of weights within their files
+_CURRENT = threading.local()  # `device`: the identity of the device that made its GPU current in this thread last
 _UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # maximum threads with and without hashing; more are not faster
 
 
@@ -57,7 +58,7 @@ class GpuDevice(Device):
         self._driver = driver
         self._careful = careful
         self.threads = min(threads or default_threads(), _UPLOADERS)
-        self._local = threading.local()
+        self._identity = object()  # names the device in _CURRENT without keeping it alive
         self._started = False
         self._stream: Any = None
         self._ring: Ring | None = None
@@ -328,6 +329,7 @@ class GpuDevice(Device):
         if self._stream is not None:
             driver.destroy_stream(self._stream)
         self._release()
+        _CURRENT.device = None  # also for other devices, whose context _release may have left
         self._started = False
         self._ring = self._stream = None
         for resources in (self._runs, self._modules, self._memories, self._tiles):
@@ -357,7 +359,7 @@ class GpuDevice(Device):
         return self._ring
 
     def _enter(self) -> None:
-        """Make the GPU current in the calling thread, if it is not; every thread needs this once."""
-        if not getattr(self._local, "entered", False):
+        """Make the GPU current in the calling thread, unless this device was the last to do so there."""
+        if getattr(_CURRENT, "device", None) is not self._identity:
             self._make_current()
-            self._local.entered = True
+            _CURRENT.device = self._identity
