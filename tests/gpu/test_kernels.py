@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from gpu.kernel_cases import Job, all_jobs, by_op, compile_jobs, triton_kernels
 from gpu.launcher import Card, Packed
-from kernels.cases import DECODING, UNPAGED
+from kernels.cases import COLLECTIVES, DECODING, UNPAGED
 from kernels.harness import POISON, Buffer
 from kernels.triton_harness import compare
 
@@ -31,12 +31,13 @@ from llmc.ir.ops import OPS
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
+RANKS = (*COLLECTIVES, "all_reduce_add", "all_reduce_norm")  # which need other ranks (test_ranks.py)
 # Ops without a Triton kernel: those over weights in panels run on CPUs, those over fragments in CUDA C++
 # (test_cuda_kernels.py), `split-moe` replaces moe, `page-attention` replaces latent attention over prompts, and the
 # compiler evaluates ops that pack or decode weights.
 NOT_LAUNCHED = (
     "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "pack_fragments",
-    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *UNPAGED, *DECODING
+    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *UNPAGED, *DECODING, *RANKS,
 )  # fmt: skip
 
 
@@ -221,4 +222,4 @@ def test_kernel(op: str, card: Card, binaries: dict[str, Any]) -> None:
 
 def test_every_kernel_is_tested(card: Card) -> None:
     tested = {j.case.kernel.name for jobs in jobs_by_op().values() for j in jobs}
-    assert tested == set(triton_kernels())
+    assert tested == set(triton_kernels()) - {f"triton/{op}" for op in RANKS}
