@@ -24,7 +24,7 @@ def _tokens(rng: np.random.Generator, delta: bool) -> dict[str, Any]:
 
 
 POSITIONS = np.concatenate([np.arange(n) for n in LENGTHS.values()])
-OFFSETS = {row: start for row, start in zip(LENGTHS, (0, 13), strict=True)}
+OFFSETS = dict(zip(LENGTHS, (0, 13), strict=True))
 
 
 def _step(parts: list[tuple[int, int, int]]) -> tuple[Any, dict[str, Any]]:
@@ -77,11 +77,15 @@ def test_rejected_tokens_leave_no_trace(delta: bool) -> None:
     log = rng.standard_normal((3, n, G * D + H * E + 2 * H))
     weight, recent = rng.standard_normal((C, W)), rng.standard_normal((3, W - 1 + n, C))
     conv = OPS["causal_conv"].ref(x["x"], weight, POSITIONS, layer=0)
-    for first, end, valid in [(0, 1, 1), (1, 5, 2), (2, 6, 6), (6, 10, 7), (7, 11, 8), (8, 9, 9), (9, 13, 12), (12, 13, 13)]:
+    steps = [(0, 1, 1), (1, 5, 2), (2, 6, 6), (6, 10, 7), (7, 11, 8), (8, 9, 9), (9, 13, 12), (12, 13, 13)]
+    for first, end, valid in steps:
         at, step = _step([(2, first, end)])
-        drafts = {k: np.where(at.reshape(-1, *[1] * (v.ndim - 1)) >= valid, 0.5 * v[at] - 0.1, v[at]) for k, v in x.items()}
+        wrong = at >= valid
+        drafts = {k: np.where(wrong.reshape(-1, *[1] * (v.ndim - 1)), 0.5 * v[at] - 0.1, v[at]) for k, v in x.items()}
         inputs = drafts.pop("x")
-        y, memory, base, log = OPS["row_recurrence_draft"].ref(**drafts, memory=memory, base=base, log=log, **step)
+        y, memory = OPS["row_recurrence_draft"].ref(**drafts, memory=memory, base=base, log=log, **step)
+        drafts.pop("q")
+        base, log = OPS["row_log"].ref(**drafts, base=base, log=log, **step)
         z, recent = OPS["row_conv"].ref(inputs, weight, recent, **step)
         np.testing.assert_allclose(y[: valid - first], want[first:valid], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(z[: valid - first], conv[first:valid], rtol=1e-9, atol=1e-12)

@@ -1,14 +1,16 @@
 """Recurrent layers: short convolutions along a sequence, and linear recurrences with decay (gated delta rule, Mamba-2).
 
-`causal_conv` and `linear_recurrence` compute packed prompts. `row_conv`, `row_recurrence` and `row_recurrence_draft`
-are their forms on device rows: the state of a row is one entry of a row state. The entries of a step that name the same
-row are a run; a run that begins at position 0 starts from zeros, whatever the state holds. Sources: Yang et al. 2024,
-Gated Delta Networks (arXiv 2412.06464); Dao and Gu 2024, Mamba-2 (arXiv 2405.21060).
+`causal_conv` and `linear_recurrence` compute packed prompts. `row_conv`, `row_recurrence` and, for speculation,
+`row_recurrence_draft` with `row_log` are their forms on device rows: the state of a row is one entry of a row state.
+The entries of a step that name the same row are a run; a run that begins at position 0 starts from zeros, whatever the
+state holds. Sources: Yang et al. 2024, Gated Delta Networks (arXiv 2412.06464); Dao and Gu 2024, Mamba-2 (arXiv
+2405.21060).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -59,7 +61,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType({"t": 9, "g": 2, "h": 4, "d": 8, "e
 def sequences(pos: Any) -> Iterator[slice]:
     """Yield the tokens of each sequence of packed prompts: one starts wherever a position is not one after the last."""
     at = np.flatnonzero(np.concatenate([[True], np.diff(pos) != 1, [True]]))
-    yield from (np.s_[a:b] for a, b in zip(at, at[1:], strict=False))
+    yield from (np.s_[a:b] for a, b in pairwise(at))
 
 
 def runs(rows: Any, starts: Any, positions: Any) -> Iterator[tuple[int, slice, int]]:
@@ -178,41 +180,64 @@ def row_recurrence(
 @op(
     "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, h], memory: state f32[m, h, d, e],"
     " base: state i32[m], log: state f32[m, n, g*d+h*e+2*h], rows: i32[r], starts: i32[r+1], positions: i32[t],"
-    " beta?: f32[t, h]) -> (y: q[t, h, e], s: state f32[m, h, d, e], b: state i32[m],"
-    " ring: state f32[m, n, g*d+h*e+2*h])",
-    writes=("memory", "base", "log"), flops="7*t*h*d*e + 5*r*n*h*d*e",
-    bytes="8*r*h*d*e + 8*r*n*g*d + 8*r*n*h*e + 2*t*g*d*bytes_q + 2*t*h*e*bytes_q + 8*t*h", holds=HOLDS,
+    " beta?: f32[t, h]) -> (y: q[t, h, e], s: state f32[m, h, d, e])",
+    writes=("memory",), flops="7*t*h*d*e + 5*r*n*h*d*e",
+    bytes="8*r*h*d*e + 4*r*n*(g*d + h*e + 2*h) + 2*t*g*d*bytes_q + 2*t*h*e*bytes_q + 8*t*h", holds=HOLDS,
     example={**_SIZES, "m": 4, "n": 3, "r": 4},
 )  # fmt: skip
 def row_recurrence_draft(
     q: Any, k: Any, v: Any, decay: Any, memory: Any, base: Any, log: Any, rows: Any, starts: Any, positions: Any,
     beta: Any = None,
 ) -> Any:  # fmt: skip
-    """row_recurrence, after which up to n of a run's last tokens may be rejected.
+    """row_recurrence, after which up to n of a run's last tokens may be rejected. `row_log` follows it.
 
     `memory` is the state after the positions below `base` of its row, and `log` a ring of the tokens from there on,
     that of position p at p mod n: k, v, decay and beta (0 without beta). A run that begins at position `first`, with
     first - n <= base <= first, replays the positions base .. first - 1 from the log, then computes its own tokens. Of
-    the positions below its end, those below max(first + 1, end - n) become part of the memory, and the run's others are
-    written to the log. The next run of the row begins after `first`, at `end` or earlier.
+    the positions below its end, those below max(first + 1, end - n) become part of the memory. The next run of the row
+    begins after `first`, at `end` or earlier.
     """
-    out, (memory, base, log) = np.zeros_like(v), (x.copy() for x in (memory, base, log))
+    out, memory = np.zeros_like(v), memory.copy()
+    n = log.shape[1]
+    for row, span, first in runs(rows, starts, positions):
+        known = np.arange(base[row] if first else 0, first)
+        cut = _kept(first, span, n) - first
+        state = memory[row] * (first > 0)
+        _recur(state, *_unlogged(log[row, known % n], k, v, beta is not None))
+        of_run = [q[span], k[span], v[span], decay[span], None if beta is None else beta[span]]
+        out[span][:cut] = _recur(state, *(None if x is None else x[:cut] for x in of_run))
+        memory[row] = state
+        out[span][cut:] = _recur(state, *(None if x is None else x[cut:] for x in of_run))
+    return out, memory
+
+
+@op(
+    "(k: f[t, g, d], v: k[t, h, e], decay: f32[t, h], base: state i32[m], log: state f32[m, n, g*d+h*e+2*h],"
+    " rows: i32[r], starts: i32[r+1], positions: i32[t], beta?: f32[t, h])"
+    " -> (b: state i32[m], ring: state f32[m, n, g*d+h*e+2*h])",
+    writes=("base", "log"), bytes="r*n*(g*d + h*e)*(4 + bytes_k) + 16*r*n*h", holds=HOLDS,
+    example={**_SIZES, "m": 4, "n": 3, "r": 4},
+)  # fmt: skip
+def row_log(
+    k: Any, v: Any, decay: Any, base: Any, log: Any, rows: Any, starts: Any, positions: Any, beta: Any = None
+) -> Any:
+    """Log the tokens of each run that are not in the memory that row_recurrence_draft wrote, and set its `base`.
+
+    It is an op of its own because all heads of row_recurrence_draft read the base and the log of a row.
+    """
+    base, log = base.copy(), log.copy()
     n = log.shape[1]
     factor = np.zeros_like(decay) if beta is None else beta
     tokens = np.concatenate([k.reshape(len(k), -1), v.reshape(len(v), -1), decay, factor], 1)
     for row, span, first in runs(rows, starts, positions):
-        known = np.arange(base[row] if first else 0, first)
-        end = first + span.stop - span.start
-        kept = max(first + 1, end - n)
-        state = memory[row] * (first > 0)
-        _recur(state, *_unlogged(log[row, known % n], k, v, beta is not None))
-        of_run = [q[span], k[span], v[span], decay[span], None if beta is None else beta[span]]
-        cut = kept - first
-        out[span][:cut] = _recur(state, *(None if x is None else x[:cut] for x in of_run))
-        memory[row], base[row] = state, kept
-        out[span][cut:] = _recur(state, *(None if x is None else x[cut:] for x in of_run))
-        log[row, np.arange(kept, end) % n] = tokens[span][cut:]
-    return out, memory, base, log
+        base[row] = kept = _kept(first, span, n)
+        log[row, np.arange(kept, first + span.stop - span.start) % n] = tokens[span][kept - first :]
+    return base, log
+
+
+def _kept(first: int, span: slice, n: int) -> int:
+    """Return the number of positions of a row whose tokens can no longer be rejected, of up to n that may be."""
+    return max(first + 1, first + span.stop - span.start - n)
 
 
 def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:
