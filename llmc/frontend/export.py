@@ -200,7 +200,8 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     if pooled is None:
         _check_positions(model)
     _keep_rows(model)
-    taken = {"position_ids"} if alibi.applies(config) else set()  # the bias is in the attention alone
+    attends = any(hasattr(m, "is_causal") for m in model.modules())
+    taken = {"position_ids"} if alibi.applies(config) or not attends else set()  # only our ops read them
     missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(

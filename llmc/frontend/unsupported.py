@@ -64,9 +64,9 @@ HYBRID = "most of its layers are recurrent or linear attention, which keep a sta
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         "doge": WEIGHED,
-        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
-        **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h"), HYBRID),
-        **dict.fromkeys(("zamba", "zamba2"), HYBRID),
+        **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
+        **dict.fromkeys(("jamba", "kimi_linear", "minimax"), HYBRID),
+        **dict.fromkeys(("zamba",), HYBRID),
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )
