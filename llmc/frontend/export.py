@@ -368,8 +368,13 @@ def recompute(model: Any, name: str) -> torch.Tensor:
         if b is not None
     }
     with torch.no_grad():
-        _owner(model, path)._init_weights(twin)
-    value = twin._buffers[leaf]
+        owner = _owner(model, path)
+        owner._init_weights(twin)
+        value = twin._buffers[leaf]
+        if value.isnan().any():  # a model may initialize the buffers of its layers together
+            before, module._buffers[leaf] = module._buffers[leaf], value
+            owner._init_weights(owner)
+            module._buffers[leaf] = before
     if value.isnan().any():
         raise Diagnostic(
             "E305",

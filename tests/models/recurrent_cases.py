@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.cases import EXPERTS, SMALL, Case
+from models.cases import EXPERTS, SEEN, SMALL, Case
 
 GDN: dict[str, Any] = SMALL | {
     "num_hidden_layers": 4,
@@ -44,6 +44,8 @@ RECURRENT = (
     Case("qwen3_next", "qwen3_next", GDN_EXPERTS, (70, 1, 13)),
     Case("qwen3_5_text", "qwen3_5_text", GDN, (3, 66)),
     Case("qwen3_5_moe_text", "qwen3_5_moe_text", GDN_EXPERTS, (21, 2, 16)),
+    Case("qwen3_5", "qwen3_5", {"text_config": GDN, "vision_config": SEEN}, (3, 36)),
+    Case("qwen3_5_moe", "qwen3_5_moe", {"text_config": GDN_EXPERTS, "vision_config": SEEN}, (3, 36)),
     Case("olmo_hybrid", "olmo_hybrid", GDN, (21, 16)),
     Case("olmo_hybrid-signs", "olmo_hybrid", GDN | {"linear_allow_neg_eigval": True}, (21, 16)),
     Case("lfm2", "lfm2", CONV, (2, 21, 1)),

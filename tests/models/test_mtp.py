@@ -46,7 +46,7 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch
     bias = {5: 5.0, 9: 5.5, 200: 5.0}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias=bias)
     prompts = [{"prompt_token_ids": [7 * i % 311 + 3 for i in range(n)]} for n in (1, 2, 40, 17, 16)]
-    with LLM(tmp_path / "plain.llmc", say=quiet) as llm:
+    with LLM(tmp_path / "plain.llmc", say=quiet, enable_prefix_caching=False) as llm:
         want = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
     seen = record_drafts(monkeypatch)
     with LLM(tmp_path / "model.llmc", say=quiet, speculate="mtp:3", enable_prefix_caching=False) as llm:
