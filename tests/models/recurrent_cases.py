@@ -25,7 +25,10 @@ CONV: dict[str, Any] = SMALL | {
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2}
 BAMBA = SMALL | MAMBA2 | {"num_hidden_layers": 3, "attn_layer_indices": [1]}
-GRANITE = SMALL | MAMBA2 | {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}
+GRANITE = SMALL | MAMBA2 | {
+    "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+}  # fmt: skip
 NEMOTRON = SMALL | {
     "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8, "mamba_head_dim": 16,
     "ssm_state_size": 12, "n_groups": 2, "head_dim": 16,
@@ -34,10 +37,6 @@ ZAMBA2 = SMALL | {
     "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2,
     "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 12, "num_key_value_heads": 4, "num_mem_blocks": 1,
     "attention_head_dim": 32,
-}  # fmt: skip
-PURE = {
-    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 12,
-    "n_groups": 2, "expand": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 
 RECURRENT = (
@@ -53,8 +52,7 @@ RECURRENT = (
     Case("lfm2_moe", "lfm2_moe", CONV | EXPERTS | {"num_dense_layers": 1}, (21, 16)),
     Case("bamba", "bamba", BAMBA, (21, 16)),
     Case("falcon_h1", "falcon_h1", SMALL | MAMBA2 | {"mamba_d_ssm": 128}, (21, 16)),
-    Case("granitemoehybrid", "granitemoehybrid", GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 96}, (21, 16)),
+    Case("granitemoehybrid-mamba", "granitemoehybrid", GRANITE, (21, 16)),
     Case("nemotron_h", "nemotron_h", NEMOTRON, (21, 16)),
     Case("zamba2", "zamba2", ZAMBA2, (21, 16)),
-    Case("mamba2", "mamba2", PURE, (21, 16)),
 )
