@@ -224,7 +224,7 @@ class _Lowering:
 
 
 def _number_layers(g: Graph) -> None:
-    """Renumber attention layers if numbers repeat: each attention needs its own KV cache. Number recurrent ops by kind."""
+    """Number recurrent ops by kind, and attention layers if their numbers repeat: each has a KV cache of its own."""
     for kind in RECURRENT:
         for i, n in enumerate(n for n in g.nodes if n.op.name == kind):
             n.attrs["layer"] = i

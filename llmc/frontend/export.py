@@ -311,7 +311,7 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
     ):
         reason = "it bypasses transformers' AttentionInterface"
     elif "Constraints violated (T)" in str(e):
-        reason = "its forward is not one computation for every number of tokens (layers that divide a prompt into chunks are not)"
+        reason = "its forward is not one computation for every number of tokens (layers that divide a prompt are not)"
     elif "data-dependent" in str(e):
         reason = "a size in it depends on what it computes (experts that gather their own tokens, for example)"
     return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)

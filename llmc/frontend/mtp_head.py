@@ -1,8 +1,8 @@
 """Traces a multi-token-prediction layer of a checkpoint (DeepSeek-V3, arXiv 2412.19437, section 2.2) as a head.
 
 The layer is transformers' MtpLayer, or that of mtp_apart: a decoder layer of the model over its last hidden state and
-the embedding of the next token, with the model's embedding and output projection. Of several layers, the first one drafts all tokens. The
-graph has the interface of an EAGLE-3 head's (see eagle_head), with the model's own vocabulary.
+the embedding of the next token, with the model's embedding and output projection. Of several layers, the first one
+drafts all tokens. The graph has the interface of an EAGLE-3 head's (see eagle_head), with the model's own vocabulary.
 """
 
 from __future__ import annotations

@@ -128,7 +128,9 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(expected.bind(*args, **kwargs).arguments)
         given |= given.pop(rest, {})
-        if surplus := sorted(k for k, x in given.items() if k not in known | {IGNORED} and x is not None and x is not False):
+        if surplus := sorted(
+            k for k, x in given.items() if k not in known | {IGNORED} and x is not None and x is not False
+        ):
             cause = f"{name} is called with {', '.join(surplus)}"
             raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")
         return ours(**{k: x for k, x in given.items() if k in known})

@@ -65,15 +65,16 @@ class ApartLayer(torch.nn.Module):
         decoder, config = model.get_decoder(), deepcopy(model.config)
         config.layer_types, config._attn_implementation = ["full_attention"], "eager"
         norm, width = type(decoder.norm), config.hidden_size
-        self.mtp = torch.nn.ModuleDict(
-            {name: norm(width, eps=config.rms_norm_eps) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
-        )
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        self.mtp = torch.nn.ModuleDict({name: norm(width, eps=config.rms_norm_eps) for name in norms})
         self.mtp["fc"] = torch.nn.Linear(2 * width, width, bias=False)
         self.mtp["layers"] = torch.nn.ModuleList([type(decoder.layers[0])(config, 0)])
         self.embed_tokens, self.shared_head = model.get_input_embeddings(), model.lm_head
         self.rotary_emb, self.layers = decoder.rotary_emb, [self.layer]
 
-    def layer(self, embedding: Tensor, hidden: Tensor, tables: Any, mask: Tensor, positions: Tensor, cache: None) -> Tensor:
+    def layer(
+        self, embedding: Tensor, hidden: Tensor, tables: Any, mask: Tensor, positions: Tensor, cache: None
+    ) -> Tensor:
         joined = torch.cat((self.mtp["pre_fc_norm_embedding"](embedding), self.mtp["pre_fc_norm_hidden"](hidden)), -1)
         block = self.mtp["layers"][0]
         x = block(self.mtp["fc"](joined), position_embeddings=tables, attention_mask=mask, position_ids=positions)

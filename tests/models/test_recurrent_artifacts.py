@@ -12,7 +12,7 @@ import pytest
 import torch
 from draw import SEED
 from kernel_cache import CACHE
-from llmc_runtime import LLM, SamplingParams
+from llmc_runtime import LLM
 from models.cases import Case
 from models.kit import save
 from models.recurrent_cases import RECURRENT

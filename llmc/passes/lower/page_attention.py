@@ -38,18 +38,18 @@ class PageAttention(Pass):
     """Turn @main(tokens, positions, last) -> logits into a step over device rows.
 
     Ids and positions come from row states, attention appends to a paged KV pool and reads it, recurrent ops keep their
-    state per device row, and the step returns a sampled id per row. The pool of latent_attention has one key per token, part of which is the value. rows: number of
-    device rows. max_len: maximum tokens per sequence. page: tokens per page. tokens: maximum tokens per step (0: the
-    bound of T). kv: dtype of the pools (empty: that of the keys); pools of f8e4m3 have a weight kv_scales.LAYER, the
-    scales of the heads of keys, then of values; those of f8e4m3fnuz, which hold half of what f8e4m3 would, are
-    multiplied by twice these scales. speculate: maximum number of drafted tokens that a step verifies per row (0:
-    none); a step then has up to rows * (1 + speculate) entries, limited to the tokens of a step and to 512. The graph
-    @draft, if there is one, becomes that of a draft model. If it has an input `hidden`, it is a head (EAGLE-3, arXiv
-    2503.01840): @main returns a hidden state per token after the logits, which the step stores in a pool of pages, with
-    the head's keys and values of the same tokens. draft_logprobs: @draft also returns the natural log-probability of
-    each token that it drafts, f32[R], among those that a row allows. pool: "last", "cls" or "mean" (empty: the step
-    samples): @main is that of a model that pools, and the step returns the output `pooled`, f32[R, width], instead of
-    ids.
+    state per device row, and the step returns a sampled id per row. The pool of latent_attention has one key per token,
+    part of which is the value. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per
+    page. tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools
+    of f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values; those of f8e4m3fnuz, which
+    hold half of what f8e4m3 would, are multiplied by twice these scales. speculate: maximum number of drafted tokens
+    that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited to the tokens
+    of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an input `hidden`,
+    it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits, which the step
+    stores in a pool of pages, with the head's keys and values of the same tokens. draft_logprobs: @draft also returns
+    the natural log-probability of each token that it drafts, f32[R], among those that a row allows. pool: "last", "cls"
+    or "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the output `pooled`,
+    f32[R, width], instead of ids.
     """
 
     name: ClassVar[str] = "page-attention"
