@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from draw import generator
 from kernels.harness import Case
-from kernels.recurrent_cases import cases
+from kernels.triton_recurrent_cases import cases
 from kernels.triton_harness import INTERPRETED, run_case
 
 from llmc.codegen.backends.triton.recurrent import ROW_CONV, ROW_LOG, ROW_RECURRENCE
