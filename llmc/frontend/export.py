@@ -30,6 +30,7 @@ from llmc.frontend import (
     legacy_methods,
     model_class,
     pooled_model,
+    recurrent_interface,
     rope_interface,
     unsupported,
 )
@@ -132,7 +133,8 @@ def export_model(
         attention_interface.read_gates(model)
         computed = {**rope_interface.patch(model, max_positions), **alibi.patch(model)}
         _return_hidden_states(model, aux_layers)
-        program = export(model, max_tokens, max_rows)
+        with recurrent_interface.llmc_recurrence(model):
+            program = export(model, max_tokens, max_rows)
         return exported(model, program, computed, max_tokens, max_rows, len(aux_layers))
 
 

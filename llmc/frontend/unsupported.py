@@ -65,8 +65,8 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         "doge": WEIGHED,
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
-        **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
-        **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),
+        **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h"), HYBRID),
+        **dict.fromkeys(("zamba", "zamba2"), HYBRID),
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )

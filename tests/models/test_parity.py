@@ -11,6 +11,7 @@ import torch
 from models.cases import FURTHER, LISTED, ROPES, SEED, UNLISTED, Case, further
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 from models.recent_cases import recent
+from models.recurrent_cases import RECURRENT
 
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.trace_model import trace
@@ -19,7 +20,7 @@ from llmc.ir.ops import OPS
 from llmc.ir.verify import verify
 
 EVERY = (
-    *(pytest.param(c, id=c.name) for c in LISTED),
+    *(pytest.param(c, id=c.name) for c in (*LISTED, *RECURRENT)),
     *(pytest.param(c, id=c.name, marks=pytest.mark.drawn) for c in (*UNLISTED, *ROPES, *further(6), *recent(4))),
 )
 

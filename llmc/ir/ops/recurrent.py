@@ -171,7 +171,7 @@ def row_recurrence(
     """
     out, memory = np.zeros_like(v), memory.copy()
     for row, span, first in runs(rows, starts, positions):
-        state = memory[row] * (first > 0)
+        state = memory[row].copy() if first else np.zeros_like(memory[row])
         out[span] = _recur(state, *(x[span] for x in (q, k, v, decay)), None if beta is None else beta[span])
         memory[row] = state
     return out, memory
@@ -202,7 +202,7 @@ def row_recurrence_draft(
     for row, span, first in runs(rows, starts, positions):
         known = np.arange(base[row] if first else 0, first)
         cut = _kept(first, span, n) - first
-        state = memory[row] * (first > 0)
+        state = memory[row].copy() if first else np.zeros_like(memory[row])
         _recur(state, *_unlogged(log[row, known % n], k, v, beta is not None))
         of_run = [q[span], k[span], v[span], decay[span], None if beta is None else beta[span]]
         out[span][:cut] = _recur(state, *(None if x is None else x[:cut] for x in of_run))

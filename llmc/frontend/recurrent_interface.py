@@ -1,0 +1,122 @@
+"""Custom torch ops that stand for recurrent layers in a trace, and the functions of transformers that call them.
+
+transformers' recurrent layers call functions of their modelling module: `causal_conv1d_fn` for the convolution along
+the sequence, and one of a few functions for the recurrence. While a model is traced, ours replace them, by name, in
+every module that its classes come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.legacy_attention import replaced
+
+EPS = 1e-6  # of the norms of queries and keys, in transformers and in flash-linear-attention
+
+
+@torch.library.custom_op("llmc::causal_conv", mutates_args=())
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
+) -> Tensor:
+    """x [1,T,C], weight [C,W], bias [C] -> [1,T,C]."""
+    raise NotImplementedError("llmc::causal_conv is traced, never run")
+
+
+@causal_conv.register_fake
+def _(x, weight, bias=None):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("llmc::linear_recurrence", mutates_args=())
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Optional[Tensor] = None,  # noqa: UP045
+    scale: float = 1.0,
+    eps: float = 0.0,
+) -> Tensor:
+    """q and k [1,T,G,D], v [1,T,H,E], decay and beta [1,T,H] in f32 -> [1,T,H,E].
+
+    With eps > 0, q and k are divided by the root of their sum of squares and eps. q is multiplied by `scale`.
+    """
+    raise NotImplementedError("llmc::linear_recurrence is traced, never run")
+
+
+@linear_recurrence.register_fake
+def _(q, k, v, decay, beta=None, scale=1.0, eps=0.0):  # type: ignore[no-untyped-def]
+    return torch.empty_like(v)
+
+
+def _conv(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
+) -> Tensor:
+    """The convolution of hidden_states [1,C,T] by weight [C,W], and an activation."""
+    out = torch.ops.llmc.causal_conv(hidden_states.transpose(1, 2).to(weight.dtype), weight, bias)
+    out = out if activation is None else ACT2FN[activation](out)
+    return out.to(hidden_states.dtype).transpose(1, 2)
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
+    **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The gated delta rule of query and key [1,T,G,D], value [1,T,H,E], g and beta [1,T,H]; no state is returned."""
+    k, v = key.to(query.dtype), value.to(query.dtype)
+    eps, scale = EPS if use_qk_l2norm_in_kernel else 0.0, query.shape[-1] ** -0.5
+    return torch.ops.llmc.linear_recurrence(query, k, v, g.float(), beta.float(), scale, eps), None
+
+
+# By the name of a function of modelling modules: the function that replaces it, and the arguments that it ignores, as
+# they are about chunks, caches or packed sequences.
+FUNCTIONS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": (_conv, frozenset()),
+        "torch_chunk_gated_delta_rule": (
+            _delta_rule, frozenset({"chunk_size", "initial_state", "output_final_state"})
+        ),
+    }
+)  # fmt: skip
+
+
+@contextmanager
+def llmc_recurrence(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context, the recurrent layers of a model are traced as our ops; raises Diagnostic E305."""
+    with ExitStack() as stack:
+        for module in {sys.modules[type(m).__module__] for m in model.modules()}:
+            for name in FUNCTIONS.keys() & vars(module).keys():
+                stack.enter_context(replaced(vars(module), name, _checked(name, vars(module)[name])))
+        yield
+
+
+def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function for a modelling module's; it raises Diagnostic E305 if it is called for what ours cannot do."""
+    ours, ignored = FUNCTIONS[name]
+    known = {p for p, x in inspect.signature(ours).parameters.items() if x.kind is not x.VAR_KEYWORD}
+    expected = inspect.signature(original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = expected.bind(*args, **kwargs)
+        rest = next((p for p, x in expected.parameters.items() if x.kind is x.VAR_KEYWORD), "")
+        given = dict(bound.arguments)
+        given |= given.pop(rest, {})
+        surplus = {k for k, x in given.items() if k not in known | ignored and x is not None and x is not False}
+        if surplus or given.get("initial_state") is not None or given.get("output_final_state"):
+            cause = f"{name} is called with {', '.join(sorted(surplus)) or 'a state of its own'}"
+            raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")
+        return ours(**{k: x for k, x in given.items() if k in known})
+
+    return call
