@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -119,6 +119,7 @@ class RowRecurrence(TritonKernel):
             LOG_TOKENS=int(log.type.shape[1]) if log else 0,
             CHUNK=chunk,
             CHUNK_LEVELS=chunk.bit_length() - 1 if chunk else 0,
+            DOT_DTYPE="tl.float32" if u.interpret else element(u.node.operands[0].type),
         )
 
 

@@ -26,7 +26,9 @@ def unit_inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def add_chunk(state, head, column, begin, end, CHUNK: tl.constexpr, LEVELS: tl.constexpr):
+def add_chunk(
+    state, head, column, begin, end, CHUNK: tl.constexpr, LEVELS: tl.constexpr, DOT_DTYPE: tl.constexpr
+):  # fmt: skip
     """Return the state [KEY_PADDED, VALUE_BLOCK] after CHUNK tokens or those up to `end`, and store their results.
 
     head: see `row_recurrence.Head`. Tokens from `end` on have keys, values and decays of zero.
@@ -40,8 +42,8 @@ def add_chunk(state, head, column, begin, end, CHUNK: tl.constexpr, LEVELS: tl.c
     value_at = token.to(tl.int64)[:, None] * (head.VALUE_HEADS * head.VALUE_DIM) + column[None, :]
     value_mask = live[:, None] & (column < head.VALUE_DIM)[None, :]
     scalar_at = token.to(tl.int64) * head.VALUE_HEADS
-    k = tl.load(head.k_ptr + key_at, mask=key_mask, other=0.0)
-    q = tl.load(head.q_ptr + key_at, mask=key_mask, other=0.0)
+    k = tl.load(head.k_ptr + key_at, mask=key_mask, other=0.0).to(DOT_DTYPE)
+    q = tl.load(head.q_ptr + key_at, mask=key_mask, other=0.0).to(DOT_DTYPE)
     u = tl.load(head.v_ptr + value_at, mask=value_mask, other=0.0).to(tl.float32)
     decay = tl.load(head.decay_ptr + scalar_at, mask=live, other=0.0)
     decays = tl.cumsum(decay, 0)

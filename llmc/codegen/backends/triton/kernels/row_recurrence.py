@@ -67,23 +67,23 @@ def add_tokens(state, head: Head, column, begin, end):
 
 
 @triton.jit
-def add_logged(state, head: Head, log_ptr, value_head, column, begin, end, LOG_TOKENS: tl.constexpr):
+def add_logged(
+    state, head: Head, log_ptr, value_head, column, begin, end, LOG_TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
     """Return the state after the positions from `begin` to `end` of the row whose log is at log_ptr [LOG_TOKENS, width].
 
-    An entry of the log has the keys of all key heads, the values of all value heads, their decays and their betas.
+    An entry of the log has the KEYS elements of all keys, the VALUES of all values, their decays and their betas.
     """
-    KEYS: tl.constexpr = head.KEY_HEADS * head.KEY_DIM
-    VALUES: tl.constexpr = head.VALUE_HEADS * head.VALUE_DIM
-    WIDTH: tl.constexpr = KEYS + VALUES + 2 * head.VALUE_HEADS
     row = tl.arange(0, head.KEY_PADDED)
     key_at = value_head // (head.VALUE_HEADS // head.KEY_HEADS) * head.KEY_DIM + row
     value_at = KEYS + value_head * head.VALUE_DIM + column
     for position in range(begin, end):
-        at = log_ptr + position % LOG_TOKENS * WIDTH
+        at = log_ptr + position % LOG_TOKENS * (KEYS + VALUES + 2 * head.VALUE_HEADS)
         k = tl.load(at + key_at, mask=row < head.KEY_DIM, other=0.0)
         v = tl.load(at + value_at, mask=column < head.VALUE_DIM, other=0.0)
-        decay = tl.load(at + KEYS + VALUES + value_head)
-        beta = tl.load(at + KEYS + VALUES + head.VALUE_HEADS + value_head)
+        decay = tl.load(at + (KEYS + VALUES) + value_head)
+        beta = tl.load(at + (KEYS + VALUES + head.VALUE_HEADS) + value_head)
         state = add_token(state, k, v, decay, beta, head.beta_ptr is not None)
     return state
 
@@ -123,6 +123,7 @@ def row_recurrence(
     LOG_TOKENS: tl.constexpr,  # the last tokens of a run that do not become part of the memory; 0 without a log
     CHUNK: tl.constexpr,  # tokens that are computed as products, a power of two; 0: one token after another
     CHUNK_LEVELS: tl.constexpr,  # the logarithm of CHUNK
+    DOT_DTYPE: tl.constexpr,  # of queries and keys as factors of each other
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Compute the tokens of one run, for one value head and a block of columns, and update the row's memory."""
@@ -151,14 +152,16 @@ def row_recurrence(
     state = tl.where(first > 0, state, 0.0)
     kept = end
     if LOG_TOKENS:
-        log_ptr += row.to(tl.int64) * (LOG_TOKENS * (KEY_HEADS * KEY_DIM + VALUE_HEADS * (VALUE_DIM + 2)))
+        KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+        VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+        log_ptr += row.to(tl.int64) * (LOG_TOKENS * (KEYS + VALUES + 2 * VALUE_HEADS))
         base = tl.where(first > 0, tl.load(base_ptr + row), 0)
-        state = add_logged(state, head, log_ptr, value_head, column, base, first, LOG_TOKENS)
+        state = add_logged(state, head, log_ptr, value_head, column, base, first, LOG_TOKENS, KEYS, VALUES)
         kept = tl.maximum(begin + 1, end - LOG_TOKENS)
     if CHUNK:
         if kept - begin >= MIN_CHUNK:
             for token in range(begin, kept, CHUNK):
-                state = add_chunk(state, head, column, token, kept, CHUNK, CHUNK_LEVELS)
+                state = add_chunk(state, head, column, token, kept, CHUNK, CHUNK_LEVELS, DOT_DTYPE)
         else:
             state = add_tokens(state, head, column, begin, kept)
     else:
