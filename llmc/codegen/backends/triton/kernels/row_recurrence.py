@@ -98,6 +98,44 @@ def clear(out_ptr, column, begin, end, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.
         tl.store(out_ptr + at, zeros, mask=(token < end)[:, None] & (column < VALUE_DIM)[None, :])
 
 
+class Row(NamedTuple):
+    """The memory of one value head of a device row, and the row's log: pointers to their first elements."""
+
+    memory_ptr: tl.tensor
+    base_ptr: tl.tensor  # None without a log
+    log_ptr: tl.tensor  # see `add_logged`
+
+
+@triton.jit
+def add_run(
+    head: Head, row: Row, value_head, column, begin, end, first, LOG_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK_LEVELS: tl.constexpr, DOT_DTYPE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Compute the tokens from `begin` to `end`, whose first position is `first`, and update the memory."""
+    d = tl.arange(0, head.KEY_PADDED)
+    memory_ptr = row.memory_ptr + (d[:, None] * head.VALUE_DIM + column[None, :])
+    exists = (d < head.KEY_DIM)[:, None] & (column < head.VALUE_DIM)[None, :]
+    state = tl.load(memory_ptr, mask=exists, other=0.0)
+    state = tl.where(first > 0, state, 0.0)
+    kept = end
+    if LOG_TOKENS:
+        base = tl.where(first > 0, tl.load(row.base_ptr), 0)
+        state = add_logged(state, head, row.log_ptr, value_head, column, base, first, LOG_TOKENS, KEYS, VALUES)
+        kept = tl.maximum(begin + 1, end - LOG_TOKENS)
+    if CHUNK:
+        if kept - begin >= MIN_CHUNK:
+            for token in range(begin, kept, CHUNK):
+                state = add_chunk(state, head, column, token, kept, CHUNK, CHUNK_LEVELS, DOT_DTYPE)
+        else:
+            state = add_tokens(state, head, column, begin, kept)
+    else:
+        state = add_tokens(state, head, column, begin, kept)
+    tl.debug_barrier()  # threads may have loaded elements of the memory that others store
+    tl.store(memory_ptr, state, mask=exists)
+    if LOG_TOKENS:
+        add_tokens(state, head, column, kept, end)
+
+
 @triton.jit
 def row_recurrence(
     q_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
@@ -138,35 +176,20 @@ def row_recurrence(
         clear(out_ptr, column, begin, end, VALUE_HEADS, VALUE_DIM)
         return
     key_head = value_head // (VALUE_HEADS // KEY_HEADS)
-    head = Head(
-        q_ptr + key_head * KEY_DIM, k_ptr + key_head * KEY_DIM, v_ptr + value_head * VALUE_DIM, decay_ptr + value_head,
-        None if beta_ptr is None else beta_ptr + value_head, out_ptr, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
-        KEY_PADDED, VALUE_BLOCK,
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    at = row.to(tl.int64)
+    add_run(
+        Head(
+            q_ptr + key_head * KEY_DIM, k_ptr + key_head * KEY_DIM, v_ptr + value_head * VALUE_DIM,
+            decay_ptr + value_head, None if beta_ptr is None else beta_ptr + value_head, out_ptr, KEY_HEADS,
+            VALUE_HEADS, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_BLOCK,
+        ),
+        Row(
+            memory_ptr + (at * VALUE_HEADS + value_head) * (KEY_DIM * VALUE_DIM),
+            None if base_ptr is None else base_ptr + row,
+            None if log_ptr is None else log_ptr + at * (LOG_TOKENS * (KEYS + VALUES + 2 * VALUE_HEADS)),
+        ),
+        value_head, column, begin, end, tl.load(positions_ptr + begin), LOG_TOKENS, CHUNK, CHUNK_LEVELS, DOT_DTYPE,
+        KEYS, VALUES,
     )  # fmt: skip
-    d = tl.arange(0, KEY_PADDED)
-    memory_at = (row.to(tl.int64) * VALUE_HEADS + value_head) * (KEY_DIM * VALUE_DIM)
-    memory_at = memory_at + (d[:, None] * VALUE_DIM + column[None, :])
-    exists = (d < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
-    first = tl.load(positions_ptr + begin)
-    state = tl.load(memory_ptr + memory_at, mask=exists, other=0.0)
-    state = tl.where(first > 0, state, 0.0)
-    kept = end
-    if LOG_TOKENS:
-        KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-        VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
-        log_ptr += row.to(tl.int64) * (LOG_TOKENS * (KEYS + VALUES + 2 * VALUE_HEADS))
-        base = tl.where(first > 0, tl.load(base_ptr + row), 0)
-        state = add_logged(state, head, log_ptr, value_head, column, base, first, LOG_TOKENS, KEYS, VALUES)
-        kept = tl.maximum(begin + 1, end - LOG_TOKENS)
-    if CHUNK:
-        if kept - begin >= MIN_CHUNK:
-            for token in range(begin, kept, CHUNK):
-                state = add_chunk(state, head, column, token, kept, CHUNK, CHUNK_LEVELS, DOT_DTYPE)
-        else:
-            state = add_tokens(state, head, column, begin, kept)
-    else:
-        state = add_tokens(state, head, column, begin, kept)
-    tl.debug_barrier()  # threads may have loaded elements of the memory that others store
-    tl.store(memory_ptr + memory_at, state, mask=exists)
-    if LOG_TOKENS:
-        add_tokens(state, head, column, kept, end)
