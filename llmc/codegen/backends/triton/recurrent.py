@@ -6,6 +6,7 @@ The kernels are in `kernels/row_conv.py`, `kernels/row_recurrence.py` and `kerne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
@@ -18,7 +19,8 @@ from llmc.targets.target import Target
 CHANNELS = 256  # channels of a program of a convolution
 COLUMNS = 1024  # columns of a program that writes a log
 BLOCKS = (32, 64, 16)  # columns of the state of a program
-CHUNKS = (64, 32, 0)  # tokens that are computed as products; 0: one after another
+# By the family of the target: tokens that are computed as products; 0: one after another.
+CHUNKS: Mapping[str, tuple[int, ...]] = MappingProxyType({"cuda": (64, 32, 0), "hip": (32, 0)})
 LARGEST_STATE = 1 << 14  # elements of a program's state
 TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
 CHUNK_US = 10.0  # microseconds of a chunk
@@ -83,7 +85,9 @@ class RowRecurrence(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
         blocks = dict.fromkeys(min(max(16, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
-        chunks = (0,) if single(node) or node.operands[0].type.dtype == "f32" else CHUNKS
+        chunks = (0,) if single(node) or node.operands[0].type.dtype == "f32" else CHUNKS[target.family]
+        if target.family == "hip":  # chunks of a wider block spill registers
+            blocks = dict.fromkeys(min(b, 32) for b in blocks)
         return [{"block": b, "chunk": c, "warps": 4} for c in chunks for b in blocks]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

@@ -19,8 +19,8 @@ def unit_inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]
     inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        below = (i // 2 ** (level + 1) == j // 2 ** (level + 1)) & (i // 2**level != j // 2**level)
+    for level in range(1, LEVELS):
+        below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
         inverse -= tl.dot(inverse, tl.dot(tl.where(below, lower, 0.0), inverse))
     return inverse
 
