@@ -236,6 +236,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.unbind.int": unbind,
         "aten.cat.default": cat,
         "aten.concat.default": cat,
+        "aten.concatenate.default": cat,
         "aten.stack.default": stack,
         "aten.repeat_interleave.self_int": repeat_interleave,
         "aten.repeat.default": repeat,

@@ -80,16 +80,32 @@ def _delta_rule(
     return torch.ops.llmc.linear_recurrence(query, k, v, g.float(), beta.float(), scale, eps), None
 
 
-# By the name of a function of modelling modules: the function that replaces it, and the arguments that it ignores, as
-# they are about chunks, caches or packed sequences.
-FUNCTIONS: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = MappingProxyType(
+def _mamba2(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, torch.inf), **more: Any,
+) -> Tensor:  # fmt: skip
+    """The scan of Mamba-2: hidden_states [1,T,H,E], dt [1,T,H], A and D [H], B and C [1,T,G,D] -> f32 [1,T,H,E]."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+    low, high = dt_limit
+    if low > 0 or high < torch.inf or not dt_softplus:
+        dt = torch.clamp(dt, min=low, max=None if high == torch.inf else high)
+    dtype, x, dt = hidden_states.dtype, hidden_states.float(), dt.float()
+    v = (x * dt[..., None]).to(dtype)
+    out = torch.ops.llmc.linear_recurrence(C.to(dtype), B.to(dtype), v, A.float() * dt).float()
+    return out if D is None else out + D[..., None] * x
+
+
+# By the name of a function of modelling modules: the function that replaces it.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "causal_conv1d_fn": (_conv, frozenset()),
-        "torch_chunk_gated_delta_rule": (
-            _delta_rule, frozenset({"chunk_size", "initial_state", "output_final_state"})
-        ),
+        "causal_conv1d_fn": _conv,
+        "mamba2_chunk_scan": _mamba2,
+        "torch_chunk_gated_delta_rule": _delta_rule,
     }
-)  # fmt: skip
+)
+IGNORED = "chunk_size"  # the argument that does not change results
 
 
 @contextmanager
@@ -104,18 +120,16 @@ def llmc_recurrence(model: torch.nn.Module) -> Iterator[None]:
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Our function for a modelling module's; it raises Diagnostic E305 if it is called for what ours cannot do."""
-    ours, ignored = FUNCTIONS[name]
+    ours = FUNCTIONS[name]
     known = {p for p, x in inspect.signature(ours).parameters.items() if x.kind is not x.VAR_KEYWORD}
     expected = inspect.signature(original)
+    rest = next((p for p, x in expected.parameters.items() if x.kind is x.VAR_KEYWORD), "")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = expected.bind(*args, **kwargs)
-        rest = next((p for p, x in expected.parameters.items() if x.kind is x.VAR_KEYWORD), "")
-        given = dict(bound.arguments)
+        given = dict(expected.bind(*args, **kwargs).arguments)
         given |= given.pop(rest, {})
-        surplus = {k for k, x in given.items() if k not in known | ignored and x is not None and x is not False}
-        if surplus or given.get("initial_state") is not None or given.get("output_final_state"):
-            cause = f"{name} is called with {', '.join(sorted(surplus)) or 'a state of its own'}"
+        if surplus := sorted(k for k, x in given.items() if k not in known | {IGNORED} and x is not None and x is not False):
+            cause = f"{name} is called with {', '.join(surplus)}"
             raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")
         return ours(**{k: x for k, x in given.items() if k in known})
 

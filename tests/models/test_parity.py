@@ -67,9 +67,9 @@ def test_values_wider_than_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "codegen"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "codegen", "qwen3_5_text", "lfm2", "bamba"])
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
-    case = next(c for c in (*LISTED, *FURTHER) if c.name == name)
+    case = next(c for c in (*LISTED, *FURTHER, *RECURRENT) if c.name == name)
     low = save(case, tmp_path, dtype=torch.bfloat16)
     traced = trace(tmp_path)
     assert traced.facts.dtype == "bf16"
