@@ -13,7 +13,7 @@ from llmc.ir.types import state
 RECURRENT = ("causal_conv", "linear_recurrence")
 # Names of states, followed by the layer: the ring of a convolution's inputs; the memory of a recurrence, the position
 # up to which it goes, and the log of the tokens from there on.
-RECENT, MEMORY, BASE, LOG = "row.recent.", "row.memory.", "row.base.", "row.log."
+STATES = RECENT, MEMORY, BASE, LOG = "row.recent.", "row.memory.", "row.base.", "row.log."
 
 
 @dataclass(frozen=True)
