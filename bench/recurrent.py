@@ -87,7 +87,9 @@ def measure(rounds: int) -> None:
         llm = LLM(path_of(speculate))
         for batch in BATCHES:
             seconds(llm, batch, 16, 40, rng)
-            steps = [(seconds(llm, batch, 16, 300, rng) - seconds(llm, batch, 16, 44, rng)) / 256 for _ in range(rounds)]
+            steps = [
+                (seconds(llm, batch, 16, 300, rng) - seconds(llm, batch, 16, 44, rng)) / 256 for _ in range(rounds)
+            ]
             ms, least = 1e3 * statistics.median(steps), floor_ms(path_of(speculate), batch)
             print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {least:.3f} ms", flush=True)
         prompts = [seconds(llm, 1, PROMPT, 1, rng) for _ in range(rounds)]
