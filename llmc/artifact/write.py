@@ -12,7 +12,18 @@ from typing import Any
 from llmc_runtime.format.expr import parse as parse_size
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.json_fields import is_safe_name
-from llmc_runtime.format.manifest import FileInfo, KernelFile, Kv, Limits, Manifest, Source, State, TargetInfo, Weights
+from llmc_runtime.format.manifest import (
+    RECURRENT,
+    FileInfo,
+    KernelFile,
+    Kv,
+    Limits,
+    Manifest,
+    Source,
+    State,
+    TargetInfo,
+    Weights,
+)
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import Program
 
@@ -27,6 +38,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module
 from llmc.ir.weight_eval import WeightSource
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
+from llmc.passes.lower.page_recurrence import STATES
 from llmc.targets.target import Target
 
 TEMPLATES = "additional_chat_templates"
@@ -207,7 +219,13 @@ def states_of(m: Module) -> tuple[State, ...]:
     for g in m.graphs.values():
         for v in g.inputs:
             if v.type.state:
-                role = "kv" if v.name.removeprefix(DRAFT_PREFIX).startswith("kv.") else v.name.removeprefix("row.")
                 shape = tuple(parse_size(str(d)) for d in v.type.shape)
-                states[v.name] = State(v.name, v.type.dtype, shape, role)
+                states[v.name] = State(v.name, v.type.dtype, shape, _role(v.name))
     return tuple(states.values())
+
+
+def _role(name: str) -> str:
+    """Return the role of a state (`llmc_runtime.format.manifest.State`)."""
+    if name.removeprefix(DRAFT_PREFIX).startswith("kv."):
+        return "kv"
+    return RECURRENT if name.startswith(STATES) else name.removeprefix("row.")

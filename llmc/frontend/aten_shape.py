@@ -78,7 +78,8 @@ def _bounds(whole: Dim, start: Any, end: Any) -> tuple[Dim, Dim]:
             return default
         v = Dim.of(v)
         if v.const is None or whole.const is None:
-            return v if v.const is None or v.const >= 0 else whole + v
+            least = v.subs(dict.fromkeys(v.symbols, 1)).const or 0
+            return whole + v if least < 0 else v
         return Dim.of(max(0, min(whole.const, v.const + (whole.const if v.const < 0 else 0))))
 
     return bound(start, Dim.of(0)), bound(end, whole)
@@ -235,6 +236,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.unbind.int": unbind,
         "aten.cat.default": cat,
         "aten.concat.default": cat,
+        "aten.concatenate.default": cat,
         "aten.stack.default": stack,
         "aten.repeat_interleave.self_int": repeat_interleave,
         "aten.repeat.default": repeat,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmc.frontend import aten_math, aten_shape
+from llmc.frontend import aten_math, aten_recurrent, aten_shape
 from llmc.frontend.aten_math import Row
 from llmc.frontend.lowering import IR_DTYPE, Call
 from llmc.ir.dim import Dim, product
@@ -115,6 +115,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "aten.view_as_real.default": aten_shape.same,
         "llmc.alibi_attention.default": alibi_attention,
         "llmc.attention.default": attention,
+        "llmc.causal_conv.default": aten_recurrent.causal_conv,
+        "llmc.linear_recurrence.default": aten_recurrent.linear_recurrence,
         "llmc.moe.default": moe,
         "llmc.rope_tables.default": rope_tables,
     }

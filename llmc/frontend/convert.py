@@ -22,6 +22,7 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
 
 ATTENTION = ("attention", "alibi_attention")  # the attention ops of a trace
+RECURRENT = ("causal_conv", "linear_recurrence")
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,10 @@ class _Lowering:
 
 
 def _number_layers(g: Graph) -> None:
-    """Renumber attention layers if numbers repeat: each attention needs its own KV cache."""
+    """Number recurrent ops by kind, and attention layers if their numbers repeat: each has a KV cache of its own."""
+    for kind in RECURRENT:
+        for i, n in enumerate(n for n in g.nodes if n.op.name == kind):
+            n.attrs["layer"] = i
     found = [n for n in g.nodes if n.op.name in ATTENTION]
     if len({n.attrs["layer"] for n in found}) < len(found):
         for i, n in enumerate(found):

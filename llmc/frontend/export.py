@@ -30,6 +30,7 @@ from llmc.frontend import (
     legacy_methods,
     model_class,
     pooled_model,
+    recurrent_interface,
     rope_interface,
     unsupported,
 )
@@ -132,7 +133,8 @@ def export_model(
         attention_interface.read_gates(model)
         computed = {**rope_interface.patch(model, max_positions), **alibi.patch(model)}
         _return_hidden_states(model, aux_layers)
-        program = export(model, max_tokens, max_rows)
+        with recurrent_interface.llmc_recurrence(model):
+            program = export(model, max_tokens, max_rows)
         return exported(model, program, computed, max_tokens, max_rows, len(aux_layers))
 
 
@@ -198,7 +200,8 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     if pooled is None:
         _check_positions(model)
     _keep_rows(model)
-    taken = {"position_ids"} if alibi.applies(config) else set()  # the bias is in the attention alone
+    attends = any(hasattr(m, "is_causal") for m in model.modules())
+    taken = {"position_ids"} if alibi.applies(config) or not attends else set()  # only our ops read them
     missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
@@ -308,7 +311,7 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
     ):
         reason = "it bypasses transformers' AttentionInterface"
     elif "Constraints violated (T)" in str(e):
-        reason = "its forward is not one computation for every number of tokens (recurrent and chunked layers are not)"
+        reason = "its forward is not one computation for every number of tokens (layers that divide a prompt are not)"
     elif "data-dependent" in str(e):
         reason = "a size in it depends on what it computes (experts that gather their own tokens, for example)"
     return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
@@ -365,8 +368,13 @@ def recompute(model: Any, name: str) -> torch.Tensor:
         if b is not None
     }
     with torch.no_grad():
-        _owner(model, path)._init_weights(twin)
-    value = twin._buffers[leaf]
+        owner = _owner(model, path)
+        owner._init_weights(twin)
+        value = twin._buffers[leaf]
+        if value.isnan().any():  # a model may initialize the buffers of its layers together
+            before, module._buffers[leaf] = module._buffers[leaf], value
+            owner._init_weights(owner)
+            module._buffers[leaf] = before
     if value.isnan().any():
         raise Diagnostic(
             "E305",

@@ -65,6 +65,8 @@ TESTED = (
     "emu3", "gemma4", "hunyuan_vl", "hy_v4", "kimi_k25", "longcat_flash", "minimax_m3_vl", "mistral4", "mllama",
     "perception_lm", "phi4_multimodal", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7",
     "video_llama_3",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe",
+    "bamba", "falcon_h1", "nemotron_h", "zamba2",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

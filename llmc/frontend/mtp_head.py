@@ -1,8 +1,8 @@
 """Traces a multi-token-prediction layer of a checkpoint (DeepSeek-V3, arXiv 2412.19437, section 2.2) as a head.
 
-The layer is transformers' MtpLayer: a decoder layer of the model over its last hidden state and the embedding of the
-next token, with the model's embedding and output projection. Of several layers, the first one drafts all tokens. The
-graph has the interface of an EAGLE-3 head's (see eagle_head), with the model's own vocabulary.
+The layer is transformers' MtpLayer, or that of mtp_apart: a decoder layer of the model over its last hidden state and
+the embedding of the next token, with the model's embedding and output projection. Of several layers, the first one
+drafts all tokens. The graph has the interface of an EAGLE-3 head's (see eagle_head), with the model's own vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from llmc.frontend import attention_interface, legacy_attention, rope_interface
 from llmc.frontend.convert import convert
 from llmc.frontend.export import TOKENS, export, exported, keep_wide, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
-from llmc.frontend.mtp_names import tensors_of
+from llmc.frontend.mtp_apart import ApartHead
+from llmc.frontend.mtp_names import are_apart, tensors_of
 from llmc.frontend.trace_model import Traced, WeightInfo
 
 EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.weight"  # those of the model
@@ -85,7 +86,7 @@ def trace_mtp(traced: Traced, tokens: int, rows: int) -> TracedHead:
     with quiet(), legacy_attention.llmc_attention(main.config.model_type):
         try:
             with torch.device("meta"):
-                head = MtpHead(main)
+                head = ApartHead(main) if are_apart(main) else MtpHead(main)
         except Exception as e:  # transformers raises many types; each means that the model has no such layer
             reason = " ".join(str(e).split())[:200]
             cause = f"transformers has no multi-token-prediction layer for {traced.facts.architecture}: {reason}"

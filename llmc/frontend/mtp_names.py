@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+APART = re.compile(r"^mtp\.")  # beside those of the model, which transformers skips
+FIRST_APART = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
+
 
 def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
     """Return a pattern of the tensor names of the first `count` MTP layers (None: of all).
@@ -15,3 +18,9 @@ def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
     declared, first = getattr(text, "num_mtp_layers", None) or 0, int(text.num_hidden_layers)
     numbers = "|".join(str(first + i) for i in range(min(declared, declared if count is None else count)))
     return re.compile(rf"(^|\.)layers\.({numbers})\.") if declared else None
+
+
+def are_apart(model: Any) -> bool:
+    """Whether checkpoints of a model may have an MTP layer apart from its layers (see mtp_apart)."""
+    skipped = model._keys_to_ignore_on_load_unexpected or ()
+    return tensors_of(model.config) is None and any(pattern.startswith("^mtp") for pattern in skipped)

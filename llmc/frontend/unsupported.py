@@ -58,15 +58,17 @@ HEADS: Mapping[str, str] = MappingProxyType(
     }
 )
 WEIGHED = "its attention adds a weight of each key, computed from its value"
-RECURRENT = "it is recurrent: it keeps a state per sequence instead of keys and values"
-HYBRID = "most of its layers are recurrent or linear attention, which keep a state per sequence"
+RECURRENT = "it has recurrent layers only, and no attention, whose pages count the tokens of a sequence"
+MAMBA1 = "its layers are of Mamba-1, whose states decay at a rate for each pair of channel and state"
+CHANNELS = "its linear attention has a decay for each channel of a key"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         "doge": WEIGHED,
-        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
-        **dict.fromkeys(("bamba", "falcon_h1", "jamba", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid"), HYBRID),
-        **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"), HYBRID),
+        **dict.fromkeys(("mamba2", "recurrent_gemma", "rwkv", "xlstm"), RECURRENT),
+        **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA1),
+        **dict.fromkeys(("glm5_next", "kimi_linear"), CHANNELS),
+        "minimax": "its lightning attention is written out in the model's code",
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )

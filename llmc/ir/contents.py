@@ -256,6 +256,11 @@ def length(d: Drawing, shape: Shape) -> Array:
     return np.resize(d.step.before, shape)
 
 
+def row_numbers(d: Drawing, shape: Shape) -> Array:
+    """Arbitrary numbers of each device row."""
+    return arbitrary(d.rng, shape, "f", d.scale)
+
+
 def page_table(d: Drawing, shape: Shape) -> Array:
     """The KV pages of each device row, shared among rows only if the table has more entries than there are pages."""
     return np.resize(d.rng.permutation(d.step.pages), shape)

@@ -99,7 +99,8 @@ def random_step(
     pages = pool[0] if pool else int(np.prod(table)) or 8
     widths = [size(1, contents.history), table[1] * page if table else 0]
     limit = min([w for w in widths if w], default=50)
-    device_rows = size(0, contents.length, contents.iparams, contents.page_table, contents.history) or entries
+    of_rows = (contents.length, contents.iparams, contents.page_table, contents.history, contents.row_numbers)
+    device_rows = size(0, *of_rows) or entries
     tokens = max(tokens or 2 * entries + 1, entries)
     return Step.random(
         rng, entries=entries, tokens=tokens, rows=device_rows, limit=limit, padding=True, pages=pages, page=page,

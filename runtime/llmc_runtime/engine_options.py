@@ -65,6 +65,10 @@ def _switch(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def _optional_switch(name: str, value: Any) -> bool | None:
+    return None if value is None else bool(value)
+
+
 def to_stderr(line: str) -> None:
     """Print a log line to stderr. A stderr that is closed or full is ignored."""
     if sys.stderr is not None:
@@ -140,9 +144,9 @@ class EngineOptions(metaclass=KeywordChecks):
         0, "seed from which the seeds of requests without one are derived (0; None in Python: random)", commands=_SERVE,
         read=int, metavar="N", check=_seed, engine=True,
     )  # fmt: skip
-    enable_prefix_caching: bool = option(
-        True, "reuse the KV cache of common prefixes", commands=_SERVE, read=None, negated=True, check=_switch,
-        engine=True,
+    enable_prefix_caching: bool | None = option(
+        None, "reuse the KV cache of common prefixes (default: unless the model has recurrent layers)",
+        commands=_SERVE, read=None, negated=True, check=_optional_switch, engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs", "order in which waiting requests run: by arrival (fcfs) or by their priority, smaller first",

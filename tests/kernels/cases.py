@@ -26,7 +26,7 @@ PACKED_FIRST = (
     "pack_nibbles", "packed_nibbles_linear", "pack_fragments", "packed_fragments_linear", "norm_quantized_linear",
     "norm_fragments_linear",
 )  # fmt: skip
-UNPAGED = ("latent_attention",)  # `page-attention` replaces it
+UNPAGED = ("latent_attention", "causal_conv", "linear_recurrence")  # `page-attention` replaces it
 # Of several ranks (tests/codegen/test_collectives.py).
 COLLECTIVES = ("all_reduce", "all_gather")
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kernels.cases import Text
+from kernels.real_recurrent import RECURRENT
 from kernels.real_sampling import KV, PAGES, SAMPLING, V
 
 LATENTS = "state bf16[4096, 16, 576]"
@@ -329,7 +330,7 @@ _COLLECTIVES = {
 REAL: Mapping[str, tuple[Text, ...]] = MappingProxyType(
     {
         f"triton/{name}": texts
-        for part in (_ATTENTION, _PRODUCTS, _ROWS, SAMPLING, _COLLECTIVES)
+        for part in (_ATTENTION, _PRODUCTS, _ROWS, SAMPLING, RECURRENT, _COLLECTIVES)
         for name, texts in part.items()
     }
 )

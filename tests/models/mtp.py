@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from models.cases import FURTHER, UNLISTED, Case
@@ -54,6 +55,42 @@ def _as_stored(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             out[name] = x.clone()
     return out
+
+
+class ApartLayer(torch.nn.Module):
+    """The layer that checkpoints of Qwen3-Next and Qwen3.5 store under `mtp.`, with the interface of MtpModel."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        decoder, config = model.get_decoder(), deepcopy(model.config)
+        config.layer_types, config._attn_implementation = ["full_attention"], "eager"
+        norm, width = type(decoder.norm), config.hidden_size
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        self.mtp = torch.nn.ModuleDict({name: norm(width, eps=config.rms_norm_eps) for name in norms})
+        self.mtp["fc"] = torch.nn.Linear(2 * width, width, bias=False)
+        self.mtp["layers"] = torch.nn.ModuleList([type(decoder.layers[0])(config, 0)])
+        self.embed_tokens, self.shared_head = model.get_input_embeddings(), model.lm_head
+        self.rotary_emb, self.layers = decoder.rotary_emb, [self.layer]
+
+    def layer(
+        self, embedding: Tensor, hidden: Tensor, tables: Any, mask: Tensor, positions: Tensor, cache: None
+    ) -> Tensor:
+        joined = torch.cat((self.mtp["pre_fc_norm_embedding"](embedding), self.mtp["pre_fc_norm_hidden"](hidden)), -1)
+        block = self.mtp["layers"][0]
+        x = block(self.mtp["fc"](joined), position_embeddings=tables, attention_mask=mask, position_ids=positions)
+        return cast(Tensor, self.mtp["norm"](x))
+
+
+def save_with_layer_apart(case: Case, folder: Path, seed: int = 0) -> tuple[Any, Any]:
+    """Save a random model with a random MTP layer under `mtp.`; return both as torch modules."""
+    model = save(case, folder, seed)
+    layer = ApartLayer(model).eval()
+    for name, p in layer.mtp.named_parameters():
+        p.data.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    path = folder / "model.safetensors"
+    stored = {f"mtp.{name}": x for name, x in _as_stored(layer.mtp.state_dict()).items()}
+    save_file({**load_file(path), **stored}, path, metadata={"format": "pt"})
+    return model, layer
 
 
 @torch.no_grad()

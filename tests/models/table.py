@@ -13,6 +13,7 @@ import numpy as np  # noqa: E402
 from models.cases import FURTHER, LISTED, ROPES, UNLISTED, Case  # noqa: E402
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save  # noqa: E402
 from models.recent_cases import RECENT  # noqa: E402
+from models.recurrent_cases import RECURRENT  # noqa: E402
 from models.test_passes import PIPELINE  # noqa: E402
 
 from llmc.extension import load  # noqa: E402
@@ -59,7 +60,7 @@ def main() -> None:
         "| case | tokens | nodes | error | nodes after passes | worst error of a pass |",
         "|---|---|---|---|---|---|",
     ]
-    for case in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT):
+    for case in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT, *RECURRENT):
         with tempfile.TemporaryDirectory() as folder:
             rows.append(row(case, Path(folder)))
     PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + "\n".join(rows) + "\n")

@@ -18,6 +18,7 @@ import pytest
 from models.cases import EXPERTS, FURTHER, LISTED, ROPES, SEED, SMALL, TINY_VISION, UNLISTED, rope
 from models.kit import save
 from models.recent_cases import RECENT
+from models.recurrent_cases import RECURRENT
 from safetensors.numpy import load_file, save_file
 
 from llmc.diagnostics import Diagnostic
@@ -192,7 +193,8 @@ ODD = {
     "big_bird": (SMALL | {"is_decoder": True}, "bypasses"),
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no position_ids"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
-    "bamba": (SMALL | {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [0]}, "recurrent"),
+    "jamba": (SMALL, "Mamba-1"),
+    "mamba2": (SMALL, "no attention"),
     "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),
 }  # fmt: skip
 
@@ -393,8 +395,8 @@ def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
 
 
 def test_every_tested_architecture_has_a_case_and_a_line_in_the_docs() -> None:
-    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED, *FURTHER, *RECENT)}
+    assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED, *FURTHER, *RECENT, *RECURRENT)}
     page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
-    names = [c.name for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT)]
+    names = [c.name for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT, *RECURRENT)]
     assert len(set(names)) == len(names)
     assert [n for n in names if f"| {n} |" not in page] == [], "run: python tests/models/table.py"

@@ -14,8 +14,9 @@ from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
 from models.cases import LISTED
 from models.kit import save
-from models.mtp import case_of, drafted, save_with_layer
+from models.mtp import case_of, drafted, save_with_layer, save_with_layer_apart
 from models.recorded_drafts import record_drafts
+from models.recurrent_cases import RECURRENT
 from models.test_draft_model import accepted
 from models.test_speculation import eager, quiet, requests, results  # noqa: F401
 from safetensors.torch import load_file, save_file
@@ -26,20 +27,26 @@ from llmc.report.inspect import inspect_artifact
 
 LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 pytestmark = pytest.mark.slow
-NAMES = ("deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.drawn))
+NAMES = ("deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.drawn), "qwen3_next", "qwen3_5_text")
+
+
+def saved(name: str, folder: Path) -> tuple[Any, Any]:
+    """Save a random model of a case with a random MTP layer; return both as torch modules."""
+    apart = next((c for c in RECURRENT if c.name == name), None)
+    return save_with_layer_apart(apart, folder, SEED) if apart else save_with_layer(case_of(name), folder, SEED)
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After prompts in chunks, accepted and rejected drafts; the tokens are those without drafts."""
-    model, head = save_with_layer(case_of(name), tmp_path / "model", SEED)
+    model, head = saved(name, tmp_path / "model")
     compile_model(tmp_path / "model", tmp_path / "plain.llmc", Options(**LIMITS))
     compile_model(tmp_path / "model", tmp_path / "model.llmc", Options(**LIMITS, draft="mtp"))
     bias = {5: 5.0, 9: 5.5, 200: 5.0}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logit_bias=bias)
     prompts = [{"prompt_token_ids": [7 * i % 311 + 3 for i in range(n)]} for n in (1, 2, 40, 17, 16)]
-    with LLM(tmp_path / "plain.llmc", say=quiet) as llm:
+    with LLM(tmp_path / "plain.llmc", say=quiet, enable_prefix_caching=False) as llm:
         want = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
     seen = record_drafts(monkeypatch)
     with LLM(tmp_path / "model.llmc", say=quiet, speculate="mtp:3", enable_prefix_caching=False) as llm:

@@ -11,6 +11,7 @@ import torch
 from models.cases import FURTHER, LISTED, ROPES, SEED, UNLISTED, Case, further
 from models.kit import eager_logits, ir_logits, prompts, relative_error, save
 from models.recent_cases import recent
+from models.recurrent_cases import RECURRENT
 
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.trace_model import trace
@@ -19,7 +20,7 @@ from llmc.ir.ops import OPS
 from llmc.ir.verify import verify
 
 EVERY = (
-    *(pytest.param(c, id=c.name) for c in LISTED),
+    *(pytest.param(c, id=c.name) for c in (*LISTED, *RECURRENT)),
     *(pytest.param(c, id=c.name, marks=pytest.mark.drawn) for c in (*UNLISTED, *ROPES, *further(6), *recent(4))),
 )
 
@@ -66,9 +67,9 @@ def test_values_wider_than_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "codegen"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt2", "codegen", "qwen3_5_text", "lfm2", "bamba"])
 def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None:
-    case = next(c for c in (*LISTED, *FURTHER) if c.name == name)
+    case = next(c for c in (*LISTED, *FURTHER, *RECURRENT) if c.name == name)
     low = save(case, tmp_path, dtype=torch.bfloat16)
     traced = trace(tmp_path)
     assert traced.facts.dtype == "bf16"

@@ -16,6 +16,7 @@ from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type, state, tensor
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.lower.page_recurrence import RECURRENT, RecurrentRows
 
 PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
@@ -36,19 +37,19 @@ ENTRIES = 512  # verified tokens beyond this number cost as much as those of a p
 class PageAttention(Pass):
     """Turn @main(tokens, positions, last) -> logits into a step over device rows.
 
-    Ids and positions come from row states, attention appends to a paged KV pool and reads it, and the step returns a
-    sampled id per row. The pool of latent_attention has one key per token, part of which is the value. rows: number of
-    device rows. max_len: maximum tokens per sequence. page: tokens per page. tokens: maximum tokens per step (0: the
-    bound of T). kv: dtype of the pools (empty: that of the keys); pools of f8e4m3 have a weight kv_scales.LAYER, the
-    scales of the heads of keys, then of values; those of f8e4m3fnuz, which hold half of what f8e4m3 would, are
-    multiplied by twice these scales. speculate: maximum number of drafted tokens that a step verifies per row (0:
-    none); a step then has up to rows * (1 + speculate) entries, limited to the tokens of a step and to 512. The graph
-    @draft, if there is one, becomes that of a draft model. If it has an input `hidden`, it is a head (EAGLE-3, arXiv
-    2503.01840): @main returns a hidden state per token after the logits, which the step stores in a pool of pages, with
-    the head's keys and values of the same tokens. draft_logprobs: @draft also returns the natural log-probability of
-    each token that it drafts, f32[R], among those that a row allows. pool: "last", "cls" or "mean" (empty: the step
-    samples): @main is that of a model that pools, and the step returns the output `pooled`, f32[R, width], instead of
-    ids.
+    Ids and positions come from row states, attention appends to a paged KV pool and reads it, recurrent ops keep their
+    state per device row, and the step returns a sampled id per row. The pool of latent_attention has one key per token,
+    part of which is the value. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per
+    page. tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools
+    of f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values; those of f8e4m3fnuz, which
+    hold half of what f8e4m3 would, are multiplied by twice these scales. speculate: maximum number of drafted tokens
+    that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited to the tokens
+    of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an input `hidden`,
+    it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits, which the step
+    stores in a pool of pages, with the head's keys and values of the same tokens. draft_logprobs: @draft also returns
+    the natural log-probability of each token that it drafts, f32[R], among those that a row allows. pool: "last", "cls"
+    or "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the output `pooled`,
+    f32[R, width], instead of ids.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -85,6 +86,7 @@ class PageAttention(Pass):
             g.replace(inputs[name], value)
             g.inputs.remove(inputs[name])
         pools = [rows.attention(n) for n in list(g.nodes) if n.op.name in ATTENTION]
+        pools += rows.recurrences()
         if head is not None:
             pools += [rows.keep_hidden()] if drafts else rows.hand_over(head)
         if drafts:
@@ -118,6 +120,9 @@ def _check(g: Graph, outputs: int, pools: bool) -> None:
     """
     layers: set[int] = set()
     for n in g.nodes:
+        if n.op.name in RECURRENT and g.name == DRAFT:
+            cause = "the draft model has recurrent layers, whose state cannot be taken back when drafts are rejected"
+            raise Diagnostic("E435", cause, "draft with a model that has attention only, or with --draft ngram", node=n)
         if n.op.name not in ATTENTION:
             continue
         if not (n.attrs.get("causal", True) or pools):
@@ -184,6 +189,12 @@ class _Rows:
     def _hidden_pool(self, hidden: Type) -> Value:
         """Add the pool of hidden states of the type of those of a step, [T, H]."""
         return self.g.input(HIDDEN_POOL, Type(hidden.dtype, (D("P"), D(self.options.page), hidden.shape[1]), True))
+
+    def recurrences(self) -> list[Value]:
+        """Replace the recurrent nodes; return the new versions of their states."""
+        step, options = (self.rows, self.starts, self.positions), self.options
+        recurrent = RecurrentRows(self.g, self.ops, step, options.rows, options.speculate)
+        return [s for n in list(self.g.nodes) if n.op.name in RECURRENT for s in recurrent.replace(n)]
 
     def keep_hidden(self) -> Value:
         """Store a head's own hidden states at its tokens, where its next step reads them; return the pool."""

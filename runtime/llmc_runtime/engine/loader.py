@@ -131,6 +131,7 @@ def _summary(
         f"{target} on {device.name}" if device.separate else target,
         ranks,
         str(capacity),
+        "no prefix caching (recurrent layers)" if manifest.recurrent else "",
         f"prompts in steps of {1e3 * config.target_itl:g} ms" if config.target_itl else "",
         f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else "",
         device.upload_summary,
@@ -152,7 +153,7 @@ def _scheduler_config(
         vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
         eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
         policy=options.scheduling_policy,
-        prefix_caching=options.enable_prefix_caching and not (pooling and pooling.whole),
+        prefix_caching=_prefix_caching(manifest, options.enable_prefix_caching),
         context=artifact.digest,
         speculation=speculation_of(
             options.speculate,
@@ -166,6 +167,21 @@ def _scheduler_config(
         pooling=pooling,
         target_itl=0.0 if pooling else (options.target_itl_ms or 0.0) / 1e3,
     )
+
+
+def _prefix_caching(manifest: Manifest, requested: bool | None) -> bool:
+    """Return whether the KV cache of common prefixes is reused. Raises LlmcError E204 if it is requested in vain.
+
+    The state of a recurrent layer is that after a row's last token, and not kept for its prefixes.
+    """
+    if not manifest.recurrent:
+        return requested is not False and not (manifest.pooling and manifest.pooling.whole)
+    if requested:
+        cause = (
+            "enable_prefix_caching: the model has recurrent layers, whose states at the end of a prefix are not kept"
+        )
+        raise LlmcError("E204", cause, "leave enable_prefix_caching out")
+    return False
 
 
 def speculation_of(

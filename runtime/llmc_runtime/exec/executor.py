@@ -14,7 +14,7 @@ import numpy as np
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Event, Run
 from llmc_runtime.exec.buffer_layout import Layout, kv_capacity
-from llmc_runtime.exec.device_rows import Rows
+from llmc_runtime.exec.device_rows import ROLES, Rows
 from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.exec.entry_points import Bound, Columns, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
@@ -85,7 +85,7 @@ class Executor:
         self._env = {"P": self.capacity.pages, **({RANK: artifact.rank} if manifest.ranks > 1 else {})}
         self._layout = Layout(artifact, device, self._env)
         self._steps = EntryPoints(artifact, device, self._layout, self._env, "")
-        by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role != "kv"}
+        by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role in ROLES}
         self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         pooling = manifest.pooling

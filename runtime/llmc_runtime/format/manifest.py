@@ -112,10 +112,15 @@ class KernelFile(Record):
     license: str = stored(Fields.name, "")
 
 
+RECURRENT = "recurrent"  # the role of states of recurrent layers
+
+
 @dataclass(frozen=True)
 class State(Record):
-    """A persistent buffer. `role` is "kv", or the content of its rows: tokens, length, pages, fparams, iparams, stops,
-    seen, counts, bias_ids, biases, allowed, drafts or reach.
+    """A persistent buffer. `role` is "kv", RECURRENT, or the content of its rows: tokens, length, pages, fparams,
+    iparams, stops, seen, counts, bias_ids, biases, allowed, drafts or reach.
+
+    States of the role RECURRENT are those of recurrent layers, which only programs read and write.
     """
 
     name: str = stored(Fields.text)
@@ -241,6 +246,11 @@ class Manifest(Record):
     deterministic: bool = stored(Fields.flag, False)
     pooling: Pooling | None = stored(nullable(Fields.item), None, item=Pooling)
     ranks: int = stored(Fields.integer, 1, omitted=True, low=1, high=MAX_RANKS)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return any(s.role == RECURRENT for s in self.states)
 
     def validate(self, where: str) -> None:
         """See Record: every referenced file is listed exactly once, with its hash."""

@@ -1,0 +1,195 @@
+"""Linear recurrences on device rows: the gated delta rule (Yang et al. 2024, arXiv 2412.06464), and Mamba-2's rule.
+
+A program has one run, one value head and a block of the columns of the head's state [KEY_DIM, VALUE_DIM], which it
+keeps in registers as float32. It computes one token after another, or chunks of many tokens as products
+(`delta_chunk.py`). With a log, it first repeats the tokens that its row's memory does not have yet.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.delta_chunk import add_chunk
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.row_runs import find_run
+
+PADDING = tl.constexpr(16)  # tokens of padding that are cleared at once
+MIN_CHUNK = tl.constexpr(16)  # tokens of the shortest run that is computed in chunks
+
+
+class Head(NamedTuple):
+    """The inputs and the result of one value head: pointers to its first token, and shapes."""
+
+    q_ptr: tl.tensor
+    k_ptr: tl.tensor
+    v_ptr: tl.tensor
+    decay_ptr: tl.tensor
+    beta_ptr: tl.tensor  # None without the delta rule
+    out_ptr: tl.tensor
+    KEY_HEADS: tl.constexpr
+    VALUE_HEADS: tl.constexpr
+    KEY_DIM: tl.constexpr
+    VALUE_DIM: tl.constexpr
+    KEY_PADDED: tl.constexpr
+    VALUE_BLOCK: tl.constexpr  # columns of a program
+
+
+@triton.jit
+def add_token(state, k, v, decay, beta, DELTA: tl.constexpr):
+    """Return the state [KEY_PADDED, VALUE_BLOCK] after one token, whose factors are float32."""
+    state *= tl.exp(decay)
+    if DELTA:
+        v = beta * (v - tl.sum(state * k[:, None], 0))
+    return state + k[:, None] * v[None, :]
+
+
+@triton.jit
+def add_tokens(state, head: Head, column, begin, end):
+    """Return the state after the tokens from `begin` to `end`, one after another, and store their results."""
+    row = tl.arange(0, head.KEY_PADDED)
+    zero = tl.full([], 0, tl.int64)
+    for i in range(begin, end):
+        token = zero + i
+        key_at = token * (head.KEY_HEADS * head.KEY_DIM) + row
+        value_at = token * (head.VALUE_HEADS * head.VALUE_DIM) + column
+        k = tl.load(head.k_ptr + key_at, mask=row < head.KEY_DIM, other=0.0).to(tl.float32)
+        q = tl.load(head.q_ptr + key_at, mask=row < head.KEY_DIM, other=0.0).to(tl.float32)
+        v = tl.load(head.v_ptr + value_at, mask=column < head.VALUE_DIM, other=0.0).to(tl.float32)
+        decay = tl.load(head.decay_ptr + token * head.VALUE_HEADS)
+        beta = 0.0
+        if head.beta_ptr is not None:
+            beta = tl.load(head.beta_ptr + token * head.VALUE_HEADS)
+        state = add_token(state, k, v, decay, beta, head.beta_ptr is not None)
+        y = tl.sum(state * q[:, None], 0)
+        tl.store(head.out_ptr + value_at, y.to(head.out_ptr.dtype.element_ty), mask=column < head.VALUE_DIM)
+    return state
+
+
+@triton.jit
+def add_logged(
+    state, head: Head, log_ptr, value_head, column, begin, end, LOG_TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):  # fmt: skip
+    """Return the state after the positions from `begin` to `end` of a row whose log is at log_ptr [LOG_TOKENS, width].
+
+    An entry of the log has the KEYS elements of all keys, the VALUES of all values, their decays and their betas.
+    """
+    row = tl.arange(0, head.KEY_PADDED)
+    key_at = value_head // (head.VALUE_HEADS // head.KEY_HEADS) * head.KEY_DIM + row
+    value_at = KEYS + value_head * head.VALUE_DIM + column
+    for position in range(begin, end):
+        at = log_ptr + position % LOG_TOKENS * (KEYS + VALUES + 2 * head.VALUE_HEADS)
+        k = tl.load(at + key_at, mask=row < head.KEY_DIM, other=0.0)
+        v = tl.load(at + value_at, mask=column < head.VALUE_DIM, other=0.0)
+        decay = tl.load(at + (KEYS + VALUES) + value_head)
+        beta = tl.load(at + (KEYS + VALUES + head.VALUE_HEADS) + value_head)
+        state = add_token(state, k, v, decay, beta, head.beta_ptr is not None)
+    return state
+
+
+@triton.jit
+def clear(out_ptr, column, begin, end, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Set the results of the tokens from `begin` to `end` to zero, in a block of columns of one head."""
+    for i in range(begin, end, PADDING):
+        token = i + tl.arange(0, PADDING)
+        at = token.to(tl.int64)[:, None] * (VALUE_HEADS * VALUE_DIM) + column[None, :]
+        zeros = tl.zeros([PADDING, column.shape[0]], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, zeros, mask=(token < end)[:, None] & (column < VALUE_DIM)[None, :])
+
+
+class Row(NamedTuple):
+    """The memory of one value head of a device row, and the row's log: pointers to their first elements."""
+
+    memory_ptr: tl.tensor
+    base_ptr: tl.tensor  # None without a log
+    log_ptr: tl.tensor  # see `add_logged`
+
+
+@triton.jit
+def add_run(
+    head: Head, row: Row, value_head, column, begin, end, first, LOG_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNK_LEVELS: tl.constexpr, DOT_DTYPE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """Compute the tokens from `begin` to `end`, whose first position is `first`, and update the memory."""
+    d = tl.arange(0, head.KEY_PADDED)
+    memory_ptr = row.memory_ptr + (d[:, None] * head.VALUE_DIM + column[None, :])
+    exists = (d < head.KEY_DIM)[:, None] & (column < head.VALUE_DIM)[None, :]
+    state = tl.load(memory_ptr, mask=exists, other=0.0)
+    state = tl.where(first > 0, state, 0.0)
+    kept = end
+    if LOG_TOKENS:
+        base = tl.where(first > 0, tl.load(row.base_ptr), 0)
+        state = add_logged(state, head, row.log_ptr, value_head, column, base, first, LOG_TOKENS, KEYS, VALUES)
+        kept = tl.maximum(begin + 1, end - LOG_TOKENS)
+    if CHUNK:
+        if kept - begin >= MIN_CHUNK:
+            for token in range(begin, kept, CHUNK):
+                state = add_chunk(state, head, column, token, kept, CHUNK, CHUNK_LEVELS, DOT_DTYPE)
+        else:
+            state = add_tokens(state, head, column, begin, kept)
+    else:
+        state = add_tokens(state, head, column, begin, kept)
+    tl.debug_barrier()  # threads may have loaded elements of the memory that others store
+    tl.store(memory_ptr, state, mask=exists)
+    if LOG_TOKENS:
+        add_tokens(state, head, column, kept, end)
+
+
+@triton.jit
+def row_recurrence(
+    q_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
+    k_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
+    v_ptr,  # [token_count, VALUE_HEADS, VALUE_DIM]
+    decay_ptr,  # [token_count, VALUE_HEADS]: logarithms
+    beta_ptr,  # [token_count, VALUE_HEADS], or None without the delta rule
+    base_ptr,  # [rows]: positions below it are part of the memory; None without a log
+    log_ptr,  # [rows, LOG_TOKENS, width]: see `add_logged`
+    rows_ptr,  # [row_count]: the device row of each entry, -1 for padding
+    starts_ptr,  # [row_count + 1]: the first token of each entry
+    positions_ptr,  # [token_count]: the position of each token in its sequence
+    out_ptr,  # [token_count, VALUE_HEADS, VALUE_DIM]
+    memory_ptr,  # [rows, VALUE_HEADS, KEY_DIM, VALUE_DIM]: updated
+    row_count,
+    token_count,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    LOG_TOKENS: tl.constexpr,  # the last tokens of a run that do not become part of the memory; 0 without a log
+    CHUNK: tl.constexpr,  # tokens that are computed as products, a power of two; 0: one token after another
+    CHUNK_LEVELS: tl.constexpr,  # the logarithm of CHUNK
+    DOT_DTYPE: tl.constexpr,  # of queries and keys as factors of each other
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Compute the tokens of one run, for one value head and a block of columns, and update the row's memory."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    value_head = tl.program_id(1)
+    row, begin, end = find_run(rows_ptr, starts_ptr, row_count, token_count, tl.program_id(0))
+    column = tl.program_id(2) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
+    out_ptr += value_head * VALUE_DIM
+    if begin >= end:
+        return
+    if row < 0:
+        clear(out_ptr, column, begin, end, VALUE_HEADS, VALUE_DIM)
+        return
+    key_head = value_head // (VALUE_HEADS // KEY_HEADS)
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    at = row.to(tl.int64)
+    add_run(
+        Head(
+            q_ptr + key_head * KEY_DIM, k_ptr + key_head * KEY_DIM, v_ptr + value_head * VALUE_DIM,
+            decay_ptr + value_head, None if beta_ptr is None else beta_ptr + value_head, out_ptr, KEY_HEADS,
+            VALUE_HEADS, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_BLOCK,
+        ),
+        Row(
+            memory_ptr + (at * VALUE_HEADS + value_head) * (KEY_DIM * VALUE_DIM),
+            None if base_ptr is None else base_ptr + row,
+            None if log_ptr is None else log_ptr + at * (LOG_TOKENS * (KEYS + VALUES + 2 * VALUE_HEADS)),
+        ),
+        value_head, column, begin, end, tl.load(positions_ptr + begin), LOG_TOKENS, CHUNK, CHUNK_LEVELS, DOT_DTYPE,
+        KEYS, VALUES,
+    )  # fmt: skip

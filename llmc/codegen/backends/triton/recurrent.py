@@ -1,0 +1,165 @@
+"""Recurrent layers on device rows in Triton: short convolutions, linear recurrences, and the log of speculation.
+
+The kernels are in `kernels/row_conv.py`, `kernels/row_recurrence.py` and `kernels/delta_chunk.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.kernel import EXACT, Schedule
+from llmc.ir.dim import Dim
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+CHANNELS = 256  # channels of a program of a convolution
+COLUMNS = 1024  # columns of a program that writes a log
+BLOCKS = (32, 64, 16)  # columns of the state of a program
+# By the family of the target: tokens that are computed as products; 0: one after another.
+CHUNKS: Mapping[str, tuple[int, ...]] = MappingProxyType({"cuda": (64, 32, 0), "hip": (32, 0)})
+LARGEST_STATE = 1 << 14  # elements of a program's state
+TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
+CHUNK_US = 10.0  # microseconds of a chunk
+
+
+def single(node: Node) -> bool:
+    """Return whether every entry of the node's steps has one token."""
+    entries = node.operand("rows")
+    assert entries is not None
+    return node.operands[0].type.shape[0] == entries.type.shape[0]
+
+
+class RowConv(TritonKernel):
+    """row_conv: a program computes a tile of a run, or a whole run if every entry has one token."""
+
+    sums = EXACT  # each output adds its terms in one order, whatever the tile
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, "i32"), target)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        least = next_power_of_2(max(1, int(node.operands[1].type.shape[1]) - 1))
+        return [
+            {"tile": max(least, t), "warps": w} for t, w in ([(1, 4), (4, 4)] if single(node) else [(32, 8), (16, 4)])
+        ]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        tokens, channels = node.result.type.shape if len(node.results) == 1 else node.results[0].type.shape
+        programs = (tokens.ceildiv(schedule["tile"]) + 1) * channels.ceildiv(CHANNELS)
+        return cost_us(node, target, env, programs, schedule["warps"])
+
+    def code(self, u: Unit) -> Code:
+        tokens, channels = u.node.operands[0].type.shape
+        entries, whole, ring = u.node.operands[3].type.shape[0], single(u.node), u.node.operands[2].type.shape[1]
+        tiles = entries + 1 if whole else tokens.ceildiv(u.schedule["tile"]) + entries + 1
+        return u.launch(
+            Template("row_conv", "row_conv"),
+            (tiles, channels.ceildiv(CHANNELS)),
+            **u.pointers("x_ptr weight_ptr - rows_ptr starts_ptr positions_ptr bias_ptr", "out_ptr ring_ptr"),
+            row_count=u.sizes(entries),
+            token_count=u.sizes(tokens),
+            channels=u.sizes(channels),
+            WIDTH=int(u.node.operands[1].type.shape[1]),
+            RING=int(ring),
+            RING_PADDED=next_power_of_2(int(ring)),
+            TILE=u.schedule["tile"],
+            CHANNELS_PER_PROGRAM=CHANNELS,
+            WHOLE_RUNS=whole,
+        )
+
+
+class RowRecurrence(TritonKernel):
+    """row_recurrence and row_recurrence_draft: a program has one run, one head and a block of the state's columns."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if next_power_of_2(int(node.operands[1].type.shape[2])) * min(BLOCKS) > LARGEST_STATE:
+            return f"keys of {node.operands[1].type.shape[2]} elements"
+        return unsupported(node, (*FLOATS, "i32"), target)
+
+    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        """Return an order for single tokens only: the bits of a chunk depend on where it begins in a prompt."""
+        return None if schedule["chunk"] else f"{self.name} {schedule['block']} columns, {schedule['warps']} warps"
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
+        blocks = dict.fromkeys(min(max(16, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
+        chunks = (0,) if single(node) or node.operands[0].type.dtype == "f32" else CHUNKS[target.family]
+        if target.family == "hip":  # chunks of a wider block spill registers
+            blocks = dict.fromkeys(min(b, 32) for b in blocks)
+        return [{"block": b, "chunk": c, "warps": 4} for c in chunks for b in blocks]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict the traffic of all heads, and the latency of the longest run: all tokens but one for each entry."""
+        q, _, v = (node.operands[i].type.shape for i in range(3))
+        entries = node.operand("rows").type.shape[0]  # type: ignore[union-attr]
+        programs = entries * v[1] * v[2].ceildiv(schedule["block"])
+        tokens, rows = (d.subs(env).const or 1 for d in (q[0], entries))
+        chunk = schedule["chunk"]
+        longest = max(1, tokens - rows + 1)
+        chain = -(-longest // chunk) * CHUNK_US if chunk and longest > 1 else longest * TOKEN_US
+        return chain + cost_us(node, target, env, programs, schedule["warps"])
+
+    def code(self, u: Unit) -> Code:
+        q, k, v = (u.node.operands[i].type.shape for i in range(3))
+        entries, log = u.node.operand("rows"), u.node.operand("log")
+        assert entries is not None
+        block, chunk = u.schedule["block"], u.schedule["chunk"]
+        names = "q_ptr k_ptr v_ptr decay_ptr -", "rows_ptr starts_ptr positions_ptr beta_ptr"
+        pointers = u.pointers(f"{names[0]} {'base_ptr log_ptr ' if log else ''}{names[1]}", "out_ptr memory_ptr")
+        return u.launch(
+            Template("row_recurrence", "row_recurrence"),
+            (entries.type.shape[0] + 1, v[1], v[2].ceildiv(block)),
+            **{"base_ptr": None, "log_ptr": None, **pointers},
+            row_count=u.sizes(entries.type.shape[0]),
+            token_count=u.sizes(q[0]),
+            KEY_HEADS=int(k[1]),
+            VALUE_HEADS=int(v[1]),
+            KEY_DIM=int(k[2]),
+            VALUE_DIM=int(v[2]),
+            KEY_PADDED=max(16, next_power_of_2(int(k[2]))),
+            VALUE_BLOCK=block,
+            LOG_TOKENS=int(log.type.shape[1]) if log else 0,
+            CHUNK=chunk,
+            CHUNK_LEVELS=chunk.bit_length() - 1 if chunk else 0,
+            DOT_DTYPE="tl.float32" if u.interpret else element(u.node.operands[0].type),
+        )
+
+
+class RowLog(TritonKernel):
+    """row_log: a program has one run and a block of the log's columns."""
+
+    sums = EXACT
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return unsupported(node, (*FLOATS, "i32"), target)
+
+    def _columns(self, node: Node) -> Dim:
+        return node.operands[4].type.shape[2]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        programs = node.operands[5].type.shape[0] * self._columns(node).ceildiv(COLUMNS)
+        return cost_us(node, target, env, programs, 4)
+
+    def code(self, u: Unit) -> Code:
+        k, v, log, rows = (u.node.operands[i].type.shape for i in (0, 1, 4, 5))
+        return u.launch(
+            Template("row_conv", "row_log"),
+            (rows[0], self._columns(u.node).ceildiv(COLUMNS)),
+            **u.pointers("k_ptr v_ptr decay_ptr - - rows_ptr starts_ptr positions_ptr beta_ptr", "base_ptr log_ptr"),
+            row_count=u.sizes(rows[0]),
+            token_count=u.sizes(k[0]),
+            KEYS=int(k[1] * k[2]),
+            VALUES=int(v[1] * v[2]),
+            HEADS=int(v[1]),
+            TOKENS=int(log[1]),
+            COLUMNS=COLUMNS,
+        )
+
+
+ROW_CONV = RowConv("triton/row_conv", ("row_conv",))
+ROW_RECURRENCE = RowRecurrence("triton/row_recurrence", ("row_recurrence", "row_recurrence_draft"))
+ROW_LOG = RowLog("triton/row_log", ("row_log",))

@@ -1,0 +1,138 @@
+"""Custom torch ops that stand for recurrent layers in a trace, and the functions of transformers that call them.
+
+transformers' recurrent layers call functions of their modelling module: `causal_conv1d_fn` for the convolution along
+the sequence, and one of a few functions for the recurrence. While a model is traced, ours replace them, by name, in
+every module that its classes come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from llmc.diagnostics import Diagnostic
+from llmc.frontend.legacy_attention import replaced
+
+EPS = 1e-6  # of the norms of queries and keys, in transformers and in flash-linear-attention
+
+
+@torch.library.custom_op("llmc::causal_conv", mutates_args=())
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
+) -> Tensor:
+    """x [1,T,C], weight [C,W], bias [C] -> [1,T,C]."""
+    raise NotImplementedError("llmc::causal_conv is traced, never run")
+
+
+@causal_conv.register_fake
+def _(x, weight, bias=None):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("llmc::linear_recurrence", mutates_args=())
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Optional[Tensor] = None,  # noqa: UP045
+    scale: float = 1.0,
+    eps: float = 0.0,
+) -> Tensor:
+    """q and k [1,T,G,D], v [1,T,H,E], decay and beta [1,T,H] in f32 -> [1,T,H,E].
+
+    With eps > 0, q and k are divided by the root of their sum of squares and eps. q is multiplied by `scale`.
+    """
+    raise NotImplementedError("llmc::linear_recurrence is traced, never run")
+
+
+@linear_recurrence.register_fake
+def _(q, k, v, decay, beta=None, scale=1.0, eps=0.0):  # type: ignore[no-untyped-def]
+    return torch.empty_like(v)
+
+
+def _conv(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
+) -> Tensor:
+    """The convolution of hidden_states [1,C,T] by weight [C,W], and an activation."""
+    out = torch.ops.llmc.causal_conv(hidden_states.transpose(1, 2).to(weight.dtype), weight, bias)
+    out = out if activation is None else ACT2FN[activation](out)
+    return out.to(hidden_states.dtype).transpose(1, 2)
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
+    **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The gated delta rule of query and key [1,T,G,D], value [1,T,H,E], g and beta [1,T,H]; no state is returned."""
+    k, v = key.to(query.dtype), value.to(query.dtype)
+    eps, scale = EPS if use_qk_l2norm_in_kernel else 0.0, query.shape[-1] ** -0.5
+    return torch.ops.llmc.linear_recurrence(query, k, v, g.float(), beta.float(), scale, eps), None
+
+
+def _mamba2(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, torch.inf), **more: Any,
+) -> Tensor:  # fmt: skip
+    """The scan of Mamba-2: hidden_states [1,T,H,E], dt [1,T,H], A and D [H], B and C [1,T,G,D] -> f32 [1,T,H,E]."""
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
+    low, high = dt_limit
+    if low > 0 or high < torch.inf or not dt_softplus:
+        dt = torch.clamp(dt, min=low, max=None if high == torch.inf else high)
+    dtype, x, dt = hidden_states.dtype, hidden_states.float(), dt.float()
+    v = (x * dt[..., None]).to(dtype)
+    out = torch.ops.llmc.linear_recurrence(C.to(dtype), B.to(dtype), v, A.float() * dt).float()
+    return out if D is None else out + D[..., None] * x
+
+
+# By the name of a function of modelling modules: the function that replaces it.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": _conv,
+        "mamba2_chunk_scan": _mamba2,
+        "torch_chunk_gated_delta_rule": _delta_rule,
+    }
+)
+IGNORED = "chunk_size"  # the argument that does not change results
+
+
+@contextmanager
+def llmc_recurrence(model: torch.nn.Module) -> Iterator[None]:
+    """Within this context, the recurrent layers of a model are traced as our ops; raises Diagnostic E305."""
+    with ExitStack() as stack:
+        for module in {sys.modules[type(m).__module__] for m in model.modules()}:
+            for name in FUNCTIONS.keys() & vars(module).keys():
+                stack.enter_context(replaced(vars(module), name, _checked(name, vars(module)[name])))
+        yield
+
+
+def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function for a modelling module's; it raises Diagnostic E305 if it is called for what ours cannot do."""
+    ours = FUNCTIONS[name]
+    known = {p for p, x in inspect.signature(ours).parameters.items() if x.kind is not x.VAR_KEYWORD}
+    expected = inspect.signature(original)
+    rest = next((p for p, x in expected.parameters.items() if x.kind is x.VAR_KEYWORD), "")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(expected.bind(*args, **kwargs).arguments)
+        given |= given.pop(rest, {})
+        if surplus := sorted(
+            k for k, x in given.items() if k not in known | {IGNORED} and x is not None and x is not False
+        ):
+            cause = f"{name} is called with {', '.join(surplus)}"
+            raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")
+        return ours(**{k: x for k, x in given.items() if k in known})
+
+    return call

@@ -1,0 +1,41 @@
+"""Nodes for the kernels of recurrent layers, at the sizes of Qwen3-Next. Data only."""
+
+from __future__ import annotations
+
+from kernels.cases import Text
+
+_STEP = "i32[R]; i32[R+1]"
+_MEMORY = "state f32[256, 32, 128, 128]"
+_RING = "state bf16[256, 8, 8192]"
+_LOG = "state i32[256]; state f32[256, 4, 6208]"
+
+
+def _inputs(tokens: str) -> str:
+    """Queries, keys, values and decays."""
+    return f"bf16[{tokens}, 16, 128]; bf16[{tokens}, 16, 128]; bf16[{tokens}, 32, 128]; f32[{tokens}, 32]"
+
+
+RECURRENT = {
+    "row_conv": tuple(
+        Text(f"bf16[{t}, 8192]; bf16[8192, 4]; {_RING}; {_STEP}; i32[{t}]", "row_conv", f"bf16[{t}, 8192], {_RING}")
+        for t in ("T", "R")
+    ),
+    "row_recurrence": (
+        Text(
+            f"{_inputs('T')}; {_MEMORY}; {_STEP}; i32[T]; f32[T, 32]", "row_recurrence", f"bf16[T, 32, 128], {_MEMORY}"
+        ),
+        Text(
+            f"{_inputs('R')}; {_MEMORY}; {_STEP}; i32[R]; f32[R, 32]", "row_recurrence", f"bf16[R, 32, 128], {_MEMORY}"
+        ),
+        Text(
+            f"{_inputs('T')}; {_MEMORY}; {_LOG}; {_STEP}; i32[T]; f32[T, 32]", "row_recurrence_draft",
+            f"bf16[T, 32, 128], {_MEMORY}",
+        ),
+    ),
+    "row_log": (
+        Text(
+            f"bf16[T, 16, 128]; bf16[T, 32, 128]; f32[T, 32]; {_LOG}; {_STEP}; i32[T]; f32[T, 32]", "row_log",
+            _LOG.replace(";", ","),
+        ),
+    ),
+}  # fmt: skip
