@@ -55,14 +55,7 @@ class Step:
 
     @staticmethod
     def random(
-        rng: np.random.Generator,
-        *,
-        entries: int,
-        tokens: int,
-        rows: int,
-        limit: int,
-        padding: bool = False,
-        **more: Any,
+        rng: np.random.Generator, *, entries: int, tokens: int, rows: int, limit: int, padding: bool = False, **more: Any
     ) -> Step:
         """Draw a step of `entries` entries over `rows` device rows, each of at most `limit` tokens.
 
