@@ -30,7 +30,7 @@ class _Layer(nn.Module):
         self.layers = nn.ModuleList([layer(config, 0)])
 
 
-class ApartHead(PreTrainedModel):  # type: ignore[misc]
+class ApartHead(PreTrainedModel):
     """The first MTP layer of a model, which is on the meta device, with the interface of mtp_head.MtpHead."""
 
     _supports_sdpa = _supports_flex_attn = _supports_flash_attn = True

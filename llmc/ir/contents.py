@@ -55,15 +55,9 @@ class Step:
 
     @staticmethod
     def random(
-        rng: np.random.Generator,
-        *,
-        entries: int,
-        tokens: int,
-        rows: int,
-        limit: int,
-        padding: bool = False,
+        rng: np.random.Generator, *, entries: int, tokens: int, rows: int, limit: int, padding: bool = False,
         **more: Any,
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         """Draw a step of `entries` entries over `rows` device rows, each of at most `limit` tokens.
 
         Without padding, the tokens are divided evenly. With padding, the last of three or more entries is padding, two

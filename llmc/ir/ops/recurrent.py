@@ -129,7 +129,7 @@ def linear_recurrence(q: Any, k: Any, v: Any, decay: Any, pos: Any, beta: Any = 
     out = np.zeros_like(v)
     for span in sequences(pos):
         state = np.zeros((v.shape[1], k.shape[2], v.shape[2]), decay.dtype)
-        out[span] = _recur(state, *(x[span] for x in (q, k, v, decay)), None if beta is None else beta[span])
+        out[span] = _recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
     return out
 
 
@@ -172,7 +172,7 @@ def row_recurrence(
     out, memory = np.zeros_like(v), memory.copy()
     for row, span, first in runs(rows, starts, positions):
         state = memory[row].copy() if first else np.zeros_like(memory[row])
-        out[span] = _recur(state, *(x[span] for x in (q, k, v, decay)), None if beta is None else beta[span])
+        out[span] = _recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
         memory[row] = state
     return out, memory
 
