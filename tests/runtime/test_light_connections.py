@@ -128,25 +128,6 @@ def test_refusals_on_one_connection_then_a_request_that_is_served() -> None:
     run(main)
 
 
-def test_a_request_on_a_kept_connection_like_others_of_the_turn_takes_the_short_way() -> None:
-    """The first two requests of a connection do not, nor one with something behind it."""
-
-    async def main() -> None:
-        async with serving() as state:
-            reader, writer = await asyncio.open_connection("127.0.0.1", state.port)
-            for data, refused in ((AGAIN, 1), (AGAIN, 2), (AGAIN, 2), (b"b no\r\n\r\n", 3), (2 * AGAIN, 5)):
-                writer.write(data)
-                size = data.count(b"\r\n\r\n") * len(REFUSED)
-                assert await read(reader, size) == REFUSED * (size // len(REFUSED))
-                assert len(state.refused) == refused and state.open == 1
-            state.busy = False
-            writer.write(AGAIN)
-            assert await read(reader, len(AGAIN) + 2) == b"[" + AGAIN + b"]"
-            writer.close()
-
-    run(main)
-
-
 def test_a_head_in_pieces_and_a_server_that_is_free_again_make_ordinary_connections() -> None:
     async def main() -> None:
         async with serving() as state:

@@ -268,21 +268,6 @@ def test_a_turn_refuses_each_key_for_itself() -> None:
         assert refused["key_limit"] == before + 2, "each is counted"
         last = answer(head(2, "X-Request-Id: same"), True)
         assert last is not None and last.closes and not first.closes and b"\r\nconnection: close\r\n" in last.data
-        other = head(2, "X-Request-Id: same")
-        assert answer.again(other + b"{}") == first.data and refused["key_limit"] == before + 4
-        closing, longer = head(2, "Connection: close"), head(1 << 20)
-        assert answer(closing, False) and answer(longer, False)
-        unlike = (
-            other,
-            other + b"{",
-            other + b"{}x",
-            closing + b"{}",
-            longer + b"{}",
-            head(2, "X-Other: x") + b"{}",
-            b"",
-        )
-        assert not any(map(answer.again, unlike)), "only whole requests with a known head that keep their connection"
-        assert shed.turn([]).again(other + b"{}") is None, "another turn"
         messages = answer(head(2, line="POST /v1/messages HTTP/1.1"), False)
         assert messages is not None and b'"type":"error"' in messages.data, "an error of the other API"
         assert answer(head(2, key=KEYS[1]), False) is None

@@ -56,7 +56,7 @@ class HeldPages:
 
     def matched(self, tenant: str, chain: Sequence[int]) -> int:
         """Return how many of the first pages of a prompt are held."""
-        own = self._of.get(tenant, {})
+        own = self._of.get(tenant, OrderedDict[int, None]())
         return next((index for index, page in enumerate(chain) if page not in own), len(chain))
 
     def add(self, tenant: str, chain: Sequence[int]) -> None:

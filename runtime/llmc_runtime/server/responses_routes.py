@@ -85,8 +85,9 @@ class ResponsesRoutes(Endpoint):
                 raise not_found(f"after: the item {after[:80]!r} is not one of the response's input", "after")
             begin = ids.index(after) + 1
         end = begin + int(limit)
-        page, names = items[begin:end], ids[begin:end] or [None]
-        listed = {"object": "list", "first_id": names[0], "last_id": names[-1], "has_more": len(items) > end}
+        page, names = items[begin:end], ids[begin:end]
+        first, last = (names[0], names[-1]) if names else (None, None)
+        listed = {"object": "list", "first_id": first, "last_id": last, "has_more": len(items) > end}
         head = msgspec.json.encode(listed)[:-1] + b',"data":['
         return self._sent(request, [head, *separated(page), b"]}"])
 
