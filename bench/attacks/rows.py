@@ -22,6 +22,7 @@ from bench.attacks.corner_rows import connections, grammars, sampling, stores, t
 from bench.attacks.further_rows import refused_work, valid_work
 from bench.attacks.link import Answer, Door, together
 from bench.attacks.many import burst, flood, head_without_body, pipeline
+from bench.attacks.order_rows import orders
 from bench.attacks.server import KEYS, Server, python_path
 from bench.attacks.watch import request
 
@@ -274,7 +275,7 @@ def floods(clients: int, path: str, body: Any = None, key: str = KEYS["attacker"
 
 
 def repeated(make: Callable[[Door], list[Answer]]) -> Run:
-    """Repeat the requests of rows 11 and 12."""
+    """Repeat the requests of rows 11 to 15."""
     return lambda ground: make(ground.door)
 
 
@@ -317,5 +318,6 @@ ATTACKS: tuple[Attack, ...] = (
     *(Attack(12, name, repeated(make)) for name, make in refused_work().items()),
     *(Attack(13, name, repeated(make)) for made in (grammars, texts, sampling) for name, make in made().items()),
     *(Attack(14, name, repeated(make)) for made in (stores, connections) for name, make in made().items()),
+    *(Attack(15, name, repeated(make)) for name, make in orders().items()),
     Attack(6, "four ends of the engine", kills, ends=True),
 )  # fmt: skip

@@ -22,6 +22,7 @@ from llmc_runtime.server.http.returning_clients import ReturningClients
 from llmc_runtime.server.load_shedding import Answer
 
 REFUSED, LATE, FULL = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late", b"full"
+AGAIN = b"again no\r\n\r\n"
 PROBED = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -52,6 +53,10 @@ class Server:
     light: LightConnections | None = None
     returning: ReturningClients = field(default_factory=ReturningClients)
 
+    def __call__(self, head: bytes, last: bool) -> Answer | None:
+        """See refusals.Refuse."""
+        return self.refusal(head, last)
+
     def refusal(self, head: bytes, last: bool) -> Answer | None:
         """Heads with "no" are refused; "close" among them closes, and "+N" is the length of their body."""
         if not self.busy or b"no" not in head:
@@ -60,13 +65,17 @@ class Server:
         length = int(head.partition(b"+")[2].split()[0]) if b"+" in head else 0
         return Answer(REFUSED, length, b"close" in head or last)
 
+    def again(self, data: bytes) -> bytes | None:
+        """Requests that are "again no" and nothing else are like an earlier one."""
+        return REFUSED if self.busy and data == AGAIN else None
+
     def probe(self, head: bytes) -> Answer | None:
         """Heads with "probe" are health probes."""
         return Answer(PROBED, 0, b"close" in head, is_probe=True) if b"probe" in head else None
 
     def serve(self, one: _Light) -> tuple[_State, bytes]:
         """Take the requests that a connection has sent."""
-        return _serve(one, self.refusal if self.busy else None, self.probe, 20.0, self.returning)
+        return _serve(one, self if self.busy else None, self.probe, 20.0, self.returning)
 
     def count(self, change: int) -> None:
         self.open += change
@@ -78,7 +87,7 @@ async def serving(head_seconds: float = 20.0, keep_alive: float = 20.0) -> Async
     state, loop = Server(), asyncio.get_running_loop()
     assert isinstance(loop, ServerLoop)
     light = LightConnections(
-        loop.fair, lambda: 100 * state.busy, lambda: state.refusal, state.count, LATE, head_seconds, keep_alive,
+        loop.fair, lambda: 100 * state.busy, lambda: state, state.count, LATE, head_seconds, keep_alive,
         state.turns, lambda: FULL, state.probe,
     )  # fmt: skip
     loop.light = state.light = light
@@ -381,7 +390,7 @@ def test_a_chunked_body_is_read_in_small_parts() -> None:
     """Chunks of a byte take 10 us each to parse, so that little of them is handed over at a time."""
     state = Server()
     chunked = b"Transfer-Encoding: chunked\r\n", b"content-length: 9000\r\ntransfer-encoding: chunked\r\n", b""
-    for fields, refuse in itertools.product(chunked, (state.refusal, None)):
+    for fields, refuse in itertools.product(chunked, (state, None)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             one = _Light(ours, lambda data, passed: None, ours.close, 0.0)

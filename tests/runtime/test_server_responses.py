@@ -235,6 +235,15 @@ def test_what_is_not_to_be_stored_is_not(servers: Servers) -> None:
         assert reply.status_code == 400 and reply.json()["error"]["param"] == query.partition("=")[0]
     assert httpx.get(f"{servers[0]}/think/v1/responses/{stored}?stream=true").status_code == 400
     assert httpx.get(f"{servers[0]}/think/v1/responses/{stored}/input_items?after=x").status_code == 404
+    named = {"type": "message", "role": "user", "content": "x", "id": "i" * 257}
+    assert post(servers, {"input": [named]}).status_code == 400
+    twice = [{**named, "id": name} for name in ("a", "b", "a", "c")]
+    stored = post(servers, {"input": twice}).json()["id"]
+    for query, want in (("order=asc&after=a", "bac"), ("order=desc&after=a", "ba"), ("order=asc&limit=2", "ab"),
+                        ("after=c&limit=1", "a")):  # fmt: skip
+        listed = httpx.get(f"{servers[0]}/think/v1/responses/{stored}/input_items?{query}").json()
+        assert [item["id"] for item in listed["data"]] == list(want), listed
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (want[0], want[-1], "limit" in query)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

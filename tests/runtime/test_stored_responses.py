@@ -63,6 +63,15 @@ def test_a_chain_has_the_items_of_all_responses_in_order() -> None:
     assert error.value.status == 404 and error.value.param == "previous_response_id" and "'a'" in error.value.message
 
 
+def test_the_ids_of_an_input_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of an input of thousands of items takes no longer than one of a short input."""
+    one, decoded = store(), list[bytes]()
+    put(one, "a")
+    decode = stored_responses._decode_id
+    monkeypatch.setattr(stored_responses, "_decode_id", lambda item: decoded.append(item) or decode(item))
+    assert [one.get("k", "a").ids for _ in range(3)] == [["in-a"]] * 3 and len(decoded) == 1
+
+
 def test_keys_do_not_see_each_other() -> None:
     one = store(keys=2)
     put(one, "a")

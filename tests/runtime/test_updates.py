@@ -70,6 +70,28 @@ async def test_several_sources_are_merged_until_the_last_one_ends_or_the_first_e
 
 
 @run
+async def test_one_source_is_started_in_an_iteration_of_the_event_loop() -> None:
+    """The start of a long prompt takes milliseconds, which its neighbours' streams would wait for together."""
+    iteration, starts = 0, list[int]()
+
+    async def source() -> Updates:
+        starts.append(iteration)
+        yield 0, output(0)
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    async for _ in merged([source() for _ in range(20)]):
+        pass
+    counting.cancel()
+    assert len(set(starts)) == len(starts) == 20
+
+
+@run
 async def test_a_started_iterator_yields_the_first_update_and_then_those_of_the_source_itself() -> None:
     source = Source(0, 3)
     items = source.items()

@@ -83,7 +83,7 @@ class Instances:
     def __init__(
         self, command: Sequence[str], opening: Open, args: EngineArgs, step_timeout: float, say: Callable[[str], None]
     ) -> None:
-        self._say, self._digest = say, opening.digest
+        self._say = say
         self.engines = tuple(
             Supervisor(
                 command, msgspec.structs.replace(opening, engine=i), args, step_timeout,
@@ -156,7 +156,7 @@ class Instances:
         self._watch = asyncio.create_task(self._wait_given_up())
         small = min(readies, key=lambda ready: ready.num_pages)
         pages = small.num_pages if small.prefix_caching else 0
-        self._router = Router(len(self.engines), small.page_size, pages, self._digest, small.max_num_seqs)
+        self._router = Router(len(self.engines), small.page_size, pages, small.max_num_seqs)
         tokens, threads = sum(r.num_pages * r.page_size for r in readies), sum(r.threads for r in readies)
         parts = [f"KV caches of {tokens} tokens in all"]
         if threads:
@@ -187,7 +187,8 @@ class Instances:
             if engine.state == READY and isinstance(engine.outputs, MeteredOutputs):
                 loads[i] = engine.outputs.load
         reuses = request.params.prompt_logprobs is None
-        chosen, request.uncached = self._router.choose(request.prompt.ids, request.cache_salt, loads, reuses)
+        ids, salt, tenant = request.prompt.ids, request.cache_salt, request.tenant
+        chosen, request.uncached = self._router.choose(ids, salt, tenant, loads, reuses)
         return self.engines[chosen]
 
     async def call(self, method: str, seconds: float = 0.0) -> ControlReply:

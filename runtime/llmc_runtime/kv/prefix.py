@@ -14,19 +14,6 @@ from collections.abc import Sequence
 from llmc_runtime.kv.pages import PageError, PagePool
 
 
-def root_digest(context: str, salt: str) -> bytes:
-    """Return the parent digest of first pages. Prefixes are shared only between requests with equal salts."""
-    parts = (context.encode(), salt.encode())
-    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
-
-
-def extend_chain(chain: list[bytes], tokens: Sequence[int], size: int, upto: int) -> None:
-    """Extend `chain` (the root, then one digest per page) to the first `upto` pages of `size` tokens."""
-    for page in range(len(chain) - 1, upto):
-        own = array("Q", tokens[page * size : (page + 1) * size]).tobytes()
-        chain.append(hashlib.sha256(chain[page] + own).digest())
-
-
 class PrefixCache:
     """The cached pages of a pool. `context` is what KV depends on besides tokens and salt (the artifact)."""
 
@@ -42,11 +29,15 @@ class PrefixCache:
 
     def root(self, salt: str = "") -> bytes:
         """Return the parent digest of first pages. Prefixes are shared only between requests with equal salts."""
-        return root_digest(self._context, salt)
+        parts = (self._context.encode(), salt.encode())
+        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], upto: int) -> None:
         """Extend `chain` (the root, then one digest per page) to the first `upto` pages of `tokens`."""
-        extend_chain(chain, tokens, self.page_size, upto)
+        size = self.page_size
+        for page in range(len(chain) - 1, upto):
+            own = array("Q", tokens[page * size : (page + 1) * size]).tobytes()
+            chain.append(hashlib.sha256(chain[page] + own).digest())
 
     def match(self, chain: list[bytes], tokens: Sequence[int]) -> list[int]:
         """Return the pages of the longest cached prefix of `tokens`, without taking references.

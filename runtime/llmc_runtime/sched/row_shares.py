@@ -20,16 +20,15 @@ def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None
     """Return the running request whose row goes to `waiting`, or None if there is none.
 
     Of the tenant with the most rows it is the last one in the order of `running`. The tenant keeps at least as many
-    rows as the other one then has, so that two tenants never take the same row from each other in turns. A request
-    whose priority is higher than that of `waiting` keeps its row.
+    rows as the other one then has, so that two tenants never take the same row from each other in turns. Priorities
+    order the requests of a tenant, and are no claim against another one: a client may send any number.
     """
     rows = Counter(request.tenant for request in running)
     tenant, num_rows = max(rows.items(), key=lambda item: item[1], default=("", 0))
     if num_rows < rows[waiting.tenant] + 2:
         return None
     victim = next(request for request in reversed(running) if request.tenant == tenant)
-    served_more = victim.account.service > waiting.account.service
-    return victim if served_more and victim.key[0] >= waiting.key[0] else None
+    return victim if victim.account.service > waiting.account.service else None
 
 
 def last_of_most_served(running: Sequence[Request]) -> Request:

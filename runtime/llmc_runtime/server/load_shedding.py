@@ -50,6 +50,7 @@ _PASS_SECONDS = 0.005  # approximate time from the check in the middleware to th
 _LOST_SECONDS = 1.0  # maximum time from passing a request on to that check; its client may have left
 _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
+Lane = tuple[str | None, bool]  # a key, and whether errors have the format of /v1/messages
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"x-api-key", b"connection", b"x-request-id"})
 
 
@@ -104,6 +105,7 @@ class _Request:
     headers: dict[bytes, bytes]
     length: int
     key: str | None = None
+    lane: Lane = (None, False)  # requests of a lane have the same refusal
 
     def __post_init__(self) -> None:
         request_id = self.headers.get(b"x-request-id", b"")
@@ -111,6 +113,7 @@ class _Request:
         self.closes = self.headers.get(b"connection", b"").lower() not in (b"", b"keep-alive")
         self.closes = self.closes or self.length > MAX_SKIPPED
         self.named = self.path.startswith(MESSAGES_PATH)
+        self.keeps = not self.closes
 
 
 class LoadShedder:
@@ -127,7 +130,7 @@ class LoadShedder:
     overloaded: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, serving: Serving, root_path: str = "", refusals: RefusalLog | None = None) -> None:
-        self._serving, self.refusals = serving, refusals or RefusalLog(False)
+        self.serving, self.refusals = serving, refusals or RefusalLog(False)
         paths = [path + end for route in POST_ROUTES if route.generates for path in route.paths for end in ("", "/")]
         self._paths = frozenset(paths)
         lines = [
@@ -139,7 +142,7 @@ class LoadShedder:
             for root in {"", normalize_root(root_path)} for path in PROBES for minor in (0, 1)
         }  # fmt: skip
         self._probe_heads: dict[bytes, _Request] = {}  # parsed probes by head
-        self._parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
+        self.parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
         self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests passed on to the parser
         self._checked: deque[tuple[float, str]] = deque()  # the same once the middleware has checked them
         self._prepared: dict[tuple[str, str, bool], _Prepared] = {}  # by key, reason and the error's format
@@ -147,12 +150,12 @@ class LoadShedder:
     @property
     def active(self) -> bool:
         """Whether a request might be refused now."""
-        return self.check is not None and (self._serving.busy or bool(self.waiting))
+        return self.check is not None and (self.serving.busy or bool(self.waiting))
 
     def attach(self, turns: HeadTurns) -> None:
         """Count the requests that wait for their turn as open requests, and refuse them if their key is refused."""
         turns.lane_of, turns.sheds, turns.refused = self.lane_of, self._sheds, self._forget
-        turns.blocked = lambda key: self._serving.blocked_reason(key) is not None
+        turns.blocked = lambda key: self.serving.blocked_reason(key) is not None
         self.waiting = turns.waiting
 
     def _sheds(self, data: bytes) -> bool:
@@ -176,37 +179,21 @@ class LoadShedder:
             return
         try:
             self._arrived(scope["llmc.key"])
-            self._serving.check_blocked(scope["llmc.key"])
+            self.serving.check_blocked(scope["llmc.key"])
         except ApiError as e:
             if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
                 e.headers["Connection"] = "close"
             raise
 
-    def turn(self, common: Sequence[tuple[bytes, bytes]]) -> Callable[[bytes, bool], Answer | None]:
-        """Return `answer` as a function of the head and `last`, for requests that are handled without returning to the
-        event loop.
-
-        Meanwhile nothing is admitted and nothing ends, so that a key which was refused is refused again.
-        """
-        refusals: dict[tuple[str | None, bool], _Prepared] = {}
-        refused = self._serving.admission.refused
-
-        def answer(head: bytes, last: bool) -> Answer | None:
-            request = self._parsed_heads.get(head)
-            prepared = None if request is None else refusals.get((request.key, request.named))
-            if request is None or prepared is None:
-                return self.answer(head, common, refusals, last)
-            assert prepared.error is not None
-            refused(prepared.error.reason or "")
-            return self._answer(prepared, request, last)
-
-        return answer
+    def turn(self, common: Sequence[tuple[bytes, bytes]]) -> Turn:
+        """Return `answer` for requests that are handled without returning to the event loop."""
+        return Turn(self, common)
 
     def answer(
         self,
         head: bytes,
         common: Sequence[tuple[bytes, bytes]],
-        refusals: dict[tuple[str | None, bool], _Prepared] | None = None,
+        refusals: dict[Lane, _Prepared] | None = None,
         last: bool = False,
     ) -> Answer | None:
         """Return the refusal of the request with this head, which ends with an empty line.
@@ -220,23 +207,23 @@ class LoadShedder:
         now = time.monotonic()
         try:
             if request.key is None:
-                self._accept(head, request, "POST", self._parsed_heads)
+                self._accept(head, request, "POST", self.parsed_heads)
         except ApiError as e:
-            return self._answer(_Prepared.of(e, request.path, common), request)
+            return self.answered(_Prepared.of(e, request.path, common), request)
         key = request.key or ""
-        reason = self._serving.blocked_reason(key) or self._crowded(key, now)
+        reason = self.serving.blocked_reason(key) or self._crowded(key, now)
         if reason is None:
             return None
         prepared = self._prepared.get((key, reason, request.named))
         if prepared is not None and prepared.common is common and now < prepared.until:
-            self._serving.admission.refused(reason)
+            self.serving.admission.refused(reason)
         else:
-            error = self._serving.blocked_error(reason, key)
+            error = self.serving.blocked_error(reason, key)
             prepared = _Prepared.of(error, request.path, common, now + _FRESH_SECONDS)
             self._prepared[key, reason, request.named] = prepared
         if refusals is not None:
-            refusals[key, request.named] = prepared
-        return self._answer(prepared, request, last)
+            refusals[request.lane] = prepared
+        return self.answered(prepared, request, last)
 
     def probe(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
         """Return the answer to a health probe with this head; None for other requests, and heads that are not plain.
@@ -252,19 +239,19 @@ class LoadShedder:
             if request.key is None:
                 self._accept(head, request, "GET", self._probe_heads)
         except ApiError as e:
-            return self._answer(_Prepared.of(e, request.path, common), request)._replace(is_probe=True)
+            return self.answered(_Prepared.of(e, request.path, common), request)._replace(is_probe=True)
         now, key = time.monotonic(), ("", request.path, False)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.common is not common or now >= prepared.until:
             prepared = self._prepared[key] = self._probed(request.path, common, now + _FRESH_SECONDS)
-        return self._answer(prepared, request)._replace(is_probe=True)
+        return self.answered(prepared, request)._replace(is_probe=True)
 
     def _probed(self, path: str, common: Sequence[tuple[bytes, bytes]], until: float) -> _Prepared:
         try:
             if path == READY:
-                self._serving.check_ready()
-                self._serving.admission.check_wait()
-            return _Prepared.empty(200 if path == READY or self._serving.is_alive else 503, common, until)
+                self.serving.check_ready()
+                self.serving.admission.check_wait()
+            return _Prepared.empty(200 if path == READY or self.serving.is_alive else 503, common, until)
         except ApiError as e:
             return _Prepared.of(e, path, common, until)
 
@@ -276,11 +263,11 @@ class LoadShedder:
         """
         waiting = [key] * self.waiting.get(key, 0)
         if not self.overloaded():
-            return self._serving.admission.crowded_reason(key, waiting) if waiting else None
+            return self.serving.admission.crowded_reason(key, waiting) if waiting else None
         for requests, seconds in ((self._passed, _LOST_SECONDS), (self._checked, _PASS_SECONDS)):
             while requests and requests[0][0] <= now - seconds:
                 requests.popleft()
-        reason = self._serving.admission.crowded_reason(
+        reason = self.serving.admission.crowded_reason(
             key, [*waiting, *(of for _, of in (*self._passed, *self._checked))]
         )
         if reason is None:
@@ -296,7 +283,7 @@ class LoadShedder:
                 return
 
     def _plain(self, head: bytes) -> _Request | None:
-        return self._parsed_heads.get(head) or self._parsed(head, self._lines)
+        return self.parsed_heads.get(head) or self._parsed(head, self._lines)
 
     def _parsed(self, head: bytes, lines: Mapping[bytes, str]) -> _Request | None:
         """Parse a plain head that begins with one of `lines`; return None for any other."""
@@ -327,27 +314,70 @@ class LoadShedder:
         scope: dict[str, Any] = {"method": method, "path": path, "raw_path": path.encode(), "headers": raw}
         self.check(scope, request.headers)
         request.key = scope["llmc.key"]
+        request.lane = request.key, request.named
         if len(head) <= _MAX_CACHED_HEAD:
             if len(cache) >= _MAX_CACHED:
                 cache.clear()
             cache[head] = request
 
-    def _answer(self, prepared: _Prepared, request: _Request, last: bool = False) -> Answer:
+    def answered(self, prepared: _Prepared, request: _Request, last: bool = False) -> Answer:
+        """Return a refusal, or the answer to a probe, for this request."""
         closes = request.closes or prepared.closes or last
         name = request.id or b"%032x" % random.getrandbits(128)
         if self.refusals.lines and prepared.error is not None and request.path not in PROBES:
-            self._record(prepared.error, request, name.decode())
+            self.record(prepared.error, request, name)
         data = b"%b%b%b%b" % (prepared.head, name, _CLOSE if closes else b"", prepared.body)
         return Answer(data, request.length, closes)
 
-    def _record(self, error: ApiError, request: _Request, name: str) -> None:
-        """Write the log line that the middleware would write."""
+    def record(self, error: ApiError, request: _Request, name: bytes) -> None:
+        """Write the log line that the middleware would write, for the request with the id `name`."""
         if error.reason is None or self.refusals.take(error.reason):
             record = Record(began=time.monotonic())
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
-            key = self._serving.meters.key_names.get(request.key or "")
-            log_request({"path": request.path, "method": "POST", "llmc.id": name}, record, key)
+            key = self.serving.meters.key_names.get(request.key or "")
+            log_request({"path": request.path, "method": "POST", "llmc.id": name.decode()}, record, key)
+
+
+class Turn:
+    """Refuses requests that are handled without returning to the event loop (see refusals.Refuse).
+
+    Meanwhile nothing is admitted and nothing ends, so that a key which was refused is refused again.
+    """
+
+    __slots__ = ("_common", "_count", "_parsed", "_refusals", "_shedder")
+
+    def __init__(self, shedder: LoadShedder, common: Sequence[tuple[bytes, bytes]]) -> None:
+        self._shedder, self._common, self._parsed = shedder, common, shedder.parsed_heads
+        self._count = shedder.serving.admission.refused
+        self._refusals: dict[Lane, _Prepared] = {}
+
+    def __call__(self, head: bytes, last: bool) -> Answer | None:
+        """See LoadShedder.answer."""
+        request = self._parsed.get(head)
+        prepared = None if request is None else self._refusals.get(request.lane)
+        if request is None or prepared is None:
+            return self._shedder.answer(head, self._common, self._refusals, last)
+        assert prepared.error is not None
+        self._count(prepared.error.reason or "")
+        return self._shedder.answered(prepared, request, last)
+
+    def again(self, data: bytes) -> bytes | None:
+        """See refusals.Refuse."""
+        end = data.find(b"\r\n\r\n") + 4
+        request = self._parsed.get(data[:end])
+        if request is None or not request.keeps or len(data) - end != request.length:
+            return None
+        prepared = self._refusals.get(request.lane)
+        if prepared is None or prepared.closes:
+            return None
+        error = prepared.error
+        assert error is not None
+        self._count(error.reason or "")
+        name = request.id or b"%032x" % random.getrandbits(128)
+        if self._shedder.refusals.lines:
+            self._shedder.record(error, request, name)
+        return prepared.head + name + prepared.body
 
 
 def _split(line: bytes) -> tuple[bytes, bytes, bytes]:

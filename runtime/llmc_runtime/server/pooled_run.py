@@ -42,6 +42,8 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
 
     async def work() -> None:
         for index in waiting:
+            async with serving.starts.slot(call.key):
+                await asyncio.sleep(0)  # a slot is held for an iteration: many prompts may be ready to start at once
             output = await _one(serving, prompts[index], f"{call.id}-{index}", priority, salt, call)
             slot.begin()
             record.take(output)

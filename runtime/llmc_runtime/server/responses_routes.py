@@ -22,14 +22,6 @@ MAX_LISTED = 100  # items of one page of input items
 LISTED = 20  # the default
 
 
-class _Item(msgspec.Struct):
-    id: str
-
-
-def _id_of(item: bytes) -> str:
-    return msgspec.json.decode(item, type=_Item).id
-
-
 class ResponsesRoutes(Endpoint):
     """Counts the tokens of inputs, and returns stored responses."""
 
@@ -83,17 +75,19 @@ class ResponsesRoutes(Endpoint):
             raise ApiError(f"limit: 1 to {MAX_LISTED}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError("order: asc or desc", param="order")
-        items = list(self._stored(request).items)
+        response = self._stored(request)
+        items, ids, begin = list(response.items), list(response.ids), 0
         if order == "desc":
             items.reverse()
+            ids.reverse()
         if after is not None:
-            at = next((i for i, item in enumerate(items) if _id_of(item) == after), None)
-            if at is None:
+            if after not in ids:
                 raise not_found(f"after: the item {after[:80]!r} is not one of the response's input", "after")
-            items = items[at + 1 :]
-        page = items[: int(limit)]
-        first, last = (_id_of(page[0]), _id_of(page[-1])) if page else (None, None)
-        listed = {"object": "list", "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
+            begin = ids.index(after) + 1
+        end = begin + int(limit)
+        page, names = items[begin:end], ids[begin:end]
+        first, last = (names[0], names[-1]) if names else (None, None)
+        listed = {"object": "list", "first_id": first, "last_id": last, "has_more": len(items) > end}
         head = msgspec.json.encode(listed)[:-1] + b',"data":['
         return self._sent(request, [head, *separated(page), b"]}"])
 

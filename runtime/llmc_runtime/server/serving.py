@@ -42,6 +42,7 @@ from llmc_runtime.server.updates import Updates, merged
 MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
 _THREADS = 4  # for tokenization
+_STARTS = 4  # prompts of models that pool that are sent to the engine in an iteration of the event loop: about 1 ms
 MAX_SECONDS = 1_000_000  # of a client's timeout
 
 
@@ -90,6 +91,7 @@ class Serving:
         self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=reserved)
         llm.text_turn = self.lanes.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
+        self.starts = FairSlots(_STARTS, self._too_many_texts)  # of prompts of models that pool
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options = template, calls, reasoning
         self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)

@@ -11,8 +11,6 @@ from contextlib import aclosing
 
 from llmc_runtime.outputs import RequestOutput
 
-_STARTED_TOGETHER = 4  # prompts of one request that are started in one iteration of the loop
-
 Update = tuple[int, RequestOutput]  # the index of a prompt, and an update of its outputs
 Updates = AsyncIterator[Update]
 Items = asyncio.Queue[Update | Exception | None]  # an item of a source, or its end
@@ -26,8 +24,8 @@ def merged(sources: list[Updates]) -> Updates:
 
 async def _merged(sources: list[Updates]) -> Updates:
     queue: Items = asyncio.Queue()
-    tasks = [asyncio.ensure_future(_follow(i, source, queue)) for i, source in enumerate(sources)]
-    running = len(tasks)
+    tasks = list[asyncio.Task[None]]()
+    starting, running = asyncio.ensure_future(_start(sources, queue, tasks)), len(sources)
     try:
         while running:
             item = await queue.get()
@@ -38,15 +36,20 @@ async def _merged(sources: list[Updates]) -> Updates:
             else:
                 yield item
     finally:
-        for task in tasks:
+        for task in (starting, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(starting, *tasks, return_exceptions=True)
 
 
-async def _follow(index: int, source: Updates, queue: Items) -> None:
+async def _start(sources: list[Updates], queue: Items, tasks: list[asyncio.Task[None]]) -> None:
+    """Start one source in an iteration of the event loop, which others may need between the starts of long prompts."""
+    for source in sources:
+        tasks.append(asyncio.ensure_future(_follow(source, queue)))
+        await asyncio.sleep(0)
+
+
+async def _follow(source: Updates, queue: Items) -> None:
     """Put the items of a source into the queue, and then None, or the error that ended it."""
-    for _ in range(index // _STARTED_TOGETHER):
-        await asyncio.sleep(0)  # let others run between the starts of many prompts
     try:
         async with aclosing(source) as items:  # type: ignore[type-var]
             async for item in items:

@@ -26,11 +26,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.light_sockets import accept_waiting, receive_now, send_now
+from llmc_runtime.server.http.refusals import Probe, Refuse
 from llmc_runtime.server.http.returning_clients import ReturningClients
 
 _READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
@@ -41,26 +41,7 @@ _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per ite
 _QUEUE_SECONDS = 0.002  # time of accepting if connections were left waiting in the iteration before
 _STEP = 32  # connections between two looks at the clock, whose responses are sent together
 
-
 Promote = Callable[[socket.socket, object, bytes, bool], object]
-
-
-class Refusal(Protocol):
-    """A complete response, the length of the request's body in bytes, whether the connection is closed, and whether the
-    request is a health probe."""
-
-    @property
-    def data(self) -> bytes: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def closes(self) -> bool: ...
-    @property
-    def is_probe(self) -> bool: ...
-
-
-Refuse = Callable[[bytes, bool], Refusal | None]
-Probe = Callable[[bytes], Refusal | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -120,14 +101,12 @@ class _State(enum.Enum):
 class LightConnections:
     """The light and lent connections of the server whose event loop is running, with the selector `fair`.
 
-    `capacity` returns how many connections may become light now. `refusals` returns a function for one turn, which
-    takes a head, and whether to close the connection, and returns the response, or None if the request may be served;
-    or it returns None if no request would be refused now. `probe` takes a head and returns the answer to a health
-    probe, or None for another request. Requests that may be served begin when it is their turn in `turns`.
-    `timeout_response` is sent to a client that sends no request within `head_seconds`; after a response, the next
-    request must begin within `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened
-    and closed. `full_response` counts a connection that is refused because there are too many, and returns the
-    response.
+    `capacity` returns how many connections may become light now. `refusals` returns the refusals of one turn, or None
+    if no request would be refused now. `probe` takes a head and returns the answer to a health probe, or None for
+    another request. Requests that may be served begin when it is their turn in `turns`. `timeout_response` is sent to
+    a client that sends no request within `head_seconds`; after a response, the next request must begin within
+    `keep_alive` seconds. `on_change` is called with +1 and -1 as light connections are opened and closed.
+    `full_response` counts a connection that is refused because there are too many, and returns the response.
     """
 
     def __init__(
@@ -310,8 +289,12 @@ class LightConnections:
         if not lights:
             return []
         refuse, deadline, refused = self._refusals(), self._loop.time() + self._keep_alive, 0
-        results = [(light, *_serve(light, refuse, self._probe, deadline, self._returns)) for light in lights]
-        states = []
+        results, states = [], []
+        for light in lights:
+            if response := _refused_again(light, refuse, deadline):
+                results.append((light, _State.LIGHT, response))
+            else:
+                results.append((light, *_serve(light, refuse, self._probe, deadline, self._returns)))
         for light, state, response in results:
             if response:
                 refused += not light.probing
@@ -332,6 +315,23 @@ class LightConnections:
             self._release(light)
             light.close()
         self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep) if self._watched else None
+
+
+def _refused_again(light: _Light, refuse: Refuse | None, deadline: float) -> bytes | None:
+    """Return the refusal of a request on a kept connection that is like others of the turn; most are under overload.
+    For anything else, leave what was read to `_serve`, and return None."""
+    if refuse is None or light.fresh or light.probing or light.skip or light.data:
+        return None
+    try:
+        data = light.sock.recv(_READ, socket.MSG_DONTWAIT)
+    except OSError:
+        return None
+    response = refuse.again(data)
+    if response is None:
+        light.data = data
+        return None
+    light.deadline = deadline
+    return response
 
 
 def _serve(

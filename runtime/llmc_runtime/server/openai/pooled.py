@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server import pooled_run
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, to_api_error
-from llmc_runtime.server.http.lazy_json import Lazy
+from llmc_runtime.server.http.lazy_json import SLICE_SECONDS, Lazy
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
 from llmc_runtime.server.requests.pooling_request import (
     BASE64,
@@ -34,7 +35,8 @@ from llmc_runtime.server.requests.pooling_request import (
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
-_NUMBER, _BASE64, _ITEM = 24, 6, 128  # bytes of a number as text, of a number in base64, and of an item around them
+# Bytes of a number: as text, in base64, and as the engine returns it; and of an item around them.
+_NUMBER, _BASE64, _FLOAT, _ITEM = 24, 6, 4, 128
 
 
 class PooledResponse:
@@ -62,16 +64,39 @@ class PooledResponse:
         pooled_run.reserve(serving, call, count)
         prompts, salt = await self._prompts(pooling), call.cache_salt(request.cache_salt)
         outputs = await pooled_run.run(serving, prompts, request.priority or 0, salt, call)
-        return self._body(pooling, params, prompts, outputs)
+        if isinstance(request, EmbeddingRequest):
+            return self._list(outputs, Lazy(_embeddings(request, pooling, params, outputs), small=False))
+        if isinstance(request, ClassifyRequest):
+            return self._list(outputs, Lazy(_classes(pooling, params, outputs), small=False))
+        scores = await self._scores(pooling, params, outputs)
+        if isinstance(request, ScoreRequest):
+            data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+            return self._list(outputs, data)
+        assert isinstance(request, RerankRequest)
+        return {
+            "id": call.id, "model": serving.names[0], "usage": _usage(outputs),
+            "results": _ranked(request, scores, prompts[-len(scores) :]),
+        }  # fmt: skip
 
     async def _prompts(self, pooling: Pooling) -> list[Prompt]:
+        texts = isinstance(self._request, RerankRequest) and self._request.return_documents is not False
         if self._job is not None:
-            texts = isinstance(self._request, RerankRequest) and self._request.return_documents is not False
-            return await self._job.prompts(-1 if texts else self._call.logged_characters)
+            prompts = await self._job.prompts(-1 if texts else self._call.logged_characters)
+            if texts:
+                self._reserve_texts(prompts)
+            return prompts
         serving = self._serving
-        prompts = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
+        made = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
         async with serving.lanes.slot(self._call.key):
-            return await serving.prompting.in_thread(list, prompts.of(self._request))
+            return await serving.prompting.in_thread(list, made.of(self._request))
+
+    def _reserve_texts(self, prompts: Sequence[Prompt]) -> None:
+        """Reserve the memory of a large body's documents too, which the response repeats. Raises ApiError 429, 503."""
+        hold, admission, key = self._call.hold, self._serving.admission, self._call.key
+        assert hold.answer is not None
+        size = hold.answer.nbytes + sum(sys.getsizeof(prompt.text) for prompt in prompts)
+        hold.answer.close()
+        hold.answer = admission.reserve_response(key, size)
 
     def _reserve_response(self, count: int, pooling: Pooling, params: PoolingParams) -> None:
         """Reserve the memory of the response. Raises ApiError 400 if it would be too large."""
@@ -79,29 +104,24 @@ class PooledResponse:
         each = _ITEM
         if isinstance(request, EmbeddingRequest | ClassifyRequest):
             each += width * (_BASE64 if getattr(request, "encoding_format", None) == BASE64 else _NUMBER)
+        else:
+            each += width * _FLOAT  # kept until all scores are known
         size = count * each
         if size > self._serving.max_answer:
             cause = f"{count} results of {width} numbers are more than {self._serving.max_answer} bytes"
             raise ApiError(f"{cause}; send several requests, or encoding_format: base64", param=self._call.prompt_param)
         self._call.hold.answer = self._serving.admission.reserve_response(self._call.key, size)
 
-    def _body(
-        self, pooling: Pooling, params: PoolingParams, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]
-    ) -> dict[str, Any]:
-        request = self._request
-        if isinstance(request, EmbeddingRequest):
-            return self._list(outputs, Lazy(_embeddings(request, pooling, params, outputs), small=False))
-        if isinstance(request, ClassifyRequest):
-            return self._list(outputs, Lazy(_classes(pooling, params, outputs), small=False))
-        scores = _scores(request, pooling, params, outputs)
-        if isinstance(request, ScoreRequest):
-            data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-            return self._list(outputs, data)
-        assert isinstance(request, RerankRequest)
-        return {
-            "id": self._call.id, "model": self._serving.names[0], "usage": _usage(outputs),
-            "results": _ranked(request, scores, prompts[-len(scores) :]),
-        }  # fmt: skip
+    async def _scores(self, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]) -> list[float]:
+        """Return the scores of the pairs, and let the event loop serve others after each millisecond of computing."""
+        scores = list[float]()
+        until = time.perf_counter() + SLICE_SECONDS
+        for score in _scored(self._request, pooling, params, outputs):
+            scores.append(score)
+            if time.perf_counter() > until:
+                await self._serving.encoding.pause()
+                until = time.perf_counter() + SLICE_SECONDS
+        return scores
 
     def _list(self, outputs: Sequence[RequestOutput], data: Any) -> dict[str, Any]:
         return {
@@ -139,18 +159,21 @@ def _classes(pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestO
         yield {"index": index, "label": label, "probs": values, "num_classes": len(values)}
 
 
-def _scores(request: Pooled, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]) -> list[float]:
-    """Return the scores of the pairs: of one prompt each, or of the first texts and then the second ones."""
+def _scored(
+    request: Pooled, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]
+) -> Iterator[float]:
+    """Yield the scores of the pairs: of one prompt each, or of the first texts and then the second ones."""
     pooled = [output.pooled or b"" for output in outputs]
     if pooling.task != EMBED:
-        return [float(pooled_values(prompt, pooling, params)[0]) for prompt in pooled]
+        yield from (float(pooled_values(prompt, pooling, params)[0]) for prompt in pooled)
+        return
     assert isinstance(request, ScoreRequest | RerankRequest)
     texts = request.documents if isinstance(request, RerankRequest) else request.text_2
     seconds = 1 if isinstance(texts, str) else len(texts)
     firsts = pooled[:-seconds]
     if len(firsts) == 1:
         firsts *= seconds
-    return [similarity(a, b) for a, b in zip(firsts, pooled[-seconds:], strict=True)]
+    yield from (similarity(a, b) for a, b in zip(firsts, pooled[-seconds:], strict=True))
 
 
 def _ranked(request: RerankRequest, scores: Sequence[float], documents: Sequence[Prompt]) -> list[dict[str, Any]]:

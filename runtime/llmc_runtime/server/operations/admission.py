@@ -229,13 +229,13 @@ class ResponseReservation:
     """The memory of one response, counted until `close`."""
 
     def __init__(self, admission: Admission, key: str, nbytes: int) -> None:
-        self._counts, self._key, self._bytes = admission.answer_bytes, key, nbytes
+        self._counts, self._key, self.nbytes = admission.answer_bytes, key, nbytes
         self._counts.change(key, nbytes)
 
     def close(self) -> None:
         """Release the memory. Further calls have no effect."""
-        self._counts.change(self._key, -self._bytes)
-        self._bytes = 0
+        self._counts.change(self._key, -self.nbytes)
+        self.nbytes = 0
 
 
 class AdmissionSlot:

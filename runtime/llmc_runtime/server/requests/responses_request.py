@@ -19,6 +19,7 @@ from llmc_runtime.server.requests.conversation import Conversation, checked_text
 from llmc_runtime.server.requests.request_fields import (
     GUIDED,
     MAX_MESSAGES,
+    MAX_NAME,
     MAX_TOOLS,
     NOT_OF_ONE_OUTPUT,
     TEXT_PARTS,
@@ -215,6 +216,8 @@ def own_items(request: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any
     items = []
     for i, item in enumerate(items_of(request)):
         name = item.get("id")
+        if isinstance(name, str) and len(name) > MAX_NAME:
+            raise ApiError(f"input[{i}].id: at most {MAX_NAME} characters", param="input")
         if item.get("type") == "item_reference":
             referenced = earlier.referenced.get(name) if isinstance(name, str) else None
             if referenced is None:
