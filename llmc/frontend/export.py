@@ -88,6 +88,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
         with quiet():
             local = {"local_files_only": True, "trust_remote_code": False}
             config = transformers.AutoConfig.from_pretrained(str(source.folder), **local)
+            config = getattr(config, model_class.part_that_writes(name) or "", config)
             text = config.get_text_config()
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
@@ -199,6 +200,8 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
         _check_positions(model)
     _keep_rows(model)
     taken = {"position_ids"} if alibi.applies(config) else set()  # the bias is in the attention alone
+    if not taken:
+        _take_positions(model)
     missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
@@ -236,6 +239,25 @@ def _keep_rows(model: Any) -> None:
 
     head.register_forward_pre_hook(lambda _, args: (args[0][:, kept[0]],))
     model.forward = of_rows
+
+
+def _take_positions(model: Any) -> None:
+    """Give a model whose forward passes `position_ids` on among its other keyword arguments an argument of that name.
+
+    A forward that ignores them counts the packed tokens instead, which is rejected after the trace.
+    """
+    forward = model.forward
+    accepted = inspect.signature(forward).parameters
+    passes = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    if "position_ids" in accepted or "logits_to_keep" not in accepted or not passes:
+        return
+
+    def with_positions(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
+        return forward(
+            input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, use_cache=False
+        )
+
+    model.forward = with_positions
 
 
 def _untie(model: Any, names: Iterable[str]) -> None:

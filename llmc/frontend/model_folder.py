@@ -64,7 +64,8 @@ TESTED = (
     "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "cohere_compass_text", "deepseek_ocr2", "deepseek_vl_hybrid",
     "emu3", "gemma4", "hunyuan_vl", "hy_v4", "kimi_k25", "longcat_flash", "minimax_m3_vl", "mistral4", "mllama",
     "perception_lm", "phi4_multimodal", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7",
-    "video_llama_3",
+    "video_llama_3", "audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
+    "musicflamingo", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"
