@@ -192,6 +192,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
+    legacy_experts.trim(model)
     keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     for part in (model.config, model.config.get_text_config()):
