@@ -25,6 +25,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import (
     alibi,
     attention_interface,
+    forward_inputs,
     legacy_attention,
     legacy_experts,
     legacy_methods,
@@ -94,6 +95,9 @@ def load_config(source: Source, pools: bool = False) -> Any:
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
         raise Diagnostic("E302", cause, "correct config.json") from e
     alibi.check_config(text)
+    if not pools and getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        why = "tokens of its prompts attend to later ones (use_bidirectional_attention)"
+        raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(getattr(text, key, None), int):
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
@@ -199,10 +203,10 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
         part.use_cache = False
     if pooled is None:
         _check_positions(model)
-    _keep_rows(model)
+    forward_inputs.keep_rows(model)
     taken = {"position_ids"} if alibi.applies(config) else set()  # the bias is in the attention alone
     if not taken:
-        _take_positions(model)
+        forward_inputs.take_positions(model)
     missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
@@ -220,45 +224,6 @@ def _attention(config: Any) -> Any:
     if text is config or len(towers) == len(config.sub_configs):
         return name
     return dict.fromkeys(config.sub_configs, name) | {"": name} | towers
-
-
-def _keep_rows(model: Any) -> None:
-    """Give a model whose forward computes logits of every token the argument `logits_to_keep`, if it has a head.
-
-    The head's input is reduced to these rows.
-    """
-    forward, head = model.forward, model.get_output_embeddings()
-    accepted = inspect.signature(forward).parameters
-    if head is None or "logits_to_keep" in accepted or "position_ids" not in accepted:
-        return
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    kept: list[torch.Tensor] = []
-
-    def of_rows(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
-        kept[:] = [logits_to_keep]
-        return forward(input_ids=input_ids, position_ids=position_ids, **options)
-
-    head.register_forward_pre_hook(lambda _, args: (args[0][:, kept[0]],))
-    model.forward = of_rows
-
-
-def _take_positions(model: Any) -> None:
-    """Give a model whose forward passes `position_ids` on among its other keyword arguments an argument of that name.
-
-    A forward that ignores them counts the packed tokens instead, which is rejected after the trace.
-    """
-    forward = model.forward
-    accepted = inspect.signature(forward).parameters
-    passes = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    if "position_ids" in accepted or "logits_to_keep" not in accepted or not passes:
-        return
-
-    def with_positions(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
-        return forward(
-            input_ids=input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep, use_cache=False
-        )
-
-    model.forward = with_positions
 
 
 def _untie(model: Any, names: Iterable[str]) -> None:

@@ -66,6 +66,7 @@ TESTED = (
     "perception_lm", "phi4_multimodal", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7",
     "video_llama_3", "audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
     "musicflamingo", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral",
+    "openai-gpt",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

@@ -53,19 +53,22 @@ LONGCAT = {
     "num_layers": 1, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 48, "n_routed_experts": 3, "zero_expert_num": 2,
     "moe_topk": 3,
 }  # fmt: skip
+CONFORMER = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "dim_head": 8, "output_dim": 8, "input_dim": 8}
 GRANITE_SPEECH = {
     "text_config": SMALL | {"model_type": "granite"},
-    "encoder_config": {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "dim_head": 8, "output_dim": 8, "input_dim": 8},
+    "encoder_config": CONFORMER,
     "projector_config": {
         "model_type": "blip_2_qformer", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "intermediate_size": 16, "encoder_hidden_size": 16,
     },
 }  # fmt: skip
 # Its forward takes positions among other keyword arguments only.
-VIBEVOICE = {"text_config": SMALL} | dict.fromkeys(
-    ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"),
-    {"num_filters": 8, "depths": [1, 1], "downsampling_ratios": [2]},
-)
+SOUND_CODES = {"num_filters": 8, "depths": [1, 1], "downsampling_ratios": [2]}
+VIBEVOICE = {
+    "text_config": SMALL,
+    "acoustic_tokenizer_encoder_config": SOUND_CODES,
+    "semantic_tokenizer_encoder_config": SOUND_CODES,
+}
 LAYERS_THAT_SEE = SMALL | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
 MLLAMA_VISION = {
     "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 16, "intermediate_layers_indices": [0],
@@ -147,6 +150,7 @@ RECENT = (
     ),
     Case("mistral4", "mistral4", LATENT),
     Case("mllama", "mllama", {"text_config": LAYERS_THAT_SEE, "vision_config": VISION | MLLAMA_VISION}),
+    Case("openai-gpt", "openai-gpt", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     Case("perception_lm", "perception_lm", {"text_config": SMALL, "vision_config": PERCEIVED}),
     Case("phi4_multimodal", "phi4_multimodal", SMALL | {"vision_config": VISION, "audio_config": PHI4_AUDIO}),
     Case(
