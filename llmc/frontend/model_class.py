@@ -144,14 +144,25 @@ def check_model_type(source: Source, pools: bool) -> None:
     generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or inside
     if in_transformers and (generates or (pools and name in ENCODERS)):
         return
+    same = _same_architecture(source.config) if not in_transformers else ""
     if source.config.get("auto_map"):
-        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
+        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map", same)
     if pools and in_transformers:
         raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     near = "" if in_transformers else did_you_mean(name, sorted(known), "")
     cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
-    raise Diagnostic("E303", cause, f"{near} {KNOWN_TO_WORK}".lstrip())
+    raise Diagnostic("E303", cause, same or f"{near} {KNOWN_TO_WORK}".lstrip())
+
+
+def _same_architecture(config: Mapping[str, Any]) -> str:
+    """The remedy if config.json names a class of transformers for a model type that transformers lacks; else ""."""
+    named = config.get("architectures")
+    classes = ((cls, own) for own, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    found = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
+    if found is None:
+        return ""
+    return f'transformers has {found[0]}: if it is the same model, set "model_type": "{found[1]}" in config.json'
 
 
 def _what(name: str) -> str:

@@ -99,6 +99,10 @@ def test_architecture(tmp_path: Path) -> None:
     custom = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
     fails("E304", "'x'", "auto_map", do=lambda: trace(config(tmp_path, model_type="x", auto_map=custom)))
+    named = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    remedy = '"model_type": "deepseek_v3"'
+    fails("E304", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, auto_map=custom, **named)))
+    fails("E303", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, **named)))
     fails("E303", "'t5'", "an encoder and a decoder", do=lambda: trace(config(tmp_path, model_type="t5")))
     fails("E303", "an encoder", do=lambda: trace(config(tmp_path, architectures=["BertForMaskedLM"])))
     classifier = config(tmp_path, architectures=["LlamaForSequenceClassification"])
