@@ -93,12 +93,13 @@ def test_architecture(tmp_path: Path) -> None:
         "E303",
         "'llamma'",
         "did you mean 'llama'? tested architectures: llama, qwen2",
-        do=lambda: trace(config(tmp_path, model_type="llamma")),
+        do=lambda: trace(config(tmp_path, model_type="llamma", architectures=None)),
     )
     fails("E303", "'vit'", "no causal", do=lambda: trace(config(tmp_path, model_type="vit")))
     custom = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
-    fails("E304", "'x'", "auto_map", do=lambda: trace(config(tmp_path, model_type="x", auto_map=custom)))
+    unknown = {"model_type": "x", "architectures": ["X"], "auto_map": custom}
+    fails("E304", "'x'", "auto_map", "part of transformers", do=lambda: trace(config(tmp_path, **unknown)))
     named = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     remedy = '"model_type": "deepseek_v3"'
     fails("E304", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, auto_map=custom, **named)))
