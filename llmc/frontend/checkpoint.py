@@ -133,8 +133,12 @@ class Checkpoint:
             self._add_parts(located, decoder, build)
 
     def _stored(self) -> Mapping[str, Stored]:
-        """Return the stored tensors of the traced model, without those of other heads and of left-out layers."""
+        """Return the stored tensors of the traced model, without those of other heads, parts and left-out layers."""
+        from llmc.frontend.model_class import weights_of_other_parts
+
         traced, stored = self.traced, self._tensors.tensors
+        if outside := tuple(weights_of_other_parts(traced.source.model_type)):
+            stored = MappingProxyType({n: t for n, t in stored.items() if not any(p.search(n) for p in outside)})
         if owns := getattr(traced.model, "owns", None):
             stored = MappingProxyType({name: t for name, t in stored.items() if owns(name)})
         if traced.facts.layers:

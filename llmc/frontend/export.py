@@ -25,6 +25,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import (
     alibi,
     attention_interface,
+    forward_inputs,
     legacy_attention,
     legacy_experts,
     legacy_methods,
@@ -89,11 +90,15 @@ def load_config(source: Source, pools: bool = False) -> Any:
         with quiet():
             local = {"local_files_only": True, "trust_remote_code": False}
             config = transformers.AutoConfig.from_pretrained(str(source.folder), **local)
+            config = getattr(config, model_class.part_that_writes(name) or "", config)
             text = config.get_text_config()
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
         raise Diagnostic("E302", cause, "correct config.json") from e
     alibi.check_config(text)
+    if not pools and getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        why = "tokens of its prompts attend to later ones (use_bidirectional_attention)"
+        raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if not isinstance(getattr(text, key, None), int):
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
@@ -193,15 +198,18 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     except Exception as e:
         found = _failed(config.model_type, "cannot be built from its config", e)
         raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
+    legacy_experts.trim(model)
     keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
     for part in (model.config, model.config.get_text_config()):
         part.use_cache = False
     if pooled is None:
         _check_positions(model)
-    _keep_rows(model)
+    forward_inputs.keep_rows(model)
     attends = any(hasattr(m, "is_causal") for m in model.modules())
     taken = {"position_ids"} if alibi.applies(config) or not attends else set()  # only our ops read them
+    if not taken:
+        forward_inputs.take_positions(model)
     missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
@@ -219,26 +227,6 @@ def _attention(config: Any) -> Any:
     if text is config or len(towers) == len(config.sub_configs):
         return name
     return dict.fromkeys(config.sub_configs, name) | {"": name} | towers
-
-
-def _keep_rows(model: Any) -> None:
-    """Give a model whose forward computes logits of every token the argument `logits_to_keep`, if it has a head.
-
-    The head's input is reduced to these rows.
-    """
-    forward, head = model.forward, model.get_output_embeddings()
-    accepted = inspect.signature(forward).parameters
-    if head is None or "logits_to_keep" in accepted or "position_ids" not in accepted:
-        return
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    kept: list[torch.Tensor] = []
-
-    def of_rows(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
-        kept[:] = [logits_to_keep]
-        return forward(input_ids=input_ids, position_ids=position_ids, **options)
-
-    head.register_forward_pre_hook(lambda _, args: (args[0][:, kept[0]],))
-    model.forward = of_rows
 
 
 def _untie(model: Any, names: Iterable[str]) -> None:

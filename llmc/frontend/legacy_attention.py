@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from llmc.frontend import attention_interface
 
@@ -25,11 +26,15 @@ FAMILIES = frozenset({"falcon", "gptj"})
 
 @dataclass(frozen=True)
 class Method:
-    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window, if any."""
+    """A class whose attention is all in `_attn(q, k, v, mask)`; its scale (None: d ** -0.5) and its window, if any.
+
+    `transposed`: whether keys are [1,H,D,T] instead of [1,H,T,D].
+    """
 
     owner: str
     scale: float | None = None
     window: Callable[[Any], int | None] = lambda module: None
+    transposed: bool = False
 
 
 def _local_window(attention: Any) -> int | None:
@@ -41,6 +46,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "codegen": Method("CodeGenAttention"),
         "gpt_neo": Method("GPTNeoSelfAttention", 1.0, _local_window),
         "gpt_neox_japanese": Method("GPTNeoXJapaneseAttention"),
+        "openai-gpt": Method("Attention", transposed=True),
     }
 )
 
@@ -53,7 +59,8 @@ def llmc_attention(model_type: str) -> Iterator[None]:
     if model_type not in FAMILIES and model_type not in METHODS:
         yield
         return
-    module: Any = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    name = model_type_to_module_name(model_type)
+    module: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     tables = (v for k, v in vars(module).items() if k.endswith("_ATTENTION_CLASSES"))
     classes: dict[str, Any] = next(tables, {})
     with _flash(module, classes) if model_type in FAMILIES else _method(module, classes, METHODS[model_type]):
@@ -64,14 +71,14 @@ def llmc_attention(model_type: str) -> Iterator[None]:
 def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[None]:
     """Within this context, our attention replaces the method `_attn` of the class."""
 
-    def attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
-        """q, k, v [1,H,T,D] -> [1,H,T,D]."""
+    def attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *_: Any) -> list[Any]:
+        """q, k, v [1,H,T,D] -> [1,H,T,D], and None for the scores."""
         attention_interface.check_causal(method.owner, True, attention_mask)
         scale = query.shape[-1] ** -0.5 if method.scale is None else method.scale
-        q, k = query.to(value.dtype), key.to(value.dtype)
+        q, k = query.to(value.dtype), (key.mT if method.transposed else key).to(value.dtype)
         window = attention_interface.checked_window(method.window(self))
         out = torch.ops.llmc.attention(q, k, value, 0, scale, window, 0.0, None)
-        return out.transpose(1, 2), None
+        return [out.transpose(1, 2), None]
 
     owner = getattr(module, method.owner)
     before = owner._attn

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,17 +13,38 @@ from torch import Tensor
 
 from llmc.frontend.attention_interface import GATE
 
+SPARE = "llmc_spare"  # attribute of modules: the full sizes of stacks that are larger than what is read of them
+
 
 @dataclass(frozen=True)
 class Experts:
     """How a class computes its experts.
 
     gate(module, gate_up [t, 2i]) -> [t, i] is their activation; None: the class's own `_apply_gate`. forward(module,
-    ...) replaces the class's own forward and calls the op `moe`, with gate rows before up rows.
+    ...) replaces the class's own forward and calls the op `moe`, with gate rows before up rows. `rows` maps stacks that
+    the class makes too large to the attribute that counts the experts they are read for; publishers store only these.
     """
 
     gate: Callable[[Any, Tensor], Tensor] | None
     forward: Callable[..., Any]
+    rows: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+def trim(model: torch.nn.Module) -> None:
+    """Make stacks as large as they are read; the modules keep the full sizes as SPARE, name -> experts."""
+    for module in model.modules():
+        rule = TABLE.get(type(module).__name__)
+        for name, count in rule.rows.items() if rule else ():
+            stack = module.get_parameter(name)
+            setattr(module, name, torch.nn.Parameter(stack[: getattr(module, count)]))
+            setattr(module, SPARE, getattr(module, SPARE, {}) | {name: stack.shape[0]})
+
+
+def spare_stacks(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the names of the stacks that were made smaller, and their full sizes, which some checkpoints have."""
+    for path, module in model.named_modules():
+        for name, count in getattr(module, SPARE, {}).items():
+            yield f"{path}.{name}", count
 
 
 def patch(model: torch.nn.Module) -> None:
@@ -84,7 +105,7 @@ def _some_identities(experts: Any, hidden: Tensor, index: Tensor, weights: Tenso
     chosen = torch.where(routed, index, torch.zeros_like(index))
     scores = torch.where(routed, weights, torch.zeros_like(weights))
     body = getattr(experts, GATE).body
-    out = torch.ops.llmc.moe(hidden, chosen, scores, experts.gate_up_proj[:count], experts.down_proj, body)
+    out = torch.ops.llmc.moe(hidden, chosen, scores, experts.gate_up_proj, experts.down_proj, body)
     return out + (hidden * (weights - scores).sum(-1, keepdim=True)).to(hidden.dtype)
 
 
@@ -93,7 +114,9 @@ TABLE: Mapping[str, Experts] = MappingProxyType(
         "AriaExperts": Experts(lambda m, x: _gated(torch.nn.functional.silu, x), _aria),
         "DbrxExperts": Experts(lambda m, x: _gated(m.mlp.activation_fn, x), _dbrx),
         "Llama4TextMoe": Experts(lambda m, x: _gated(m.experts.act_fn, x), _llama4),
-        "LongcatFlashExperts": Experts(lambda m, x: _gated(m.act_fn, x), _some_identities),
+        "LongcatFlashExperts": Experts(
+            lambda m, x: _gated(m.act_fn, x), _some_identities, {"gate_up_proj": "num_routed_experts"}
+        ),
         "Step3p7Experts": Experts(None, _plain),
     }
 )

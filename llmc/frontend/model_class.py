@@ -11,14 +11,16 @@ from unittest.mock import patch
 import torch
 import transformers
 from llmc_runtime.format.nearest import did_you_mean
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES,
 )
 
 from llmc.diagnostics import Diagnostic
@@ -29,6 +31,7 @@ from llmc.frontend.pooling_files import ENCODERS
 # Why a model type has no causal language model, by transformers' own tables.
 OTHERS: tuple[tuple[Mapping[str, Any], str], ...] = (
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
+    (MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES, "it generates audio"),
     (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it recognizes speech"),
     (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "it is an encoder"),
     (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "it is a vision model"),
@@ -45,9 +48,56 @@ def sees(name: str) -> bool:
     )
 
 
+def hears(name: str) -> bool:
+    """Whether a model type reads audio and text, with one decoder for both, which a part of its config describes.
+
+    Without audio, such a model is a causal language model. transformers lists some of these types as encoder-decoders,
+    which their configs are not.
+    """
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or sees(name):
+        return False
+    if name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and name not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return False
+    config = CONFIG_MAPPING[name]
+    return "text_config" in config.sub_configs and not config.is_encoder_decoder
+
+
+def _reads(part: Any) -> bool:
+    """Whether the class of a part's config describes a language model with inputs beside text."""
+    name = getattr(part, "model_type", "")
+    return name in CONFIG_MAPPING_NAMES and (sees(name) or hears(name))
+
+
+def part_that_writes(name: str) -> str:
+    """Return the key of the part of a type's config that describes a language model; "" if it is not in a part.
+
+    It is in models that answer in text and in speech by separate parts, such as a thinker and a talker.
+    """
+    if name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return ""
+    parts = CONFIG_MAPPING[name].sub_configs
+    if "text_config" in parts:
+        return ""
+    return next((key for key, part in parts.items() if _reads(part)), "")
+
+
+def senses(config: Any) -> str:
+    """Return what a model reads beside text, such as `images and audio`; "" if text is all."""
+    name = config.model_type
+    if config.get_text_config() is config or not (sees(name) or hears(name)):
+        return ""
+    audio = hears(name) or any("audio" in key for key in config.sub_configs)
+    return " and ".join(["images"] * sees(name) + ["audio"] * audio)
+
+
 def auto_class(name: str) -> Any:
     """Return the class of transformers whose `from_config` builds the language model of a type."""
-    return transformers.AutoModelForImageTextToText if sees(name) else transformers.AutoModelForCausalLM
+    if sees(name):
+        return transformers.AutoModelForImageTextToText
+    if not hears(name):
+        return transformers.AutoModelForCausalLM
+    multimodal = name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForSeq2SeqLM
 
 
 class Unbuilt(torch.nn.Module):
@@ -79,21 +129,40 @@ def tower_weights(model: torch.nn.Module) -> Iterator[re.Pattern[str]]:
             yield re.compile(rf"^{re.escape(path)}\.")
 
 
+def weights_of_other_parts(name: str) -> Iterator[re.Pattern[str]]:
+    """Yield patterns of the names of stored weights of the parts of a type beside the one that writes."""
+    if part := part_that_writes(name):
+        others = (key.removesuffix("_config") for key in CONFIG_MAPPING[name].sub_configs if key != part)
+        yield from (re.compile(rf"^{re.escape(other)}\.") for other in others)
+
+
 def check_model_type(source: Source, pools: bool) -> None:
     """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
     name = source.model_type
     in_transformers = name in CONFIG_MAPPING_NAMES
-    generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (sees(name) and not pools)
+    inside = in_transformers and not pools and (sees(name) or hears(name) or bool(part_that_writes(name)))
+    generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or inside
     if in_transformers and (generates or (pools and name in ENCODERS)):
         return
+    same = _same_architecture(source.config) if not in_transformers else ""
     if source.config.get("auto_map"):
-        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map")
+        raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map", same)
     if pools and in_transformers:
         raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
-    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     near = "" if in_transformers else did_you_mean(name, sorted(known), "")
     cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
-    raise Diagnostic("E303", cause, f"{near} {KNOWN_TO_WORK}".lstrip())
+    raise Diagnostic("E303", cause, same or f"{near} {KNOWN_TO_WORK}".lstrip())
+
+
+def _same_architecture(config: Mapping[str, Any]) -> str:
+    """The remedy if config.json names a class of transformers for a model type that transformers lacks; else ""."""
+    named = config.get("architectures")
+    classes = ((cls, own) for own, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    found = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
+    if found is None:
+        return ""
+    return f'transformers has {found[0]}: if it is the same model, set "model_type": "{found[1]}" in config.json'
 
 
 def _what(name: str) -> str:

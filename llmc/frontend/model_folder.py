@@ -67,6 +67,9 @@ TESTED = (
     "video_llama_3",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe",
     "bamba", "falcon_h1", "nemotron_h", "zamba2",
+    "audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
+    "musicflamingo", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral",
+    "openai-gpt",
 )  # fmt: skip
 
 KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"

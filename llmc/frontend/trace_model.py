@@ -138,11 +138,12 @@ def trace(
 
 def notes_of(traced: Traced) -> Iterator[str]:
     """Yield notes about a part that is left out, a shorter limit, an adapter, and a generation_config.json."""
-    from llmc.frontend.model_class import sees
+    from llmc.frontend.model_class import senses
 
     config = traced.model.config
-    if sees(config.model_type) and config.get_text_config() is not config:
-        yield f"{config.model_type} reads images: its language model is compiled, and requests with images are rejected"
+    if read := senses(config):
+        name = traced.source.model_type
+        yield f"{name} reads {read}: its language model is compiled, and requests with {read} are rejected"
     if (dense := dense_limit(config.get_text_config())) and dense[0] == traced.facts.max_positions:
         yield f"sequences have at most {dense[0]} tokens, {dense[1]}"
     if note := adapter_note(traced.source.folder):

@@ -89,12 +89,12 @@ def refuse_file(path: Path) -> Diagnostic:
     return Diagnostic("E301", f"model folder {str(path)!r} is {what}", remedy)
 
 
-def refuse_code(request: str) -> Diagnostic:
+def refuse_code(request: str, remedy: str = "") -> Diagnostic:
     """The error for a model that needs Python code from its repository; `request` names the option or key."""
     return Diagnostic(
         "E304",
         f"{request}: Python code in a model's repository is never run",
-        "use an architecture that is part of transformers",
+        remedy or "use an architecture that is part of transformers",
     )
 
 

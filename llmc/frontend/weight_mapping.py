@@ -15,6 +15,7 @@ from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.legacy_experts import spare_stacks
 from llmc.frontend.safetensors_reader import shortened
 from llmc.frontend.weight_place import Place
 from llmc.ir.dtype import promote
@@ -55,6 +56,9 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder, needed: Co
         if repeated := sorted(converted.keys() & out.keys() & known.keys()):
             raise _twice(repeated[0], origin[repeated[0]], f"parts named {next(iter(group))}")
         out |= converted
+    for name, count in spare_stacks(model):
+        if name in out and out[name].type.shape[0].const == count:
+            out[name] = build.slice(out[name], axis=0, start=0, stop=int(known[name].shape[0]))
     return out
 
 

@@ -1,6 +1,6 @@
 """Further families, which the front end compiles by general rules or by one row of a table: data for the parity tests.
 
-Most read images; of these, the language half is compiled.
+Most read images or audio; of these, the language half is compiled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from models.cases import (
 VISION: dict[str, Any] = TINY_VISION["vision_config"]
 LATENT = MLA | EXPERTS | MLA_EXPERTS
 AUDIO = {
-    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 64,
+    "d_model": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_mel_bins": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 64,
     "downsample_hidden_size": 8,
 }  # fmt: skip
 SAM = VISION | {"mlp_dim": 16, "output_channels": 16}
@@ -52,6 +53,22 @@ LONGCAT = {
     "num_layers": 1, "expert_ffn_hidden_size": 24, "ffn_hidden_size": 48, "n_routed_experts": 3, "zero_expert_num": 2,
     "moe_topk": 3,
 }  # fmt: skip
+CONFORMER = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "dim_head": 8, "output_dim": 8, "input_dim": 8}
+GRANITE_SPEECH = {
+    "text_config": SMALL | {"model_type": "granite"},
+    "encoder_config": CONFORMER,
+    "projector_config": {
+        "model_type": "blip_2_qformer", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 16, "encoder_hidden_size": 16,
+    },
+}  # fmt: skip
+# Its forward takes positions among other keyword arguments only.
+SOUND_CODES = {"num_filters": 8, "depths": [1, 1], "downsampling_ratios": [2]}
+VIBEVOICE = {
+    "text_config": SMALL,
+    "acoustic_tokenizer_encoder_config": SOUND_CODES,
+    "semantic_tokenizer_encoder_config": SOUND_CODES,
+}
 LAYERS_THAT_SEE = SMALL | {"num_hidden_layers": 3, "cross_attention_layers": [1]}
 MLLAMA_VISION = {
     "num_global_layers": 1, "attention_heads": 2, "vision_output_dim": 16, "intermediate_layers_indices": [0],
@@ -133,6 +150,7 @@ RECENT = (
     ),
     Case("mistral4", "mistral4", LATENT),
     Case("mllama", "mllama", {"text_config": LAYERS_THAT_SEE, "vision_config": VISION | MLLAMA_VISION}),
+    Case("openai-gpt", "openai-gpt", {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     Case("perception_lm", "perception_lm", {"text_config": SMALL, "vision_config": PERCEIVED}),
     Case("phi4_multimodal", "phi4_multimodal", SMALL | {"vision_config": VISION, "audio_config": PHI4_AUDIO}),
     Case(
@@ -149,6 +167,20 @@ RECENT = (
             "audio_config": AUDIO,
         },
     ),
+    *(
+        Case(name, name, {"text_config": SMALL | {"head_dim": 16}, "audio_config": AUDIO})
+        for name in (
+            "audioflamingo3",
+            "fun_asr_nano",
+            "glmasr",
+            "musicflamingo",
+            "qwen2_audio",
+            "qwen3_asr",
+            "voxtral",
+        )
+    ),
+    *(Case(name, name, GRANITE_SPEECH) for name in ("granite_speech", "granite_speech_plus")),
+    Case("vibevoice_asr", "vibevoice_asr", VIBEVOICE),
     Case("step3p7", "step3p7", {"text_config": WINDOWED | ROUTED | STEP, "vision_config": VISION}),
     Case(
         "video_llama_3",

@@ -22,6 +22,7 @@ from models.recurrent_cases import RECURRENT
 from safetensors.numpy import load_file, save_file
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend import legacy_attention
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.model_folder import TESTED
 from llmc.frontend.trace_model import Traced, notes_of, trace
@@ -93,12 +94,17 @@ def test_architecture(tmp_path: Path) -> None:
         "E303",
         "'llamma'",
         "did you mean 'llama'? tested architectures: llama, qwen2",
-        do=lambda: trace(config(tmp_path, model_type="llamma")),
+        do=lambda: trace(config(tmp_path, model_type="llamma", architectures=None)),
     )
     fails("E303", "'vit'", "no causal", do=lambda: trace(config(tmp_path, model_type="vit")))
     custom = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "configuration_x.py").write_text("raise SystemExit('this must not run')")
-    fails("E304", "'x'", "auto_map", do=lambda: trace(config(tmp_path, model_type="x", auto_map=custom)))
+    unknown = {"model_type": "x", "architectures": ["X"], "auto_map": custom}
+    fails("E304", "'x'", "auto_map", "part of transformers", do=lambda: trace(config(tmp_path, **unknown)))
+    named = {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    remedy = '"model_type": "deepseek_v3"'
+    fails("E304", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, auto_map=custom, **named)))
+    fails("E303", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, **named)))
     fails("E303", "'t5'", "an encoder and a decoder", do=lambda: trace(config(tmp_path, model_type="t5")))
     fails("E303", "an encoder", do=lambda: trace(config(tmp_path, architectures=["BertForMaskedLM"])))
     classifier = config(tmp_path, architectures=["LlamaForSequenceClassification"])
@@ -207,11 +213,19 @@ def test_models_that_cannot_be_traced(name: str, tmp_path: Path) -> None:
     assert e.value.code in ("E305", "E306", "E310", "E311")
 
 
-def test_attention_of_its_own(tmp_path: Path) -> None:
+def test_attention_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain products over all packed tokens would let one prompt read another."""
+    monkeypatch.setattr(legacy_attention, "METHODS", {})
     entries = {"model_type": "openai-gpt", **VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     fails("E305", "h.0.attn", "joins tokens", "[1, 4, T, T]", do=lambda: trace(tmp_path, max_tokens=128))
+
+
+def test_prompts_that_read_ahead(tmp_path: Path) -> None:
+    text = {"model_type": "gemma", **SMALL, "head_dim": 16}
+    entries = {"model_type": "paligemma", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    fails("E305", "paligemma", "attend to later ones", do=lambda: trace(tmp_path))
 
 
 def test_experts_whose_activation_is_a_function(tmp_path: Path) -> None:

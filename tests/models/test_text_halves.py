@@ -1,4 +1,4 @@
-"""Models that read images: their language models are compiled from checkpoints as they are published."""
+"""Models that read images or audio: their language models are compiled from checkpoints as they are published."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 import transformers
 from models.cases import FURTHER, SMALL, UNLISTED
 from models.kit import build, fails, save
+from models.recent_cases import RECENT
 from safetensors.torch import load_file, save_file
 
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.trace_model import notes_of, trace
 from llmc.ir.text import show
 
-BY_NAME = {c.name: c for c in (*UNLISTED, *FURTHER)}
+BY_NAME = {c.name: c for c in (*UNLISTED, *FURTHER, *RECENT)}
 
 # Of each published layout, the prefixes of transformers 5 and what the files have in their place.
 OLD = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.", "model.": ""}
@@ -33,6 +34,12 @@ LAYOUTS = {
     "qwen2_5_vl": {"model.language_model.": "model.", "model.visual.": "visual."},
     "glm4v": {},
     "qwen3_vl": {},
+    **dict.fromkeys(("qwen2_audio", "voxtral", "granite_speech", "vibevoice_asr"), OLD),
+}
+# Of each model that also speaks, the type of the part that writes, and the name of the part that makes sound.
+SPEAKING = {
+    "qwen2_5_omni": ("qwen2_5_omni_thinker", "token2wav"),
+    "qwen3_omni_moe": ("qwen3_omni_moe_thinker", "code2wav"),
 }
 
 
@@ -48,7 +55,7 @@ def write(name: str, folder: Path, prefixes: dict[str, str], seen: bool = True) 
     model = build(BY_NAME[name])
     model.config.save_pretrained(folder)
     known = {n: x.contiguous() for n, x in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    if getattr(model.config, "tie_word_embeddings", False):
         known.pop("lm_head.weight", None)
     text = re.compile(r"language_model|lm_head")
     stored = {renamed(n, prefixes): x.clone() for n, x in known.items() if seen or text.search(n)}
@@ -59,11 +66,11 @@ def write(name: str, folder: Path, prefixes: dict[str, str], seen: bool = True) 
 def check(model: Any, folder: Path) -> None:
     """Every weight of the graph is the model's, and none is of the vision tower."""
     traced = trace(folder)
-    assert [n for n in notes_of(traced) if "reads images" in n]
+    assert [n for n in notes_of(traced) if re.search("reads (images|audio)", n)]
     own = model.state_dict()
     with Checkpoint(traced) as checkpoint:
         names = [n for n in checkpoint.names if n not in traced.buffers]
-        assert len(names) > 10 and not [n for n in names if re.search("vis|image|multi_modal", n)]
+        assert len(names) > 10 and not [n for n in names if re.search("vis|image|multi_modal|audio|projector", n)]
         for name in names:
             np.testing.assert_array_equal(checkpoint.read(name), own[name].numpy(), err_msg=name)
 
@@ -77,6 +84,28 @@ def test_published_names(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
 def test_without_the_vision_tower(name: str, tmp_path: Path) -> None:
     check(write(name, tmp_path, LAYOUTS[name], seen=False), tmp_path)
+
+
+@pytest.mark.parametrize("name", SPEAKING)
+def test_a_part_that_writes_beside_parts_that_speak(name: str, tmp_path: Path) -> None:
+    """Only the thinker is compiled; the weights of the others are not read."""
+    thinker, sound = SPEAKING[name]
+    model = write(thinker, tmp_path, {})
+    own = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "thinker_config": own}))
+    tensors = {f"thinker.{n}": x for n, x in load_file(tmp_path / "model.safetensors").items()}
+    others = {f"{part}.model.layers.0.mlp.up_proj.weight": torch.ones(2, 3) for part in ("talker", sound)}
+    save_file(tensors | others, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    check(model, tmp_path)
+    assert f"{name} reads images and audio" in " ".join(notes_of(trace(tmp_path)))
+    save_file(tensors | {"singer.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fails("E324", "singer", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "why"), [("csm", "generates audio"), ("kyutai_speech_to_text", "recognizes speech")])
+def test_models_of_sound_alone_are_refused(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    fails("E303", name, why, do=lambda: trace(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
