@@ -169,9 +169,9 @@ def step_clocks(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Ste
     if not args.step_costs:
         return {}
     one_pass = {"draft": args.draft_cost, "eagle": args.head_cost}
-    verified = tuple(map(float, args.step_costs.split(",")))
+    tokens = tuple(map(float, args.step_costs.split(",")))
     return {
-        name: StepClock(StepCosts(verified, one_pass.get(name, 0.0), args.cold_cost), f"{name} {args.seed}")
+        name: StepClock(StepCosts(tokens, one_pass.get(name, 0.0), args.cold_cost), f"{name} {args.seed}")
         for name in names
     }
 
@@ -200,8 +200,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=12, help="rounds of each contender (12)")
     p.add_argument("--threads", type=int, default=1, help="threads of the engine (1)")
     p.add_argument("--artifacts", type=Path, metavar="DIR", help="folder that keeps the artifacts")
-    costs = p.add_argument_group("durations that are not measured, in steps without drafts")
-    costs.add_argument("--step-costs", default="", metavar="A,B,...", help="of a step by verified drafts per row")
+    costs = p.add_argument_group("durations that are not measured, in steps of one token")
+    costs.add_argument("--step-costs", default="", metavar="A,B,...", help="of a step by its tokens")
     costs.add_argument("--head-cost", type=float, default=0.18, metavar="N", help="of a pass of the head (0.18)")
     costs.add_argument("--draft-cost", type=float, default=0.24, metavar="N", help="the same of the model (0.24)")
     costs.add_argument("--cold-cost", type=float, default=0.0, metavar="N", help="of the first draft after a pause (0)")

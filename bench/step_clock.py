@@ -1,7 +1,7 @@
 """A clock that a table of costs drives: it advances with an engine's steps, by what the table says that they take.
 
 The policy of speculative decoding depends on how long steps take. With this clock it can be compared on a machine whose
-steps vary: the same requests give the same figures. The unit is a step without drafts.
+steps vary: the same requests give the same figures. The unit is a step of one token.
 """
 
 from __future__ import annotations
@@ -16,33 +16,36 @@ from llmc_runtime import LLM
 from llmc_runtime.engine.engine import Engine, Executor
 from llmc_runtime.sched.step import RowMasks, Step, StepOutput, Work
 
-STEP = 0.001  # seconds of a step without drafts, by the clock
+STEP = 0.001  # seconds of a step of one token, by the clock
 LEAST, MOST = 0.95, 1.1  # factors between which the duration of a step varies at random
 GRACE = 60.0  # real seconds that a step waits for the masks of grammars, so that none is late
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What steps take, in steps without drafts. A prompt's step takes 1.
+    """What steps take, in steps of one token. Of a prompt's tokens, the last one counts.
 
-    verified: a step that verifies 0, 1, 2 and so on drafts per row; of other numbers, as the nearest two continue.
-    one_pass: a pass of the draft model or head, over any number of rows. cold: how much longer the first step that
-    verifies or drafts takes after one that does not, since what it reads has left the caches.
+    tokens: a step that computes 1, 2, 3 and so on tokens: one per row, and the drafts that are verified. The last two
+    costs are continued for more tokens. one_pass: a pass of the draft model or head for one row; for several it grows
+    as that of steps. cold: how much longer the first step that verifies or drafts takes after one that does not, since
+    what it reads has left the caches.
     """
 
-    verified: tuple[float, ...]
+    tokens: tuple[float, ...]
     one_pass: float
     cold: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.verified) < 2 or self.verified[0] != 1.0 or min(*self.verified, self.one_pass, self.cold) < 0:
+        if len(self.tokens) < 2 or self.tokens[0] != 1.0 or min(*self.tokens, self.one_pass, self.cold) < 0:
             raise SystemExit("step costs: two numbers or more, of which the first is 1 and none is negative")
 
-    def steps(self, drafts: float, passes: int) -> float:
-        """Return what a step takes that verifies so many drafts per row and drafts in so many passes."""
-        below = min(int(drafts), len(self.verified) - 2)
-        low, high = self.verified[below : below + 2]
-        return low + (drafts - below) * (high - low) + passes * self.one_pass
+    def steps(self, rows: int, drafts: int, passes: int) -> float:
+        """Return what a step takes of so many rows that verifies `drafts` drafts in all and drafts in `passes`."""
+        return self._of(rows + drafts) + passes * self.one_pass * self._of(rows)
+
+    def _of(self, tokens: int) -> float:
+        more = max(0, tokens - len(self.tokens))
+        return self.tokens[tokens - more - 1] + more * (self.tokens[-1] - self.tokens[-2])
 
 
 class StepClock:
@@ -58,8 +61,8 @@ class StepClock:
 
     def ran(self, work: Sequence[Work], output: StepOutput) -> None:
         """Advance by the duration of a step."""
-        drafts, passes = sum(item.drafts for item in work) / max(1, len(work)), passes_of(work, output)
-        steps = self._costs.steps(drafts, passes)
+        drafts, passes = sum(item.drafts for item in work), passes_of(work, output)
+        steps = self._costs.steps(len(work), drafts, passes)
         if drafts or passes:
             steps += 0.0 if self._warm else self._costs.cold
         self._warm = bool(drafts or passes)

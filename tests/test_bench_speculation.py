@@ -56,9 +56,9 @@ def test_the_policy_goes_by_the_costs() -> None:
 
 def test_what_steps_take() -> None:
     costs = StepCosts(MEASURED, 0.5, 0.7)
-    assert [costs.steps(k, 0) for k in (0, 1, 4)] == [1.0, 1.2, 1.6]
-    assert costs.steps(0.5, 0) == pytest.approx(1.1) and costs.steps(5, 0) == pytest.approx(1.8)
-    assert costs.steps(2, 3) == pytest.approx(2.75)
+    assert [costs.steps(1, k, 0) for k in (0, 1, 4)] == [1.0, 1.2, 1.6] and costs.steps(3, 1, 0) == 1.4
+    assert costs.steps(1, 6, 0) == costs.steps(7, 0, 0) == pytest.approx(2.0), "the table is continued"
+    assert costs.steps(1, 2, 3) == pytest.approx(2.75) and costs.steps(2, 0, 1) == pytest.approx(1.8)
     clock, times = StepClock(costs, "0"), [0.0]
     for work in (Work(0, 1, True), Work(0, 2, True, drafts=1), Work(0, 2, True, drafts=1)):
         clock.ran([work], StepOutput([1], [None]))
