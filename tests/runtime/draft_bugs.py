@@ -9,7 +9,6 @@ from typing import Any
 from llmc_runtime.sched import guided_requests, scheduler
 from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.host_drafts import HostDrafts
-from llmc_runtime.sched.lookup_first import LookupFirst
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.speculation import Speculation
@@ -171,21 +170,6 @@ def drafts_that_were_not_made(right: Any) -> Any:
     return learn
 
 
-def more_than_prompt_lookup_has_found(right: Any) -> Any:
-    def take(self: LookupFirst, request: Request, found: int, *more: Any) -> None:
-        right(self, request, found, *more)
-        request.num_drafts += request.from_lookup
-
-    return take
-
-
-def drafts_of_the_head_behind_those_of_lookup(right: Any) -> Any:
-    def take_drafts(request: Request, work: Work, output: Any, proposals: int, count: int = 1, *more: bool) -> None:
-        right(request, work, output, proposals, count + request.from_lookup, *more)
-
-    return take_drafts
-
-
 DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", rejected_drafts_that_stay),
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
@@ -206,6 +190,4 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Banned, "accept", masks_of_rejected_drafts),
     (Speculation, "plain", steps_that_skip_what_drafts_need),
     (Speculation, "learn", drafts_that_were_not_made),
-    (LookupFirst, "take", more_than_prompt_lookup_has_found),
-    (scheduler, "take_drafts", drafts_of_the_head_behind_those_of_lookup),
 )
