@@ -2,6 +2,7 @@
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--head DIR] [--drafts K] [--every]
                                 [--loads TEXT] [--rounds N] [--threads N] [--artifacts DIR]
+                                [--step-costs A,B,... [--draft-cost N] [--head-cost N] [--cold-cost N] [--seed N]]
 
 The contenders take turns: the model compiled without --speculate, compiled with --speculate and --draft but not
 speculating, speculating by prompt lookup, by the draft model, and by the EAGLE-3 head of an artifact of its own. They
@@ -9,6 +10,10 @@ give the same tokens. With --every, K tokens are drafted in every step, whether 
 accepted tokens are those of the method alone. The best round of each is
 reported, in processor time of this process, which other jobs on the machine disturb less than wall time; with one
 thread the two are the same on an idle machine. In rounds after the first, suffix matching finds its earlier outputs.
+
+With --step-costs, durations are not measured: steps take what the costs say (see step_clock), with a random part that
+--seed sets. The number of drafts is chosen by these durations, too, so the same command prints the same table on any
+machine. All rounds count then, as none is disturbed.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +29,11 @@ from typing import Any
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
 from llmc_runtime.sched.speculation import Speculation
 
+from bench.step_clock import StepClock, StepCosts, clocked
 from llmc.driver import compile_model
 from llmc.options import Options
 
+Clock = Callable[[], float]  # seconds
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "demo-model"
 DRAFT = MODEL.parent / "demo-model-small"
 HEAD = MODEL.parent / "demo-model-head"
@@ -109,8 +116,8 @@ def always() -> None:
     Speculation.prefers_lookup = lambda self, request: False  # type: ignore[method-assign]
 
 
-def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:
-    """Return the processor seconds of a load, and its tokens."""
+def run(llm: LLM, load: Load, clock: Clock) -> tuple[float, list[list[int]]]:
+    """Return the seconds of a load by a clock, and its tokens."""
     more: dict[str, Any] = (
         {"structured_outputs": StructuredOutputsParams(json=SCHEMA)} if load.grammar else {"ignore_eos": True}
     )
@@ -118,12 +125,12 @@ def run(llm: LLM, load: Load) -> tuple[float, list[list[int]]]:
         SamplingParams(temperature=load.temperature, max_tokens=TOKENS, seed=i, **more)
         for i in range(len(load.prompts))
     ]
-    begin, tokens = time.process_time(), []
+    begin, tokens = clock(), list[list[int]]()
     for at in range(0, len(params), load.batch):
         part = slice(at, at + load.batch)
         out = llm.generate(list(load.prompts[part]), params[part], use_tqdm=False)
         tokens += [list(one.outputs[0].token_ids) for one in out]
-    return time.process_time() - begin, tokens
+    return clock() - begin, tokens
 
 
 def counts(llm: LLM) -> list[float]:
@@ -132,17 +139,19 @@ def counts(llm: LLM) -> list[float]:
     return [float(llm.stats()[name]) for name in names]
 
 
-def row(llms: Mapping[str, LLM], load: Load, rounds: int) -> str:
-    """Measure one load; return its row of the table."""
+def row(llms: Mapping[str, LLM], clocks: Mapping[str, StepClock], load: Load, rounds: int) -> str:
+    """Measure one load, by the clocks or in processor time; return its row of the table."""
     before = {name: counts(llms[name]) for name in METHODS}
-    best: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in llms}
     count = 0
     for _ in range(rounds):
-        results = {name: run(llm, load) for name, llm in llms.items()}
+        results = {name: run(llm, load, clocks.get(name, time.process_time)) for name, llm in llms.items()}
         if any(tokens != results["plain"][1] for _, tokens in results.values()):
             raise SystemExit(f"{load.name}: the contenders' tokens differ")
         count = sum(map(len, results["plain"][1]))
-        best = {name: min(best.get(name, seconds), seconds) for name, (seconds, _) in results.items()}
+        for name, (took, _) in results.items():
+            seconds[name].append(took)
+    best = {name: sum(took) / rounds if clocks else min(took) for name, took in seconds.items()}
     cells = [f"{count / best['plain']:.0f}", f"{best['plain'] / best['off']:.2f}"]
     for name in METHODS:
         steps, drafted, accepted = (now - b for now, b in zip(counts(llms[name]), before[name], strict=True))
@@ -155,8 +164,32 @@ def row(llms: Mapping[str, LLM], load: Load, rounds: int) -> str:
     return f"| {load.name} | {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Print the table."""
+def step_clocks(args: argparse.Namespace, names: Iterable[str]) -> dict[str, StepClock]:
+    """Return the clock of each contender if there are costs of steps, else none."""
+    if not args.step_costs:
+        return {}
+    one_pass = {"draft": args.draft_cost, "eagle": args.head_cost}
+    tokens = tuple(map(float, args.step_costs.split(",")))
+    return {
+        name: StepClock(StepCosts(tokens, one_pass.get(name, 0.0), args.cold_cost), f"{name} {args.seed}")
+        for name in names
+    }
+
+
+def table(args: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Measure all loads; yield the lines of the table."""
+    llms = contenders(args.model, args.draft, args.head, args.drafts, args.threads, folder)
+    clocks = step_clocks(args, llms)
+    timed = {name: clocked(llm, clocks[name]) if clocks else llm for name, llm in llms.items()}
+    of_method = " | ".join(f"{name}/plain | tokens a step and row | accepted" for name in METHODS)
+    yield f"| load | plain tok/s | off/plain | {of_method} |"
+    yield "|---" * (3 + 3 * len(METHODS)) + "|"
+    for load in (load for load in LOADS if args.loads in load.name):
+        yield row(timed, clocks, load, args.rounds)
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     p.add_argument("--model", type=Path, default=MODEL, help="folder of a model")
     p.add_argument("--draft", type=Path, default=DRAFT, help="folder of a smaller model with the same tokenizer")
@@ -167,17 +200,23 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=12, help="rounds of each contender (12)")
     p.add_argument("--threads", type=int, default=1, help="threads of the engine (1)")
     p.add_argument("--artifacts", type=Path, metavar="DIR", help="folder that keeps the artifacts")
-    args = p.parse_args()
+    costs = p.add_argument_group("durations that are not measured, in steps of one token")
+    costs.add_argument("--step-costs", default="", metavar="A,B,...", help="of a step by its tokens")
+    costs.add_argument("--head-cost", type=float, default=0.18, metavar="N", help="of a pass of the head (0.18)")
+    costs.add_argument("--draft-cost", type=float, default=0.24, metavar="N", help="the same of the model (0.24)")
+    costs.add_argument("--cold-cost", type=float, default=0.0, metavar="N", help="of the first draft after a pause (0)")
+    costs.add_argument("--seed", type=int, default=0, help="of the random part of durations (0)")
+    return p.parse_args(words)
+
+
+def main() -> None:
+    """Print the table."""
+    args = arguments()
     if args.every:
         always()
     with tempfile.TemporaryDirectory() as folder:
-        place = args.artifacts or Path(folder)
-        llms = contenders(args.model, args.draft, args.head, args.drafts, args.threads, place)
-        of_method = " | ".join(f"{name}/plain | tokens a step and row | accepted" for name in METHODS)
-        print(f"| load | plain tok/s | off/plain | {of_method} |")
-        print("|---" * (3 + 3 * len(METHODS)) + "|")
-        for load in (load for load in LOADS if args.loads in load.name):
-            print(row(llms, load, args.rounds), flush=True)
+        for line in table(args, args.artifacts or Path(folder)):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
+from llmc_runtime.sched.lookup_first import LookupFirst
+from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
 
 from llmc.driver import compile_model
@@ -108,6 +110,32 @@ def test_the_same_tokens(artifacts: dict[str, Path], plain: dict[str, list[Any]]
         assert llm.stats()["num_preemptions"] > 0
     for text in (one[0] for one in want[1:4]):
         assert text.startswith("{")
+
+
+def test_a_single_request_looks_up_first(
+    artifacts: dict[str, Path], plain: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that runs alone verifies what prompt lookup finds, with the masks of its grammar: the same tokens,
+    also of one that is sampled, whichever of lookup and head drafts."""
+    seen, verifies = {"looked up": 0, "head": 0}, Speculation.drafts
+
+    def drafts(self: Speculation, request: Request, room: int) -> int:
+        count = verifies(self, request, room)
+        seen["looked up" if request.from_lookup else "head"] += count * (request.guide is not None)
+        return count
+
+    monkeypatch.setattr(Speculation, "drafts", drafts)
+    monkeypatch.setattr(Speculation, "prefers_lookup", lambda self, request: self._alone)
+    monkeypatch.setattr(LookupFirst, "worth", lambda self, request, found, costs, plan: found)
+    want = list(plain["eagle"])
+    with LLM(artifacts["eagle"], say=lambda text: None, speculate="eagle:4") as llm:
+        monkeypatch.setattr(llm.engine, "_grace", 10.0)  # seconds, or masks of a busy machine come too late
+        for case in CASES:
+            out = run(llm, (case,))
+            assert out == want[: len(out)]
+            del want[: len(out)]
+        assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
+    assert not want and all(seen.values()), seen
 
 
 ROUNDS = 3  # suffix matching learns from the first

@@ -88,6 +88,10 @@ def test_acceptance_is_counted_apart() -> None:
         lookup.count(request, 4, 0)
     assert lookup.rate(request) < 0.1 < before == lookup.rate(other)
     assert request.draft_trials == (0.0, 0.0)
+    policy, third = Speculation(BOTH), Request("t", [1])
+    for third.from_lookup in (True, False, False):
+        policy.refused(third)
+    assert third.lookup_trials[0] == 1 and third.draft_trials[0] > 1, "a guide excludes a draft of one or the other"
     costs = [0.0, 0.2, 0.3, 0.4, 0.5]
     assert lookup.worth(other, 4, costs, 1) == 4 and lookup.worth(request, 4, costs, 1) == 0
     assert [lookup.worth(request, 4, costs, plan) for plan in (64, 65, 127, 128)] == [1, 0, 0, 1], "one in 64 plans"
@@ -97,7 +101,7 @@ def test_acceptance_is_counted_apart() -> None:
 @pytest.mark.usefixtures("eager")
 def test_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are those of plain decoding whether drafts were looked up or made by the head; several rows do not look
-    up, nor do requests with a guide.
+    up. (For requests with a guide, see test_guided_drafts.)
     """
     save(LISTED[1], tmp_path / "model", SEED)
     save_head(tmp_path / "head", tensors(200, seed=SEED))

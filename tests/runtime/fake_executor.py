@@ -284,7 +284,7 @@ class FakeExecutor:
             row.proposed = found
             return []
         row.proposed = made = rng.randint(1, item.propose) if self._stops and item.stop is not None else item.propose
-        if row.params.guided and not row.params.drafting[0]:
+        if row.params.guided and (made or not row.params.drafting[0]):
             row.ahead = self._guess(row, made)
         end = max(item.fill_from + item.fill, row.length + item.propose)
         _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")

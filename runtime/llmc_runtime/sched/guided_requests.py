@@ -185,14 +185,15 @@ def take_drafts(
 ) -> None:
     """Take what a step has drafted after the `count` tokens that it gave a request with a guide.
 
-    `whole`: it gave no other ones, which were sampled without their masks. `proposals`: see GuidedRequests.fill.
+    `whole`: it gave no other ones, which were sampled without their masks. `proposals`: see GuidedRequests.fill. How
+    many of these are drafts is known if no later step is in flight.
     """
     request.num_masked = None
     if request.guide is None or request.status is not Status.RUNNING:
         return
     if whole:
-        looked = output.looked.get(work.row, ())
-        made = request.num_drafts if output.likely else work.propose or proposals
+        looked, flies = output.looked.get(work.row, ()), request.num_total > len(request.tokens)
+        made = max(work.propose, proposals) if flies else request.num_drafts
         request.take_drafts(looked[count : count + made])
     else:
         request.restart()
@@ -201,7 +202,7 @@ def take_drafts(
 def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anything: bytes) -> RowMasks:
     """Return the masks of the tokens that a step samples for a request; `mask` is that of the first one."""
     assert request.guide is not None
-    count, more = 1 + work.drafts, work.propose or (proposals if request.may_draft else 0)
+    count, more = 1 + work.drafts, max(work.propose, proposals if request.may_draft else 0)
     ahead = [mask_after or anything for mask_after in request.guide.ahead()[: work.drafts]]
     masks = [mask, *ahead, *[anything] * (work.drafts - len(ahead))]
     return RowMasks(work.row, len(request.tokens), masks, count + more if more else 0)

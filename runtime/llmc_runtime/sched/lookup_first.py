@@ -57,6 +57,13 @@ class LookupFirst:
             count, self._probe = max(count, 1), plan + _PROBE
         return count
 
+    def take(self, request: Request, found: int, costs: Sequence[float], plan: int) -> None:
+        """Take the drafts that prompt lookup has found for a request whose head has not drafted after it, if any."""
+        request.from_lookup = request.verifies_lookup = False
+        if found:
+            request.num_drafts = self.worth(request, found, costs, plan)
+            request.from_lookup, request.likely = request.num_drafts > 0, []
+
     def count(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""
         compared, kind = accepted + (accepted < drafts), kind_of(request)

@@ -132,7 +132,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
         guided=0 if request.guide is None else config.max_masks,
     )
     speculation = config.speculation
-    if speculation is not None and request.may_draft and (request.guide is None or not speculation.looks_first):
+    if speculation is not None and request.may_draft:
         request.row_params = replace(request.row_params, drafting=speculation.drafting)
 
 

@@ -72,12 +72,12 @@ class SpeculationConfig:
     @property
     def proposals(self) -> int:
         """The number of tokens that every step drafts for a row, regardless of the plan."""
-        return self.num_tokens if self.looks_up else 0
+        return self.num_tokens if self.looks_up or self.looks_first else 0
 
     @property
     def drafting(self) -> tuple[int, int, int]:
         """The columns of a device row (see RowParams)."""
-        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.looks_up or self.looks_first else (0, 0, 0)
+        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.proposals else (0, 0, 0)
 
 
 class Speculation:
@@ -236,7 +236,7 @@ class Speculation:
     def prefers_lookup(self, request: Request) -> bool:
         """Whether the head makes no drafts for a request if prompt lookup finds some."""
         lookup = self._lookup
-        if lookup is None or not self._alone or request.guide is not None or self._choice.measures:
+        if lookup is None or not self._alone or self._choice.measures:
             return False
         if lookup.due(self.plans):
             return True
@@ -296,13 +296,18 @@ class Speculation:
 
     def looks(self, request: Request, room: int) -> int:
         """Return the number of drafts, up to `room`, whose following masks the next plan needs, of a guided request."""
+        if request.from_lookup:
+            return room
         if self._choice.most:
             return min(room, self._choice.drafts(self._rate(request)))
         return min(room, 1) if (self.plans + 1) % PROBE < DEPTH else 0
 
     def refused(self, request: Request) -> None:
         """Record that the guide of a request excludes its first draft."""
-        self._count(request, 1, 0)
+        if self._lookup is not None and request.from_lookup:
+            self._lookup.count(request, 1, 0)
+        else:
+            self._count(request, 1, 0)
 
     def choose(self, request: Request, room: int) -> int:
         """Return the number of drafts that pays for a request, up to `room`."""
@@ -346,15 +351,9 @@ class Speculation:
                 self._count(request, drafts, len(more))
             counters.drafted(drafts, len(more))
         if self._lookup is not None:
-            self._take_found(self._lookup, requests, output)
-
-    def _take_found(self, lookup: LookupFirst, requests: Sequence[Request], output: StepOutput) -> None:
-        """Take the drafts that prompt lookup has found for a single row whose head has not drafted after it."""
-        for index, (request, count) in enumerate(zip(requests, output.proposed)):
-            request.from_lookup = request.verifies_lookup = False
-            if count and self._alone and index not in output.likely:
-                request.num_drafts = lookup.worth(request, count, self._costs(), self.plans)
-                request.from_lookup, request.likely = request.num_drafts > 0, []
+            for index, (request, found) in enumerate(zip(requests, output.proposed)):
+                count = found if self._alone and index not in output.likely else 0
+                self._lookup.take(request, count, self._costs(), self.plans)
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
         """Take how many drafts prompt lookup has found for each row."""
