@@ -359,4 +359,4 @@ def test_a_place_is_given_back_whatever_fails() -> None:
         assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400
         server.rest()
         with pytest.raises(ApiError):
-            server.serving.hold("never")
+            server.serving.call_resources("never")

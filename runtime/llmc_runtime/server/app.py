@@ -17,6 +17,7 @@ from llmc_runtime import __version__
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
+from llmc_runtime.server.anthropic.messages import MessagesResponse
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
@@ -26,11 +27,10 @@ from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
 from llmc_runtime.server.http.request_shares import RequestShares
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
-from llmc_runtime.server.messages.messages import Messages
-from llmc_runtime.server.openai.chat import Chat
-from llmc_runtime.server.openai.completions import Completion
+from llmc_runtime.server.openai.chat import ChatResponse
+from llmc_runtime.server.openai.completions import CompletionResponse
 from llmc_runtime.server.openai.pooled import PooledResponse
-from llmc_runtime.server.openai.responses import Responses
+from llmc_runtime.server.openai.responses import ResponsesResponse
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.other_routes import not_a_route
@@ -111,11 +111,11 @@ class Endpoints(Endpoint):
             api.OPENAPI: self.openapi,
         }
         posts: Mapping[api.PostRoute, Handler] = {
-            api.COMPLETIONS: self.handler(api.COMPLETIONS, Completion),
-            api.CHATS: self.handler(api.CHATS, Chat),
-            api.RESPONSES: self.handler(api.RESPONSES, Responses, responses.is_long),
+            api.COMPLETIONS: self.handler(api.COMPLETIONS, CompletionResponse),
+            api.CHATS: self.handler(api.CHATS, ChatResponse),
+            api.RESPONSES: self.handler(api.RESPONSES, ResponsesResponse, responses.is_long),
             api.INPUT_TOKENS: responses.input_tokens,
-            api.MESSAGES: self.handler(api.MESSAGES, Messages),
+            api.MESSAGES: self.handler(api.MESSAGES, MessagesResponse),
             api.COUNT_TOKENS: self.count_tokens,
             **{route: self.handler(route, PooledResponse, lambda request: repeats) for route in api.POOLED_ROUTES},
             api.TOKENIZE: self.tokenize,

@@ -222,7 +222,9 @@ def _load(path: Path) -> dict[Any, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as e:
-        raise LlmcError("E648", f"--config {path} cannot be read: {e.strerror}", "name a YAML file of options") from None
+        raise LlmcError(
+            "E648", f"--config {path} cannot be read: {e.strerror}", "name a YAML file of options"
+        ) from None
     except ValueError as e:
         raise _unusable(path, f"it is not UTF-8: {e}") from None
     if len(text) > _MAX_FILE:

@@ -15,7 +15,14 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
-from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
+from llmc_runtime.server.openai.generation_response import (
+    Choice,
+    GenerationResponse,
+    Scores,
+    clamped,
+    prompt_logprobs,
+    token_text,
+)
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
 from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut, joined
@@ -41,7 +48,7 @@ class ParsedChoice(Choice):
         return joined(self._deltas)
 
 
-class Chat(GenerationResponse[ChatRequest]):
+class ChatResponse(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
     _plan: ResponsePlan

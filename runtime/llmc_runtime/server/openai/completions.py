@@ -13,7 +13,14 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
-from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
+from llmc_runtime.server.openai.generation_response import (
+    Choice,
+    GenerationResponse,
+    Scores,
+    clamped,
+    prompt_logprobs,
+    token_text,
+)
 from llmc_runtime.server.prompting import listed, prompts_in
 from llmc_runtime.server.requests.request_fields import MAX_PROMPTS, CompletionRequest
 from llmc_runtime.server.requests.sampling_fields import check_silent, kept_tokens, of_completion
@@ -21,7 +28,7 @@ from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 
-class Completion(GenerationResponse[CompletionRequest]):
+class CompletionResponse(GenerationResponse[CompletionRequest]):
     """One request to the endpoint."""
 
     def __init__(

@@ -83,7 +83,7 @@ class PooledResponse:
         if size > self._serving.max_answer:
             cause = f"{count} results of {width} numbers are more than {self._serving.max_answer} bytes"
             raise ApiError(f"{cause}; send several requests, or encoding_format: base64", param=self._call.prompt_param)
-        self._call.hold.answer = self._serving.admission.reserve_response(self._call.key, size)
+        self._call.resources.response_memory = self._serving.admission.reserve_response(self._call.key, size)
 
     def _body(
         self, pooling: Pooling, params: PoolingParams, prompts: Sequence[Prompt], outputs: Sequence[RequestOutput]

@@ -30,10 +30,10 @@ from llmc_runtime.server.requests.responses_request import (
     Earlier,
     InputTokensRequest,
     ResponsesRequest,
-    as_response,
     own_items,
     references_of,
     to_chat,
+    to_responses_request,
 )
 from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, of_completion
 from llmc_runtime.server.text_pool import text_messages as m
@@ -102,7 +102,7 @@ class TextJobs:
 
     def input_tokens(self, body: bytearray) -> Job:
         """Parse and check a request to count the tokens of an input, except for the input. Raises ApiError."""
-        request = as_response(self._parse(body, InputTokensRequest))
+        request = to_responses_request(self._parse(body, InputTokensRequest))
         rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
         check_model(request.model, self._spec.names)
         counted(to_chat(rest, [], []), self._formats)
