@@ -77,7 +77,7 @@ class Endpoint:
             if fields is not None:
                 yield fields, None
                 return
-        job = await while_connected(request.receive, self.serving.offload.begin(route.job, body))
+        job = await while_connected(request.receive, self.serving.text_processes.begin(route.job, body))
         try:
             yield msgspec.json.decode(job.parsed.fields, type=route.request), job
         finally:
@@ -116,7 +116,7 @@ class Endpoint:
         body = await read_body(request, self.limits, serving.bodies)
         with serving.texts(key):
             if is_large(body.data, SMALL_TEXT):
-                job = await while_connected(request.receive, serving.offload.begin(route.job, body))
+                job = await while_connected(request.receive, serving.text_processes.begin(route.job, body))
                 job.close()
                 return JsonSlices([job.response], serving.admission.reserve_response(key, len(job.response)).close)
             fields: Any = await self._in_turn(body, route.request, key, _never)
@@ -149,7 +149,7 @@ class Endpoint:
         try:
             if not stream or isinstance(response, PooledResponse):
                 return await while_connected(request.receive, complete())
-            chunks = await while_connected(request.receive, response.pieces())
+            chunks = await while_connected(request.receive, response.stream())
         except BaseException:
             call.resources.release_slot()
             sent()

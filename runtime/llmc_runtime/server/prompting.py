@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 
 class Prompting:
-    """Tokenizes for one model. `in_thread` runs in threads of `pool`.
+    """Tokenizes for one model.
 
     `template` is the text or name of a chat template to use instead of the model's default. `length` is the model's
     maximum context in tokens; longer prompts are rejected during tokenization. `longest` is described in
@@ -49,11 +47,10 @@ class Prompting:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         template: str | None,
-        pool: Executor | None,
         length: int,
         longest: int | None = None,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._pool = tokenizer, vocab_size, pool
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._length, self._longest = length, longest
         self.list_tokens = max(LIST_TOKENS, length)
         self._template_option = template
@@ -109,10 +106,6 @@ class Prompting:
                 break
             count += 1
         return count
-
-    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Return the result of `work`, usually a method of this object, from a thread of `pool`."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
     def completion(self, request: CompletionRequest) -> Iterator[Prompt]:
         """Yield the prompts of a completion. Raises ApiError 400."""
@@ -244,6 +237,17 @@ def prompts_in(prompt: str | list[Any]) -> tuple[int, int]:
     if isinstance(prompt, str) or not prompt:
         return 1, 0
     return (1, len(prompt)) if isinstance(prompt[0], int) else (len(prompt), 0)
+
+
+def limited(prompts: Iterator[Prompt], limit: int, param: str) -> Iterator[Prompt]:
+    """Yield the prompts of the field `param`. Raises ApiError 400 if they have more than `limit` tokens together."""
+    total = 0
+    for prompt in prompts:
+        total += len(prompt.ids)
+        if total > limit:
+            cause = f"the prompts have more than {limit} tokens together, which the server takes at a time"
+            raise ApiError(f"{cause}; send several requests", param=param)
+        yield prompt
 
 
 def listed(prompt: str | list[Any], param: str = "prompt", maximum: int = MAX_PROMPTS) -> list[Any]:

@@ -44,14 +44,13 @@ class ResponsesRoutes(Endpoint):
 
     async def _count(self, key: str, fields: InputTokensRequest) -> int:
         """Return the number of tokens of a small input."""
-        serving, prompting = self.serving, self.serving.prompting
+        serving = self.serving
         serving.check_model(fields.model)
         request = to_responses_request(fields)
         stored = serving.stored.earlier(key, request.previous_response_id, references_of(request))
         chat, _ = continued(request, stored)
         arguments = counted(chat, serving.formats)
-        async with serving.lanes.slot(key):
-            return await prompting.in_thread(prompting.count, *arguments)
+        return await serving.text_threads.run(key, serving.prompting.count, *arguments)
 
     async def _count_job(self, key: str, fields: InputTokensRequest, job: OffloadedJob) -> int:
         """Return the number of tokens of an input that a text process has read."""

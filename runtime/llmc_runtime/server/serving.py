@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
-from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
@@ -36,21 +34,13 @@ from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT,
 from llmc_runtime.server.stored_responses import ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
 from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
+from llmc_runtime.server.text_threads import TextThreads
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 
 MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
-_THREADS = 4  # for tokenization
 MAX_SECONDS = 1_000_000  # of a client's timeout
-
-
-def threads_of_key(cpus: int) -> int:
-    """Return how many of the threads one of several keys may use at a time: those of half of the CPUs.
-
-    Tokenizing runs outside the interpreter's lock, so that a key with more of them would take the CPUs from the model.
-    """
-    return max(1, min(_THREADS - 1, cpus // 2))
 
 
 class Serving:
@@ -82,24 +72,22 @@ class Serving:
         self.fingerprint = f"fp_{llm.digest[:10]}" if llm.digest else None  # OpenAI's system_fingerprint
         self.encoding = Encoding()
         self._texts = KeyCounts()  # concurrent /tokenize and /detokenize requests by key
-        self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
-        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
+        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, llm.config.max_model_len)
         self.bodies = BodyBudget(self._too_many_bodies)
-        reserved = _THREADS - threads_of_key(usable_cpus()) if admission.keys > 1 else 0
-        self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=reserved)
-        llm.text_turn = self.lanes.slot
+        self.text_threads = TextThreads(admission.keys, self._too_many_texts)
+        llm.text_turn = self.text_threads.slots.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options = template, calls, reasoning
-        self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
+        self.text_processes = TextPool(self._text_process_config, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
         """Stop tokenization."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self.offload.close()
+        self.text_threads.close()
+        self.text_processes.close()
 
-    def _spec(self) -> TextProcessConfig:
+    def _text_process_config(self) -> TextProcessConfig:
         """Return the configuration of text processes."""
         tokenizer, config = self.llm.tokenizer, self.llm.config
         return TextProcessConfig(

@@ -70,8 +70,7 @@ class PooledResponse:
             return await self._job.prompts(-1 if texts else self._call.logged_characters)
         serving = self._serving
         prompts = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
-        async with serving.lanes.slot(self._call.key):
-            return await serving.prompting.in_thread(list, prompts.of(self._request))
+        return await serving.text_threads.run(self._call.key, list, prompts.of(self._request))
 
     def _reserve_response(self, count: int, pooling: Pooling, params: PoolingParams) -> None:
         """Reserve the memory of the response. Raises ApiError 400 if it would be too large."""

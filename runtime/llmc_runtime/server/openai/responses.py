@@ -74,7 +74,7 @@ class ResponsesResponse(NamedEventsResponse):
     def failed(self, error: ApiError) -> bytes:
         """Return the events after an error during the stream."""
         code = {"code": error.code or error.kind, "message": error.message}
-        response = _plain(self._document("failed")) | {"error": code}
+        response = _without_logprobs(self._document("failed")) | {"error": code}
         events = self._event("error", **code, param=error.param), self._event("response.failed", response=response)
         return b"".join(map(named_event, events))
 
@@ -106,7 +106,7 @@ class ResponsesResponse(NamedEventsResponse):
         else:
             response["completed_at"] = int(time.time())
         stored = self._call.resources.stored
-        response["store"] = stored is not None and stored.finish(_plain(response))
+        response["store"] = stored is not None and stored.finish(_without_logprobs(response))
         return [*events, self._event(f"response.{status}", response=response)], response
 
     def _usage_object(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class ResponsesResponse(NamedEventsResponse):
         }  # fmt: skip
 
 
-def _plain(response: dict[str, Any]) -> dict[str, Any]:
+def _without_logprobs(response: dict[str, Any]) -> dict[str, Any]:
     """Return a response without log-probabilities."""
     return {**response, "output": [without_logprobs(item) for item in response["output"]]}
 
