@@ -18,7 +18,6 @@ from llmc_runtime import __version__
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
-from llmc_runtime.server.anthropic.messages import MessagesResponse
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
@@ -28,6 +27,7 @@ from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
 from llmc_runtime.server.http.request_shares import RequestShares
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
+from llmc_runtime.server.messages_api.messages_response import MessagesResponse
 from llmc_runtime.server.openai.chat import ChatResponse
 from llmc_runtime.server.openai.completions import CompletionResponse
 from llmc_runtime.server.openai.pooled import PooledResponse

@@ -8,10 +8,10 @@ from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.anthropic.content_blocks import ContentBlocks
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, named_body, to_api_error
 from llmc_runtime.server.http.replies import named_event
+from llmc_runtime.server.messages_api.content_blocks import ContentBlocks
 from llmc_runtime.server.openai.message_tokens import ScoredToken
 from llmc_runtime.server.openai.named_events import NamedEventsResponse
 from llmc_runtime.server.requests.messages_request import MessagesRequest, to_chat
