@@ -23,11 +23,14 @@ def main_opt(args: argparse.Namespace, out: IO[str]) -> int:
     """Run `llmc opt`. Everything printed besides IR starts with //, so that the output can be parsed again."""
     registry = load()
     ops = registry.opset()
-    m = parse(_read(args.file), ops)
+    m = parse(_read(args.file), ops, "standard input" if args.file == "-" else args.file)
     verify(m)
     target = registry.target(args.target)
     passes = _passes(args, registry, target)
     ctx = Ctx(ops, target, registry.kernels, args.fuel, args.only)
+    if args.only and not any(ctx.allows(n) for g in m.graphs.values() for n in g.nodes):
+        cause = f"--only {args.only}: no node of {args.file} is in a module with this path"
+        raise Diagnostic("E424", cause, "use a path from the comments at the nodes, such as model.layers.0")
     check = args.check or args.rounded
     before = m.clone() if check else Module()
     times: list[str] = []

@@ -38,7 +38,7 @@ def load_module(path: str) -> Module:
     """Parse an .llir file, or trace a Hugging Face folder or config.json without reading weights."""
     p = Path(path)
     if p.suffix == ".llir":
-        return parse(p.read_text(), load().opset())
+        return parse(p.read_text(), load().opset(), p)
     require_compiler()
     Console().begin("trace", f"{path} (imports torch and transformers)")
     from llmc.frontend.trace_model import trace

@@ -66,7 +66,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "biases": ("format.row_abi", "BIASES", ""), "allowed": ("sched.sampling_params", "MAX_ALLOWED", ""),
         "bad_words": ("sched.sampling_params", "MAX_BAD_WORDS", ""),
         "made": ("server.tool_calls.response_plan", "_MOST_CHARACTERS", ""),
-        "text_threads": ("server.serving", "_THREADS", ""),
+        "text_threads": ("server.text_threads", "THREADS", ""),
         "bad_word_bytes": ("sched.sampling_params", "MAX_BAD_WORD_BYTES", "bytes"),
         "form_bytes": ("sched.structured_outputs", "MAX_BYTES", "bytes"),
         "choices": ("sched.structured_outputs", "MAX_CHOICES", ""),

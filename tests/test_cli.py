@@ -135,6 +135,8 @@ def test_bad_models(damage: Break, named: str, model: Path, tmp_path: Path, caps
         (["roofline", "{model}", "--bind", "T=x"], 1, "T=x"),
         (["roofline", "{model}", "--bind", "T=1"], 1, "R"),
         (["opt", "nowhere.llir"], 3, "nowhere.llir"),
+        (["opt", "{full}/notes.txt"], 1, "notes.txt, line 1: cannot read 'mine'"),
+        (["roofline", "{full}/notes.llir"], 1, "notes.llir, line 1: cannot read 'mine'"),
     ],
 )
 def test_bad_arguments(
@@ -143,7 +145,8 @@ def test_bad_arguments(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "notes.llir"):
+        (tmp_path / "full" / name).write_text("mine")
     filled = [a.format(model=model, full=tmp_path / "full") for a in args]
     assert main(filled) == code
     err = capsys.readouterr().err

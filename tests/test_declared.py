@@ -182,9 +182,10 @@ def answers(folder: Path, program: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-NEW_PARAMETER = (
-    '    top_a: float = parameter(0.0, numbers(0, 1), "a new one", flag=True, of_model="sampling", column=6)\n'
-)
+NEW_PARAMETER = """    top_a: float = parameter(
+        0.0, numbers(0, 1), "a new one", flag=True, model_default="sampling", float_column=6
+    )
+"""
 PARAMETER_PROGRAM = """
 import json, sys
 from llmc_runtime.cli import _changed, parser

@@ -10,7 +10,7 @@ KERNEL_PARAMETER = {
     "llmc_runtime/sched/sampling_params.py": [
         before(
             "    presence_penalty: float",
-            '    repeat_offset: float = parameter(0.0, _PENALTY, "subtracted from repeated logits", column=6)\n',
+            '    repeat_offset: float = parameter(0.0, _PENALTY, "subtracted from repeated logits", float_column=6)\n',
         )
     ],
     "llmc/ir/ops/sample.py": [

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
@@ -87,9 +88,12 @@ _RANGE = re.compile(r"(\w+) in \[(\d+), (\d+)\]")
 _SYM = re.compile(r"sym (\w+) in \[(\d+), (\d+)\]")
 
 
-def parse(text: str, ops: Mapping[str, OpDef]) -> Module:
-    """Parse a module, the inverse of `show`; raises Diagnostic E401 with the line number and the problem."""
-    return _Reader(text, ops).module()
+def parse(text: str, ops: Mapping[str, OpDef], source: str | Path = "") -> Module:
+    """Parse a module, the inverse of `show`.
+
+    Raises Diagnostic E401 with the problem, the line number and, if given, the name of the file that the text is from.
+    """
+    return _Reader(text, ops, f"{source}, line" if str(source) else "line").module()
 
 
 def _clean(lines: list[str]) -> list[tuple[int, str]]:
@@ -100,15 +104,16 @@ def _clean(lines: list[str]) -> list[tuple[int, str]]:
 class _Reader:
     """Line-based parser of modules. Node and graph syntax is described in docs/ir.md."""
 
-    def __init__(self, text: str, ops: Mapping[str, OpDef]):
+    def __init__(self, text: str, ops: Mapping[str, OpDef], line: str):
         self.ops = ops
+        self.line = line  # the words before a line number in errors
         self.lines = _clean(text.splitlines())
         self.pos = 0
         self.m = Module()
         self.formats: dict[str, QFormat] = {}
 
     def fail(self, line: int, why: str, remedy: str = "") -> Diagnostic:
-        return Diagnostic("E401", f"line {line}: {why}", remedy or "see docs/ir.md for the text form")
+        return Diagnostic("E401", f"{self.line} {line}: {why}", remedy or "see docs/ir.md for the text form")
 
     def module(self) -> Module:
         """Parse symbols, formats and graphs until the end of the text."""

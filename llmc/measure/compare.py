@@ -160,7 +160,7 @@ def _side(path: Path, registry: Registry) -> _Side:
     stage = next((p for p in sorted((path / "ir").glob("*.llir")) if p.stem.partition("-")[2] == "select"), None)
     if stage is None:
         raise Diagnostic("E433", f"{path} has no text of the pass `select`", "compile it again")
-    m = parse(stage.read_text(), registry.opset())
+    m = parse(stage.read_text(), registry.opset(), stage)
     return _Side(path, m, {g.name: _launches(g, m, registry) for g in m.launched})
 
 

@@ -136,7 +136,7 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     at = next((i for i, p in enumerate(stages) if p.stem.partition("-")[2] == "select"), 0)
     if not at:
         raise Diagnostic("E433", f"{path} has no text from before the pass `select`", "compile it again")
-    m = parse_text(stages[at - 1].read_text(), registry.opset())
+    m = parse_text(stages[at - 1].read_text(), registry.opset(), stages[at - 1])
     return m, registry.target(name), manifest.kv.page_size
 
 

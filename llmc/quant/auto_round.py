@@ -148,10 +148,10 @@ def auto_round(config: Mapping[str, Any]) -> AutoRound:
             raise refuse("auto-round", key, config[key], ("none",))
     extra: dict[str, Mapping[str, Any]] = {}
     for key in EXTRA:
-        found = config.get(key) or {}
-        if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+        named = config.get(key) or {}
+        if not isinstance(named, dict) or not all(isinstance(v, dict) for v in named.values()):
             raise Diagnostic("E340", f"quantization_config (auto-round): {key} is not a table of tables", AGAIN)
-        extra |= found
+        extra |= named
     return AutoRound(PACKINGS[packing], config, extra)
 
 

@@ -81,7 +81,7 @@ def unpack_rows(stored: Stored, group_size: int) -> Codes:
     count, stored_count = -(-k // size), shape_of(zeros)[1] * 8
     stored.expect(zeros, n, max(-(-count // 8), shape_of(zeros)[1]))
     stored.expect(scales, n, stored_count)
-    stored.check_scales(scales, lambda found: found[:, :count])
+    stored.check_scales(scales, lambda stored_scales: stored_scales[:, :count])
     code = b.unpack_bits(words, bits=4, axis=1, size=k)
     zero = b.unpack_bits(zeros, bits=4, axis=1, size=count)
     scale = scales if count == stored_count else b.slice(scales, axis=1, start=0, stop=count, step=1)

@@ -27,8 +27,8 @@ class BitsAndBytes:
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
-        module, found, part = name.rpartition(".weight.")
-        if found:
+        module, separator, part = name.rpartition(".weight.")
+        if separator:
             return f"{module}.weight", part.removeprefix("quant_state.")
         module, _, part = name.rpartition(".")
         return (f"{module}.weight", part) if part in ("weight", "SCB", "weight_format") else None

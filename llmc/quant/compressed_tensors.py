@@ -149,10 +149,10 @@ def _plain(label: str, *dtypes: str) -> Decode:
         value, block = _blocks(stored, scale, n, k, size)
         zero: Value | int = 0
         if "weight_zero_point" in stored.parts:
-            found = stored.part("weight_zero_point", ("i8",))
-            zero, _ = block_of(stored, found, n, k, size)
+            stored_zero = stored.part("weight_zero_point", ("i8",))
+            zero, _ = block_of(stored, stored_zero, n, k, size)
             if shape_of(zero) != shape_of(value):
-                stored.expect(found, *shape_of(stored.parts["weight_scale"]))
+                stored.expect(stored_zero, *shape_of(stored.parts["weight_scale"]))
         elif args.get("symmetric") is False:
             stored.part("weight_zero_point", ("i8",))
         index = _groups(stored, args, k) if size[0] == 1 else None  # tiles have no groups of columns
@@ -255,10 +255,10 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
         raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
     if transform := config.get("transform_config"):
         _check_transforms(transform)
-    found = config.get("config_groups") or {}
-    if not isinstance(found, dict):
+    declared = config.get("config_groups") or {}
+    if not isinstance(declared, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
-    groups = tuple(_group(name, g, config.get("format")) for name, g in found.items() if not _of_activations(g))
+    groups = tuple(_group(name, g, config.get("format")) for name, g in declared.items() if not _of_activations(g))
     return CompressedTensors(groups, _targets(config.get("ignore") or [], "ignore"))
 
 
@@ -272,17 +272,17 @@ def _check_transforms(config: Any) -> None:
                 raise refuse(METHOD, "transform_config", one or config, [f"location {place}" for place in FUSED])
 
 
-def _targets(found: Any, where: str) -> tuple[str, ...]:
+def _targets(targets: Any, where: str) -> tuple[str, ...]:
     """A list of targets; raises Diagnostic E340."""
-    if not isinstance(found, Sequence) or not all(isinstance(t, str) for t in found) or isinstance(found, str):
+    if not isinstance(targets, Sequence) or not all(isinstance(t, str) for t in targets) or isinstance(targets, str):
         raise Diagnostic("E340", f"quantization_config ({METHOD}): {where} has no list of targets", AGAIN)
-    for text in found:
+    for text in targets:
         try:
             re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
         except re.error as e:
             cause = f"quantization_config ({METHOD}): {where} has the target {text[:80]!r}: {e}"
             raise Diagnostic("E340", cause, AGAIN) from None
-    return tuple(found)
+    return tuple(targets)
 
 
 def _of_activations(group: Any) -> bool:
@@ -303,9 +303,9 @@ def _group(name: str, group: Any, default: Any) -> Group:
 
 def _act(name: str, group: Mapping[str, Any]) -> str:
     """The dtype of the `input_activations` of a group."""
-    found, key = group.get("input_activations"), f"input_activations of group {name[:80]!r}"
-    if found is None:
+    settings, key = group.get("input_activations"), f"input_activations of group {name[:80]!r}"
+    if settings is None:
         return ""
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise Diagnostic("E340", f"quantization_config ({METHOD}): {key} is not a table", AGAIN)
-    return activations(METHOD, key, str(found.get("type", "int")), found.get("num_bits", 8))
+    return activations(METHOD, key, str(settings.get("type", "int")), settings.get("num_bits", 8))

@@ -50,7 +50,7 @@ class Decoder:
         Raises Diagnostic E307, E340, E341 or E342.
         """
         out: dict[str, Value] = {}
-        found: dict[str, dict[str, Value]] = {}
+        by_module: dict[str, dict[str, Value]] = {}
         metadata = cache(metadata)
         for name, value in tensors.items():
             split = self.scheme.split(name)
@@ -58,8 +58,8 @@ class Decoder:
                 if name.rpartition(".")[2] not in KV_SCALES:
                     out[name] = value
             else:
-                found.setdefault(split[0], {})[split[1]] = value
-        for name, parts in found.items():
+                by_module.setdefault(split[0], {})[split[1]] = value
+        for name, parts in by_module.items():
             if set(parts) <= {"weight"} and not _bare_codes(parts["weight"]):
                 out[name] = parts["weight"]
             else:
@@ -103,16 +103,16 @@ class Decoder:
             return None
         if n.op.name == "reshape" and weight.type.shape != (Dim.of(1), *n.operands[0].type.shape):
             return None
-        found = [self.parts(v, b) for v in n.operands]
-        first = found[0]
-        if first is None or first.transposed or not all(_joins(x, first, v, n) for x, v in zip(found, n.operands)):
+        weights = [self.parts(v, b) for v in n.operands]
+        first = weights[0]
+        if first is None or first.transposed or not all(_joins(x, first, v, n) for x, v in zip(weights, n.operands)):
             return None
-        columns = zip(*(x.parts for x in found if x), strict=True)
+        columns = zip(*(x.parts for x in weights if x), strict=True)
         if n.op.name == "concat":
             parts = tuple(b.concat(*column, axis=n.attrs["axis"]) for column in columns)
         else:
             parts = tuple(b.reshape(p, shape=(1, *p.type.shape)) for (p,) in columns)
-        return QuantisedWeight(first.format, parts, count=sum(x.count for x in found if x))
+        return QuantisedWeight(first.format, parts, count=sum(x.count for x in weights if x))
 
 
 def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node) -> bool:

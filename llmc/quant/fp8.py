@@ -96,10 +96,10 @@ def tile(size: Any, method: str) -> tuple[int, int]:
 def scaled(stored: Stored, block: tuple[int, int]) -> Codes:
     """The codes of a float8 weight and its scale; raises Diagnostic E340, E341 or E342."""
     code = stored.part("weight", ("f8e4m3",), 2)
-    found = [name for name in SCALES if name in stored.parts]
-    if len(found) > 1:
-        raise Diagnostic("E340", f"{stored.module} has two scales: {' and '.join(found)}", AGAIN)
-    scale = _scale(stored, found[0] if found else SCALES[0])
+    scales = [name for name in SCALES if name in stored.parts]
+    if len(scales) > 1:
+        raise Diagnostic("E340", f"{stored.module} has two scales: {' and '.join(scales)}", AGAIN)
+    scale = _scale(stored, scales[0] if scales else SCALES[0])
     n, k = shape_of(code)
     value, size = block_of(stored, scale, n, k, block)
     return Codes(code, value, size, "fp8")

@@ -87,7 +87,7 @@ def gemma(config: Mapping[str, Any]) -> Gemma:
             rules.append((re.compile(pattern), integer(rule, "num_bits", METHOD, bits)))
         except re.error as e:
             raise Diagnostic("E340", f"module_quant_configs has the pattern {pattern!r}: {e}", AGAIN) from None
-    for found in (bits, *(width for _, width in rules)):
-        if found not in BITS:
-            raise refuse(METHOD, "num_bits", found, BITS)
+    for num_bits in (bits, *(width for _, width in rules)):
+        if num_bits not in BITS:
+            raise refuse(METHOD, "num_bits", num_bits, BITS)
     return Gemma(bits, tuple(rules), {key: config.get(key) for key in PLAIN})

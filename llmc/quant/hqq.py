@@ -83,10 +83,10 @@ def _number(stored: Stored, part: str) -> int:
 
 def _text(stored: Stored, part: str) -> str:
     """A part that is a text; raises Diagnostic E307 if it is not a packing."""
-    found = bytes(stored.load(stored.part(part, ("u8",), 1).name)[:80]).decode("latin-1")
-    if found not in PACKINGS:
-        raise refuse(METHOD, f"packing of {stored.module}", found, tuple(PACKINGS))
-    return found
+    packing = bytes(stored.load(stored.part(part, ("u8",), 1).name)[:80]).decode("latin-1")
+    if packing not in PACKINGS:
+        raise refuse(METHOD, f"packing of {stored.module}", packing, tuple(PACKINGS))
+    return packing
 
 
 def _unpacked(stored: Stored, packing: str, rows: int, columns: int) -> Value:
@@ -100,11 +100,11 @@ def _unpacked(stored: Stored, packing: str, rows: int, columns: int) -> Value:
         return words
     order = () if dtype == "i32" else tuple(reversed(range(fields)))
     single = b.reshape(words, shape=(count, columns, 1))
-    found = b.transpose(b.unpack_bits(single, bits=bits, axis=2, size=fields, order=order), perm=(2, 0, 1))
+    fields_of_rows = b.transpose(b.unpack_bits(single, bits=bits, axis=2, size=fields, order=order), perm=(2, 0, 1))
     if not order:
-        planes = [b.slice(found, axis=0, start=i, stop=i + 1, step=1) for i in reversed(range(fields))]
-        found = b.concat(*planes, axis=0)
-    code = b.reshape(found, shape=(fields * count, columns))
+        planes = [b.slice(fields_of_rows, axis=0, start=i, stop=i + 1, step=1) for i in reversed(range(fields))]
+        fields_of_rows = b.concat(*planes, axis=0)
+    code = b.reshape(fields_of_rows, shape=(fields * count, columns))
     return code if fields * count == rows else b.slice(code, axis=0, start=0, stop=rows, step=1)
 
 

@@ -29,8 +29,8 @@ def kv_dtype_of(config: Mapping[str, Any]) -> str:
     quantisation = config.get("quantization_config")
     places = [quantisation, quantisation.get("quantization")] if isinstance(quantisation, Mapping) else []
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")
-    found = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
-    scheme = next((x for x in found if x is not None), None)
+    values = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
+    scheme = next((x for x in values if x is not None), None)
     if scheme is None or (isinstance(scheme, str) and scheme.upper() in NO_ALGORITHM):
         return ""
     if isinstance(scheme, str) and scheme.upper() == "FP8":
@@ -47,13 +47,13 @@ def kv_scales_of(names: Iterable[str], read: Callable[[str], np.ndarray]) -> dic
 
     Raises Diagnostic E341 for scales of a wrong shape, E342 for scales that are not positive and finite.
     """
-    found: dict[int, dict[str, np.ndarray]] = {}
+    by_layer: dict[int, dict[str, np.ndarray]] = {}
     for name in names:
         if m := NAME.search(name):
             scale = _checked(name, read(name))
             if scale is not None:
-                found.setdefault(int(m[1]), {}).update(dict.fromkeys(m[2] or m[3], scale))
-    return {layer: (pair.get("k", ONE), pair.get("v", ONE)) for layer, pair in found.items()}
+                by_layer.setdefault(int(m[1]), {}).update(dict.fromkeys(m[2] or m[3], scale))
+    return {layer: (pair.get("k", ONE), pair.get("v", ONE)) for layer, pair in by_layer.items()}
 
 
 def _checked(name: str, stored: np.ndarray) -> np.ndarray | None:

@@ -43,8 +43,8 @@ class Mlx:
         """See `Scheme.split`."""
         if self.method == METHOD:
             return last_part(name, PARTS)
-        found = last_part(name, ("weight", "scales", "qbiases"))
-        return found and (found[0], found[1].removeprefix("q"))
+        parts = last_part(name, ("weight", "scales", "qbiases"))
+        return parts and (parts[0], parts[1].removeprefix("q"))
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -77,8 +77,8 @@ class Mlx:
         (n, count), groups = shape_of(words), shape_of(scale)[1]
         k = groups * size
         if size < 1 or count * 32 != k * bits:
-            found = f"{words.name} is {words.type} and {scale.name} {scale.type}"
-            cause = f"{found}, which are not codes of {bits} bits in groups of {size}"
+            types = f"{words.name} is {words.type} and {scale.name} {scale.type}"
+            cause = f"{types}, which are not codes of {bits} bits in groups of {size}"
             raise Diagnostic("E341", cause, AGAIN)
         stored.expect(scale, n, groups)
         return n, k

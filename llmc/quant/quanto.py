@@ -43,8 +43,8 @@ class Quanto:
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
-        module, found, part = name.rpartition(".weight._")
-        if found:
+        module, separator, part = name.rpartition(".weight._")
+        if separator:
             return f"{module}.weight", f"_{part}"
         return last_part(name, ("weight", *ACTIVATIONS))
 
@@ -57,15 +57,15 @@ class Quanto:
 
     def _types(self, stored: Stored) -> tuple[str, str]:
         """The types of a weight and of its activations; raises Diagnostic E307 or E340."""
-        found = self.modules.get(stored.module, {"weights": self.everywhere} if self.everywhere else None)
-        if found is None:
+        settings = self.modules.get(stored.module, {"weights": self.everywhere} if self.everywhere else None)
+        if settings is None:
             raise Diagnostic("E340", f"{stored.module} is quantised, and quanto_qmap.json does not list it", AGAIN)
-        if not isinstance(found, Mapping):
-            raise refuse(METHOD, stored.module, found, ("weights and activations",))
-        weights = found.get("weights")
+        if not isinstance(settings, Mapping):
+            raise refuse(METHOD, stored.module, settings, ("weights and activations",))
+        weights = settings.get("weights")
         if weights not in tuple(TYPES):
             raise refuse(METHOD, f"weights of {stored.module}", weights, tuple(TYPES))
-        return str(weights), str(found.get("activations"))
+        return str(weights), str(settings.get("activations"))
 
 
 def quanto(config: Mapping[str, Any]) -> Quanto:

@@ -68,12 +68,12 @@ class Quark:
 
     def _settings(self, stored: Stored) -> Mapping[str, Any]:
         """The settings of a module; raises Diagnostic E340 if it has none."""
-        found = next((s for pattern, s in self.rules.items() if fnmatch(stored.module, pattern)), None)
-        found = found or next((self.classes[c] for c in stored.classes if c in self.classes), self.rest)
-        if not isinstance(found, dict):
+        settings = next((s for pattern, s in self.rules.items() if fnmatch(stored.module, pattern)), None)
+        settings = settings or next((self.classes[c] for c in stored.classes if c in self.classes), self.rest)
+        if not isinstance(settings, dict):
             cause = f"{stored.module} is quantised, and quantization_config ({METHOD}) has no settings for it"
             raise Diagnostic("E340", cause, AGAIN)
-        return found
+        return settings
 
 
 def quark(config: Mapping[str, Any]) -> Quark:
@@ -86,19 +86,19 @@ def quark(config: Mapping[str, Any]) -> Quark:
         raise refuse(METHOD, "weight_format", kind, ("real_quantized",))
     tables = []
     for key in ("layer_quant_config", "layer_type_quant_config"):
-        found = config.get(key) or {}
-        if not isinstance(found, dict):
+        table = config.get(key) or {}
+        if not isinstance(table, dict):
             raise Diagnostic("E340", f"quantization_config ({METHOD}) has {key} that is not a table", AGAIN)
-        tables.append(found)
+        tables.append(table)
     return Quark(tables[0], tables[1], config.get("global_quant_config"), ORDER if pack == PACKS[0] else ())
 
 
 def _table(settings: Mapping[str, Any], key: str, stored: Stored) -> Any:
-    found = settings.get(key)
-    if not isinstance(found, dict | list):
-        cause = f"{stored.module} is quantised, and quantization_config ({METHOD}) has {key} = {str(found)[:80]!r}"
+    table = settings.get(key)
+    if not isinstance(table, dict | list):
+        cause = f"{stored.module} is quantised, and quantization_config ({METHOD}) has {key} = {str(table)[:80]!r}"
         raise Diagnostic("E340", cause, AGAIN)
-    return found
+    return table
 
 
 def _act(settings: Any) -> str:

@@ -50,8 +50,8 @@ class TorchAo:
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
-        found = PART.match(name)
-        return (f"{found[1]}.{found[2]}", found[3]) if found else None
+        match = PART.match(name)
+        return (f"{match[1]}.{match[2]}", match[3]) if match else None
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -77,8 +77,8 @@ def _facts(stored: Stored) -> tuple[str, Facts]:
         cause = f"{stored.name} has {have}, and the header of its file does not describe it"
         raise Diagnostic("E340", cause, "save the model again with transformers and torchao, as safetensors")
     try:
-        found = json.loads(text)
-        kind, facts = found["_type"], found["_data"]
+        description = json.loads(text)
+        kind, facts = description["_type"], description["_data"]
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise Diagnostic("E340", f"the description of {stored.name} cannot be read: {str(e)[:200]}", AGAIN) from None
     if not isinstance(kind, str) or not isinstance(facts, dict):
@@ -94,10 +94,10 @@ def _act(facts: Facts, label: str) -> str:
 
 def _numbers(stored: Stored, facts: Facts, key: str, count: int) -> tuple[int, ...]:
     """An attribute that is a list of positive numbers; raises Diagnostic E340."""
-    found = facts.get(key)
-    if not isinstance(found, list) or len(found) != count or not all(type(x) is int and x > 0 for x in found):
-        raise Diagnostic("E340", f"the description of {stored.name} has {key} = {str(found)[:80]!r}", AGAIN)
-    return tuple(found)
+    sizes = facts.get(key)
+    if not isinstance(sizes, list) or len(sizes) != count or not all(type(x) is int and x > 0 for x in sizes):
+        raise Diagnostic("E340", f"the description of {stored.name} has {key} = {str(sizes)[:80]!r}", AGAIN)
+    return tuple(sizes)
 
 
 def _plain(label: str, code: str) -> Callable[[Stored, Facts], Codes]:

@@ -333,7 +333,8 @@ def _template(name: str | None) -> str | None:
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
-        raise LlmcError("E643", f"{name} cannot be read: {e}", "name a text file in UTF-8") from e
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise LlmcError("E643", f"{name} cannot be read: {reason}", "name a text file in UTF-8") from e
 
 
 if __name__ == "__main__":

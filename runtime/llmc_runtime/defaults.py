@@ -13,8 +13,9 @@ from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
 AUTO, NEUTRAL = "auto", "vllm"
 _FILE = "generation_config.json"
-_OF_MODEL = tuple(one.name for one in PARAMETERS.values() if one.of_model)
-_SAMPLES = frozenset(one.name for one in PARAMETERS.values() if one.of_model == "sampling")  # if do_sample is true
+_OF_MODEL = tuple(name for name, parameter in PARAMETERS.items() if parameter.model_default)
+# Of these, the ones that a model sets only if its do_sample is true.
+_SAMPLES = frozenset(name for name in _OF_MODEL if PARAMETERS[name].model_default == "sampling")
 KEYS = ("do_sample", *_OF_MODEL, "max_new_tokens")
 _MAX_SIZE = 1 << 20  # characters of a generation_config.json
 

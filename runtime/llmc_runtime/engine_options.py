@@ -69,6 +69,10 @@ def _optional_switch(name: str, value: Any) -> bool | None:
     return None if value is None else bool(value)
 
 
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
 def to_stderr(line: str) -> None:
     """Print a log line to stderr. A stderr that is closed or full is ignored."""
     if sys.stderr is not None:
@@ -266,11 +270,11 @@ class EngineOptions(metaclass=KeywordChecks):
             raise LlmcError("E204", cause, f"leave task out, or compile the model with --task {self.task}")
         if self.tensor_parallel_size not in (None, manifest.ranks):
             required = f"tensor_parallel_size = {self.tensor_parallel_size}"
-            cause = f"{self.model} was compiled for {manifest.ranks} rank(s), and {required}"
+            cause = f"{self.model} was compiled for {_ranks(manifest.ranks)}, and {required}"
             remedy = f"leave it out, or compile with --tensor-parallel-size {self.tensor_parallel_size}"
             raise LlmcError("E207", cause, remedy)
         if self.distributed_executor_backend == RAY and (manifest.ranks == 1 or not target.startswith("cpu:")):
-            cause = f"Ray places ranks on CPUs; {self.model} is for {target} and has {manifest.ranks} rank(s)"
+            cause = f"Ray places ranks on CPUs; {self.model} is for {target} and has {_ranks(manifest.ranks)}"
             raise LlmcError("E207", cause, "leave distributed_executor_backend out, or compile with several ranks")
         engines, cpus = self.data_parallel_size, usable_cpus()
         if target.startswith("cpu:") and engines > max(1, cpus):

@@ -184,6 +184,9 @@ def test_no_manifest_is_an_incomplete_artifact(toy: Path, tmp_path: Path) -> Non
     error = refused(toy, "E101")
     assert "is a Hugging Face folder, not an artifact" in error.cause and "llmc compile" in error.remedy
     assert "is an empty folder" in refused(tmp_path / "empty", "E101").cause
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("x")
+    assert "is not an artifact: it has no manifest.json" in refused(tmp_path / "other", "E101").cause
     assert "does not exist" in refused(tmp_path / "nothing", "E101").cause
     (tmp_path / "file").write_text("x")
     assert "is not a folder" in refused(tmp_path / "file", "E101").cause

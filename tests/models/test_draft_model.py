@@ -11,7 +11,7 @@ import pytest
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
-from llmc_runtime.server.openai.response import Usage
+from llmc_runtime.server.openai.generation_response import Usage
 from models.cases import FURTHER, LISTED, Case
 from models.kit import save
 from models.test_speculation import DEMO, NAMES, eager, quiet, requests, results  # noqa: F401

@@ -171,6 +171,8 @@ def test_opt_prints_stops_and_times() -> None:
     assert show(parse(body, OPS)) in text
     with pytest.raises(Diagnostic, match="--stop-after memory: that pass is not run"):
         opt("-p", "cse", "--stop-after", "memory")
+    with pytest.raises(Diagnostic, match=r"E424.*--only model.layers.7"):
+        opt("-p", "cse", "--only", "model.layers.7")
 
 
 def test_a_pattern_that_names_no_op_is_an_error() -> None:

@@ -109,7 +109,7 @@ def until(condition: Any) -> None:
 
 def idle(server: Served) -> int:
     """Processes that are ready for a job."""
-    return len(server.serving.offload._idle)
+    return len(server.serving.text_processes._idle)
 
 
 def ended(given: list[int]) -> bool:
@@ -124,7 +124,7 @@ def ended(given: list[int]) -> bool:
 
 
 def pids(server: Served) -> list[int]:
-    return server.serving.offload.pids
+    return server.serving.text_processes.pids
 
 
 @pytest.mark.parametrize(("path", "body"), SAME)
@@ -291,7 +291,7 @@ def test_a_client_that_leaves_frees_its_place_in_the_lane(server: Served) -> Non
             link = socket.create_connection((host, int(port)))
             link.sendall(head.encode() + str(len(data)).encode() + b"\r\n\r\n" + data)
             links.append(link)
-        lanes = server.serving.offload.lanes
+        lanes = server.serving.text_processes.lanes
         until(lambda: lanes.waiting == 4)
         assert server.serving.bodies.used > 4 * SMALL_BODY
         for link in links:

@@ -142,9 +142,9 @@ def test_the_documents_of_a_large_body_are_charged_to_their_key() -> None:
     other = called()
     with pytest.raises(ApiError, match="bytes of open responses"):
         run(lambda: complete(other))
-    other.hold.sent()
+    other.resources.sent()
     run(lambda: complete(called("b")))
-    call.hold.sent()
+    call.resources.sent()
     assert not server.admission.answer_bytes["a"]
     run(lambda: complete(called()))
 

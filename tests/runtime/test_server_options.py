@@ -83,7 +83,8 @@ def test_a_file_that_cannot_be_used_is_reported(text: str, words: str, tmp_path:
 
 def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_serve(["m", "--config", str(tmp_path / "no.yaml")]) == 1
-    assert "E648" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "E648" in error and "no.yaml cannot be read: No such file or directory\n" in error
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,13 @@ def post(server: Served, body: dict[str, Any], **headers: str) -> httpx.Response
 def test_refusals_come_before_tokenizing_and_say_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(pace=0.05, sequences=ROWS + 20) as server:
         links = [post_head(server, LONG) for _ in range(ROWS + 20)]
-        lanes = server.serving.lanes
+        lanes = server.serving.text_threads.slots
         until(lambda: server.serving.admission.full and not lanes.waiting and not lanes._queue._running)
 
         async def never(*args: Any) -> Any:
             raise AssertionError("it was tokenized")
 
-        monkeypatch.setattr(server.serving.prompting, "in_thread", never)
+        monkeypatch.setattr(server.serving.text_threads, "_in_thread", never)
         with httpx.Client(base_url=server.url) as client:
             took = []
             for _ in range(20):
@@ -315,7 +315,7 @@ def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
                 await asyncio.sleep(0.01)
             return [1]
 
-        monkeypatch.setattr(server.serving.prompting, "in_thread", in_thread)
+        monkeypatch.setattr(server.serving.text_threads, "_in_thread", in_thread)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=30, limits=limits) as client:
             tasks = [
@@ -359,4 +359,4 @@ def test_a_place_is_given_back_whatever_fails() -> None:
         assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 400
         server.rest()
         with pytest.raises(ApiError):
-            server.serving.hold("never")
+            server.serving.call_resources("never")

@@ -31,8 +31,8 @@ def test_a_long_conversation_with_a_small_body_goes_to_a_text_process(
 ) -> None:
     serving = servers[1]["think"]
     begun: list[bytes] = []
-    begin = serving.offload.begin
-    monkeypatch.setattr(serving.offload, "begin", lambda kind, body: begun.append(kind) or begin(kind, body))
+    begin = serving.text_processes.begin
+    monkeypatch.setattr(serving.text_processes, "begin", lambda kind, body: begun.append(kind) or begin(kind, body))
     items = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 400}] * 100
     body = {"input": [*items, say("Hello")], "max_output_tokens": 2}
     first = post(servers, body)

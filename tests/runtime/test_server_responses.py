@@ -297,11 +297,11 @@ def test_what_is_not_supported_is_refused_by_name(servers: Servers, body: dict[s
 def test_an_error_during_a_stream_is_an_event(servers: Servers) -> None:
     from llmc_runtime.server.call import Call
     from llmc_runtime.server.http.errors import late
-    from llmc_runtime.server.openai.responses import Responses
+    from llmc_runtime.server.openai.responses import ResponsesResponse
     from llmc_runtime.server.requests.responses_request import ResponsesRequest
 
     serving = servers[1]["think"]
-    answer = Responses(serving, ResponsesRequest(input="x"), Call("resp_1", "", "input"), None)
+    answer = ResponsesResponse(serving, ResponsesRequest(input="x"), Call("resp_1", "", "input"), None)
     answer._params = serving.llm.get_default_sampling_params()
     blocks = answer.failed(late(3.0)).decode().strip().split("\n\n")
     found = [json.loads(block.partition("data: ")[2]) for block in blocks]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -219,13 +217,12 @@ ROLES = {"gemma": {"model"}, "llama3": {"ipython"}, "mistral": {"tool_results"}}
 
 @pytest.mark.parametrize("name", sorted(one.stem for one in FOLDER.glob("*.jinja")))
 def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str) -> None:
-    pool = ThreadPoolExecutor(1)
-    prompting = Prompting(TOK, TOK.vocab_size, template(name), pool, 1024)
+    prompting = Prompting(TOK, TOK.vocab_size, template(name), 1024)
 
     def refused(role: Any) -> str | None:
         request = TokenizeRequest(messages=[{"role": "user", "content": "x"}, {"role": role, "content": "y"}])
         try:
-            asyncio.run(prompting.in_thread(prompting.chat, request))
+            prompting.chat(request)
         except ApiError as e:
             assert e.status == 400
             return e.param
@@ -234,7 +231,6 @@ def test_roles_are_those_of_the_api_and_those_that_the_template_names(name: str)
     assert all(refused(role) != "messages[1].role" for role in ROLES_OF_THE_API)
     for role in (*OTHERS, None, 3, ["user"]):
         assert (refused(role) != "messages[1].role") == (isinstance(role, str) and role in ROLES.get(name, ())), role
-    pool.shutdown()
 
 
 def test_roles_of_a_template_are_constants_beside_a_role() -> None:

@@ -85,12 +85,12 @@ def _outside(source: ModelSource, plan: Plan, name: str, out: Output) -> None:
 
 def _kv_scales(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> bool:
     """Write the scales of a layer's keys and values; return whether it has any."""
-    if layer.kv is None or not (found := layer.kv.scales(layer.path, plan.kv)):
+    if layer.kv is None or not (kv_scales := layer.kv.scales(layer.path, plan.kv)):
         return False
     within = f"{layer.path}.{layer.kv.path}".removesuffix(".") + "."
     leaves = ((n.removeprefix(within), s) for n, s in source.plain_names().items() if n.startswith(within))
     at = next((s.removesuffix(leaf) for leaf, s in leaves if s.endswith(f".{leaf}")), within)
-    for name, x in found.items():
+    for name, x in kv_scales.items():
         out.add(f"{at}{name}", x)
     return True
 

@@ -44,13 +44,13 @@ def fold_experts(layer: Layer, scales: Scales) -> set[str]:
 def _input_scales(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
     """The scales of the input channels of each slice that has enough tokens and reads what another stack computes."""
     rows = {(e.expert, e.rows) for e in layer.experts.values()}
-    found = {}
+    factors = {}
     for at, inputs in expert_inputs(layer):
         weights = [layer.experts[name].of(layer.module) for name in inputs.linears]
         alone = len(weights) == 1 and (at[1], weights[0].shape[1]) in rows
         if alone and not too_few_tokens(inputs.tokens, weights[0]):
-            found[at] = scales(inputs, weights)
-    return found
+            factors[at] = scales(inputs, weights)
+    return factors
 
 
 def _fold(

@@ -51,11 +51,11 @@ class KvRanges(DynamicCache):
         kind: "layer" for one scale, "head" for one of each KV head. The scale is 1 if all values are zero. Raises
         Diagnostic E355 if keys or values are not finite.
         """
-        found = {}
+        scales = {}
         for name, what, largest in zip(("k", "v"), ("keys", "values"), self.largest or (), strict=False):
             if not largest.isfinite().all():
                 cause = f"{what} of {layer}.{self.path} are not finite while the texts run"
                 raise Diagnostic("E355", cause, "download the checkpoint again, or use other texts")
             top = largest[:, None, None] if kind == BY_HEAD else largest.max().reshape(1)
-            found[f"{name}_scale"] = torch.where(top > 0, top.float() / F8_LARGEST, 1.0)
-        return found
+            scales[f"{name}_scale"] = torch.where(top > 0, top.float() / F8_LARGEST, 1.0)
+        return scales

@@ -201,10 +201,10 @@ class LayerRuns:
                 if old is None:
                     continue
                 name = f"{path}.{leaf}"
-                found = self.source.weight(name)
-                if found is None:
-                    found = recompute(self.model, name) if values else self._tied(name)
-                names[leaf] = found if values else Parameter(found, requires_grad=False)
+                weight = self.source.weight(name)
+                if weight is None:
+                    weight = recompute(self.model, name) if values else self._tied(name)
+                names[leaf] = weight if values else Parameter(weight, requires_grad=False)
 
     def _tied(self, name: str) -> Tensor:
         raise Diagnostic("E323", f"the checkpoint lacks {name}", "download the checkpoint again")
@@ -212,11 +212,11 @@ class LayerRuns:
     @torch.no_grad()
     def _capture(self, tokens: Tensor) -> Tensor:
         """Run the model with layers that return their input; return the input of the first."""
-        found: list[Tensor] = []
+        captured: list[Tensor] = []
 
         def passing(i: int) -> Callable[..., Tensor]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                found.append(hidden)
+                captured.append(hidden)
                 self.arguments[i] = args, kwargs
                 return hidden
 
@@ -234,7 +234,7 @@ class LayerRuns:
         finally:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
-        return found[0].float()
+        return captured[0].float()
 
 
 def _layers(model: Any) -> list[Any]:

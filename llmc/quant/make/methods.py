@@ -27,20 +27,20 @@ Method = Callable[[Layer, Mapping[str, Linear], Recipe, Dtypes], dict[str, Quant
 
 def by_gptq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
     """Quantise by GPTQ."""
-    found = {}
+    rounded = {}
     for group in layer.observe(linears):
         for name in group.linears:
             w = linears[name].weight.data
-            found[name] = gptq(w, group.gram, recipe, dtypes[name], f"{layer.path}.{name}")
+            rounded[name] = gptq(w, group.gram, recipe, dtypes[name], f"{layer.path}.{name}")
     for _, group in expert_inputs(layer):
         for name in group.linears:
             w = layer.experts[name].of(layer.module)
             if too_few_tokens(group.tokens, w):
                 layer.rounded.add(name)
-                found[name] = round_to_nearest(w, recipe, dtypes[name])
+                rounded[name] = round_to_nearest(w, recipe, dtypes[name])
             else:
-                found[name] = gptq(w, group.gram, recipe, dtypes[name], name)
-    return found
+                rounded[name] = gptq(w, group.gram, recipe, dtypes[name], name)
+    return rounded
 
 
 def by_awq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:

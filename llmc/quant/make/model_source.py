@@ -93,11 +93,11 @@ class ModelSource:
 
     def dtype(self, stored: str) -> torch.dtype:
         """Return the dtype of a stored float tensor; raises Diagnostic E326 if it is none of bf16, f16 and f32."""
-        found = self.files.tensors[stored]
-        if found.dtype not in FLOATS:
-            cause = f"{stored} is stored as {found.dtype} in {found.file.name}; {', '.join(FLOATS)} can be quantised"
+        tensor = self.files.tensors[stored]
+        if tensor.dtype not in FLOATS:
+            cause = f"{stored} is stored as {tensor.dtype} in {tensor.file.name}; {', '.join(FLOATS)} can be quantised"
             raise Diagnostic("E326", cause, "use the original checkpoint")
-        return FLOATS[found.dtype]
+        return FLOATS[tensor.dtype]
 
     def read(self, stored: str) -> Tensor:
         """Read a stored tensor in its dtype."""
@@ -114,12 +114,12 @@ class ModelSource:
     def linears(self) -> dict[str, str]:
         """Map the linear modules, except the output projection, to the stored tensor of each one's weight."""
         head = self.model.get_output_embeddings()
-        found = {}
+        names = {}
         for path, module in self.model.named_modules():
             value = self.values.get(f"{path}.weight")
             if isinstance(module, torch.nn.Linear) and module is not head and value is not None and value.node is None:
-                found[path] = value.name
-        return found
+                names[path] = value.name
+        return names
 
     def experts(self) -> Iterator[str]:
         """Yield the stored weights of experts that the checkpoint holds one by one, and the model in stacks."""

@@ -159,12 +159,12 @@ def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
             wanted = re.compile(pattern[3:] if pattern.startswith("re:") else f"{re.escape(pattern)}$")
         except re.error as e:
             raise Diagnostic("E351", f"--ignore {pattern!r}: {e}", "correct the regular expression") from None
-        found = {m for m in candidates.values() if wanted.match(m)}
-        if not found and pattern != "lm_head":
+        matches = {m for m in candidates.values() if wanted.match(m)}
+        if not matches and pattern != "lm_head":
             example = next(iter(candidates.values()), "none")
             remedy = f"use a module's name, such as {example}, or re: and a regular expression"
             raise Diagnostic("E351", f"--ignore {pattern!r} matches no linear module", remedy)
-        dropped |= found
+        dropped |= matches
     return dropped
 
 

@@ -94,15 +94,15 @@ def sign_rounding(
 
 def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dtype]) -> dict[str, Quantised]:
     """Round the weights of experts with too few tokens to nearest, also in the layer; return them."""
-    found = {}
+    rounded = {}
     counts = expert_tokens(layer)
     for name, expert in layer.experts.items():
         w = expert.of(layer.module)
         if too_few_tokens(counts[expert.slice], w):
-            found[name] = round_to_nearest(w, recipe, dtypes[name])
-            w.copy_(found[name].values())
-    layer.rounded |= found.keys()
-    return found
+            rounded[name] = round_to_nearest(w, recipe, dtypes[name])
+            w.copy_(rounded[name].values())
+    layer.rounded |= rounded.keys()
+    return rounded
 
 
 def _stacks(layer: Layer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

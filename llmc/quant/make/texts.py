@@ -46,7 +46,7 @@ def _documents(text: str) -> list[str]:
 
     Only a line feed ends a line: JSON's strings may hold other separators, such as U+2028.
     """
-    found = []
+    documents = []
     for i, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -60,8 +60,8 @@ def _documents(text: str) -> list[str]:
                 raise ValueError(f"line {i} has no field text")
             if SURROGATE.search(document):
                 raise ValueError(f"line {i} has half of a surrogate pair")
-            found.append(document)
-    return found
+            documents.append(document)
+    return documents
 
 
 def windows(texts: list[str], folder: Path, samples: int, length: int, seed: int) -> Tensor:
@@ -87,7 +87,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
     check_tokenizer(folder)
     if note := without_tokenizer(folder):
         raise Diagnostic("E309", note, "calibration needs tokenizer.json")
-    found: Tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

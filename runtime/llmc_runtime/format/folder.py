@@ -15,6 +15,7 @@ from llmc_runtime.format.json_fields import REMEDY, check_name
 from llmc_runtime.format.manifest import NAME, FileInfo, Manifest, WeightFile
 
 MAX_MANIFEST = 16 << 20
+_WRITTEN_FIRST = frozenset(("programs", "kernels", "weights", "ir"))  # folders of an artifact; the manifest is last
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -92,12 +93,17 @@ class Folder:
             if (self.root / "config.json").exists():
                 cause = f"{self.root} is a Hugging Face folder, not an artifact"
                 raise LlmcError("E101", cause, f"compile it: llmc compile {self.root} -o model.llmc")
-            inside = any(self.root.iterdir())
-            cause = f"{self.root} is incomplete: it has no {NAME}" if inside else f"{self.root} is an empty folder"
-            raise LlmcError(
-                "E101", cause, "compile the model again; an artifact is complete when llmc compile has ended"
-            )
+            raise LlmcError("E101", *self._without_manifest())
         return Manifest.load(self.read(NAME, MAX_MANIFEST), str(self.root / NAME))
+
+    def _without_manifest(self) -> tuple[str, str]:
+        """Return the cause and the remedy of the error for a folder that has no manifest."""
+        inside = {path.name for path in self.root.iterdir()}
+        if inside & _WRITTEN_FIRST:
+            remedy = "compile the model again; an artifact is complete when llmc compile has ended"
+            return f"{self.root} is incomplete: it has no {NAME}", remedy
+        kind = f"not an artifact: it has no {NAME}" if inside else "an empty folder"
+        return f"{self.root} is {kind}", "pass a folder written by llmc compile"
 
     def sizes(self, manifest: Manifest) -> Iterator[LlmcError]:
         """Check names and sizes of all files, and yield one error per faulty file."""

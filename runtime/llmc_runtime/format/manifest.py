@@ -292,10 +292,10 @@ class Manifest(Record):
         try:
             doc = load_json(data, where)
         except LlmcError:
-            raise damaged(where, "is damaged: its bytes do not match its digest") from None
+            raise damaged(where, "its bytes do not match its digest") from None
         lenient = check_version(doc, where)
         if not intact:
-            raise damaged(where, "is damaged: its bytes do not match its digest")
+            raise damaged(where, "its bytes do not match its digest")
         return Manifest.read(doc, where, lenient)
 
 

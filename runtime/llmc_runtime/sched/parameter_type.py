@@ -22,17 +22,17 @@ MAX_INT = 2**31 - 1
 class Values:
     """The values that a parameter may have.
 
-    allowed:  description of the allowed values
-    check:    returns a value in its normal form; ValueError if it is not allowed
-    wire:     makes the type of a request's field, for msgspec. Its JSON schema has the range, which `check` enforces,
-              and the largest length, which the server checks before it reads the contents
-    argument: how argparse reads the value of a flag; None: it cannot be a flag
-    unit:     of one value
+    allowed:   description of the allowed values
+    check:     returns a value in its normal form; ValueError if it is not allowed
+    json_type: makes the type of a request's field, for msgspec. Its JSON schema has the range, which `check` enforces,
+               and the largest length, which the server checks before it reads the contents
+    argument:  the keywords of argparse's `add_argument` that read the value; None: it cannot be a flag
+    unit:      of one value
     """
 
     allowed: str
     check: Callable[[Any], Any]
-    wire: Callable[[], Any] | None = None
+    json_type: Callable[[], Any] | None = None
     argument: Mapping[str, Any] | None = None
     unit: str = ""
 
@@ -46,11 +46,11 @@ def numbers(low: float, high: float, *, above: bool = False) -> Values:
             raise ValueError
         return value if type(value) is float else float(value)
 
-    def wire() -> Any:
+    def json_type() -> Any:
         return Annotated[float, _schema(**{"exclusiveMinimum" if above else "minimum": low}, maximum=high)]
 
     allowed = f"a number {f'above {low}, up to' if above else f'from {low} to'} {high}"
-    return Values(allowed, check, wire, {"type": float, "metavar": "X"})
+    return Values(allowed, check, json_type, {"type": float, "metavar": "X"})
 
 
 def integers(low: int, high: int = MAX_INT, *, optional: bool = False, unit: str = "", allowed: str = "") -> Values:
@@ -105,7 +105,7 @@ def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, 
             raise ValueError
         return texts
 
-    def wire() -> Any:
+    def json_type() -> Any:
         text = Annotated[str, _schema(minLength=1, maxLength=size)]
         many = Annotated[list[text], _schema(maxItems=max_count)]
         return text | many if single else many
@@ -113,7 +113,7 @@ def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, 
     together = f", {total} together" if total else ""
     allowed = f"{'a string or ' if single else ''}up to {max_count} strings of 1 to {size} bytes{together}"
     argument = {"action": "append", "metavar": "TEXT"}
-    return Values(allowed, check, wire, argument)
+    return Values(allowed, check, json_type, argument)
 
 
 def token_ids(max_count: int) -> Values:
@@ -139,10 +139,10 @@ def token_set(max_count: int, mask: type) -> Values:
             raise ValueError
         return tuple(sorted(set(map(int, ids))))
 
-    def wire() -> Any:
+    def json_type() -> Any:
         return _ids(minItems=1, maxItems=max_count)
 
-    return Values(f"1 to {max_count} token ids, each 0 or more", check, wire)
+    return Values(f"1 to {max_count} token ids, each 0 or more", check, json_type)
 
 
 def biases(max_count: int, limit: float) -> Values:
@@ -168,10 +168,10 @@ def biases(max_count: int, limit: float) -> Values:
             out[int(token)] = min(limit, max(-limit, float(bias)))
         return out or None
 
-    def wire() -> Any:
+    def json_type() -> Any:
         return Annotated[dict[str, float], _schema(maxProperties=max_count, propertyNames={"pattern": "^[0-9]+$"})]
 
-    return Values(f"up to {max_count} token ids, each 0 or more, and a number for each", check, wire)
+    return Values(f"up to {max_count} token ids, each 0 or more, and a number for each", check, json_type)
 
 
 def instance(kind: type) -> Values:
@@ -189,13 +189,15 @@ def instance(kind: type) -> Values:
 class Parameter:
     """A declared parameter.
 
-    text:     the description, for help texts and docs
-    flag:     whether llmc-run has a flag of this name; `short`: another spelling of it
-    request:  whether HTTP requests have a field of this name, type and range
-    engine:   whether the engine process needs it; the others apply to the text, which the front end makes
-    of_model: a model's generation_config.json may set its default: "always", or "sampling" (if do_sample is true)
-    column:   the column of the device row that holds it, for kernels: of the float columns if the default is a float,
-              else of the integer columns (see sched.row_columns)
+    text:           the description, for help texts and docs
+    flag:           whether llmc-run has a flag of this name
+    short:          another spelling of the flag
+    request:        whether HTTP requests have a field of this name, type and range
+    engine:         whether the engine process needs it; the others apply to the text, which the front end makes
+    model_default:  whether a model's generation_config.json may set its default: "always", "sampling" (only if
+                    do_sample is true), or "" (never)
+    float_column:   the float column of the device row in which kernels read it, if any (see sched.row_columns)
+    int_column:     the same of the integer columns
     """
 
     name: str
@@ -206,8 +208,9 @@ class Parameter:
     short: str = ""
     request: bool = True
     engine: bool = True
-    of_model: str = ""
-    column: int | None = None
+    model_default: str = ""
+    float_column: int | None = None
+    int_column: int | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -231,9 +234,9 @@ def parameter(default: Any, values: Values, text: str, **more: Any) -> Any:
 def parameters_of(owner: type) -> Mapping[str, Parameter]:
     """Return the parameters that a dataclass declares, by name."""
     declared = {}
-    for one in fields(owner):
-        values, text, more = one.metadata["declared"]
-        declared[one.name] = Parameter(one.name, one.default, values, text, **more)
+    for attribute in fields(owner):
+        values, text, more = attribute.metadata["declared"]
+        declared[attribute.name] = Parameter(attribute.name, attribute.default, values, text, **more)
     return MappingProxyType(declared)
 
 

@@ -27,15 +27,15 @@ def columns(numbers: Mapping[str, int]) -> tuple[str, ...]:
     return names
 
 
-def _declared(kind: type) -> dict[str, int]:
-    """The columns of the parameters whose values are of type `kind`."""
-    rows = PARAMETERS.values()
-    return {one.name: one.column for one in rows if one.column is not None and type(one.default) is kind}
-
-
-FLOAT_COLUMNS = columns(_declared(float))
-INT_COLUMNS = columns({**_declared(int), **_COMPUTED})
+_FLOATS: Mapping[str, int] = MappingProxyType(
+    {name: p.float_column for name, p in PARAMETERS.items() if p.float_column is not None}
+)
+_INTS: Mapping[str, int] = MappingProxyType(
+    {name: p.int_column for name, p in PARAMETERS.items() if p.int_column is not None}
+)
+FLOAT_COLUMNS = columns(_FLOATS)
+INT_COLUMNS = columns({**_INTS, **_COMPUTED})
 # The values with which a row is greedy and its logits are unchanged.
 OFF: Mapping[str, float] = MappingProxyType(
-    {name: 0.0 if name == "temperature" else PARAMETERS[name].default for name in (*_declared(float), *_declared(int))}
+    {name: 0.0 if name == "temperature" else PARAMETERS[name].default for name in (*_FLOATS, *_INTS)}
 )

@@ -38,7 +38,7 @@ MAX_N = 64
 _GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
 _PENALTY = numbers(-2, 2)
 _TOP_K = "-1 or 0 (off), or the number of likeliest ids to keep, 1 to 2147483647"
-_SCORES = integers(0, TOP_LOGPROBS, optional=True, unit="tokens")
+_LOGPROBS = integers(0, TOP_LOGPROBS, optional=True, unit="tokens")
 _MAX_TOKENS = integers(1, optional=True, unit="tokens", allowed="none (to the end of the context), or at least 1")
 _SEED = integers(-(2**63), 2**64 - 1, optional=True, allowed="none, or an integer of 64 bits")
 
@@ -57,30 +57,30 @@ class SamplingParams(metaclass=KeywordChecks):
     )
     temperature: float = parameter(
         1.0, numbers(0, 100), "sampling temperature, at least 0.01; 0 is greedy (top_p, top_k and min_p are then off)",
-        flag=True, short="-t", of_model="sampling", column=0,
+        flag=True, short="-t", model_default="sampling", float_column=0,
     )  # fmt: skip
     top_p: float = parameter(
         1.0, numbers(0, 1, above=True), "total probability of the most likely tokens to sample from; 1 is off",
-        flag=True, of_model="sampling", column=1,
+        flag=True, model_default="sampling", float_column=1,
     )  # fmt: skip
     top_k: int = parameter(
         0, integers(-1, allowed=_TOP_K, unit="tokens"), "number of most likely tokens to sample from; 0 is off",
-        flag=True, of_model="sampling", column=0,
+        flag=True, model_default="sampling", int_column=0,
     )  # fmt: skip
     min_p: float = parameter(
         0.0, numbers(0, 1), "minimum probability of a token, relative to the most likely one; 0 is off", flag=True,
-        of_model="sampling", column=2,
+        model_default="sampling", float_column=2,
     )  # fmt: skip
     repetition_penalty: float = parameter(
         1.0, numbers(0.001, 1000), "factor that reduces the logits of tokens in prompt and output; 1 is off", flag=True,
-        of_model="always", column=3,
+        model_default="always", float_column=3,
     )  # fmt: skip
     presence_penalty: float = parameter(
-        0.0, _PENALTY, "value subtracted from the logits of tokens in the output; 0 is off", flag=True, column=4
+        0.0, _PENALTY, "value subtracted from the logits of tokens in the output; 0 is off", flag=True, float_column=4
     )
     frequency_penalty: float = parameter(
         0.0, _PENALTY, "value subtracted from a token's logit for each occurrence in the output; 0 is off", flag=True,
-        column=5,
+        float_column=5,
     )  # fmt: skip
     seed: int | None = parameter(
         None, _SEED, "seed of the request, for reproducible outputs; none or -1: random", flag=True
@@ -97,7 +97,7 @@ class SamplingParams(metaclass=KeywordChecks):
     ignore_eos: bool = parameter(False, flag(), "continue after the model's end-of-sequence token", flag=True)
     include_stop_str_in_output: bool = parameter(False, flag(), "include the stop string in the output", engine=False)
     logprobs: int | None = parameter(
-        None, _SCORES, "log-probabilities of each output token and of this many most likely ones", flag=True,
+        None, _LOGPROBS, "log-probabilities of each output token and of this many most likely ones", flag=True,
         request=False,
     )  # fmt: skip
     skip_special_tokens: bool = parameter(True, flag(), "omit special tokens from the text", engine=False)
@@ -116,7 +116,7 @@ class SamplingParams(metaclass=KeywordChecks):
         "strings that are not generated, with or without a space before them", engine=False,
     )  # fmt: skip
     prompt_logprobs: int | None = parameter(
-        None, _SCORES, "log-probabilities of each prompt token and of this many most likely ones"
+        None, _LOGPROBS, "log-probabilities of each prompt token and of this many most likely ones"
     )
     structured_outputs: StructuredOutputsParams | None = parameter(
         None, instance(StructuredOutputsParams), "the required form of the text; min_tokens is then 0", request=False
@@ -175,4 +175,4 @@ class SamplingParams(metaclass=KeywordChecks):
 
 
 PARAMETERS = parameters_of(SamplingParams)
-_CHECKS = tuple((one.name, one.check) for one in PARAMETERS.values())
+_CHECKS = tuple((name, declared.check) for name, declared in PARAMETERS.items())

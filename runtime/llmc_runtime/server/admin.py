@@ -170,7 +170,7 @@ def state_of(serving: Serving) -> dict[str, Any]:
         "draining": admission.draining,
         "engine_pid": llm.engine_pid,
         **_engines_of(serving),
-        "text_pids": serving.offload.pids,
+        "text_pids": serving.text_processes.pids,
         "open_sequences": admission.open_sequences,
         "open_tokens": admission.open_tokens,
         "stats": llm.stats(),

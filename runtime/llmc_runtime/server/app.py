@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,11 +27,11 @@ from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
 from llmc_runtime.server.http.request_shares import RequestShares
 from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
-from llmc_runtime.server.messages.messages import Messages
-from llmc_runtime.server.openai.chat import Chat
-from llmc_runtime.server.openai.completions import Completion
+from llmc_runtime.server.messages_api.messages_response import MessagesResponse
+from llmc_runtime.server.openai.chat import ChatResponse
+from llmc_runtime.server.openai.completions import CompletionResponse
 from llmc_runtime.server.openai.pooled import PooledResponse
-from llmc_runtime.server.openai.responses import Responses
+from llmc_runtime.server.openai.responses import ResponsesResponse
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.other_routes import not_a_route
@@ -111,11 +112,11 @@ class Endpoints(Endpoint):
             api.OPENAPI: self.openapi,
         }
         posts: Mapping[api.PostRoute, Handler] = {
-            api.COMPLETIONS: self.handler(api.COMPLETIONS, Completion),
-            api.CHATS: self.handler(api.CHATS, Chat),
-            api.RESPONSES: self.handler(api.RESPONSES, Responses, responses.is_long),
+            api.COMPLETIONS: self.handler(api.COMPLETIONS, CompletionResponse),
+            api.CHATS: self.handler(api.CHATS, ChatResponse),
+            api.RESPONSES: self.handler(api.RESPONSES, ResponsesResponse, responses.is_long),
             api.INPUT_TOKENS: responses.input_tokens,
-            api.MESSAGES: self.handler(api.MESSAGES, Messages),
+            api.MESSAGES: self.handler(api.MESSAGES, MessagesResponse),
             api.COUNT_TOKENS: self.count_tokens,
             **{route: self.handler(route, PooledResponse, lambda request: repeats) for route in api.POOLED_ROUTES},
             api.TOKENIZE: self.tokenize,
@@ -140,13 +141,11 @@ class Endpoints(Endpoint):
         async def run(fields: TokenizeRequest) -> Response:
             tools = check_tokenize(fields)
             serving, prompting = self.serving, self.serving.prompting
-            async with serving.lanes.slot(request.scope["llmc.key"]):
-                if fields.prompt is not None:
-                    special = fields.add_special_tokens is not False
-                    ids = await prompting.in_thread(prompting.encode, fields.prompt, special)
-                else:
-                    short = serving.formats.short_ids
-                    ids = (await prompting.in_thread(prompting.chat, fields, tools, short)).ids
+            in_thread = partial(serving.text_threads.run, request.scope["llmc.key"])
+            if fields.prompt is not None:
+                ids = await in_thread(prompting.encode, fields.prompt, fields.add_special_tokens is not False)
+            else:
+                ids = (await in_thread(prompting.chat, fields, tools, serving.formats.short_ids)).ids
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
         return await self._text(request, api.TOKENIZE, run)
@@ -156,9 +155,8 @@ class Endpoints(Endpoint):
         """POST /detokenize."""
 
         async def run(fields: DetokenizeRequest) -> Response:
-            prompting = self.serving.prompting
-            async with self.serving.lanes.slot(request.scope["llmc.key"]):
-                return as_json({"prompt": await prompting.in_thread(prompting.decode, fields.tokens)})
+            threads, decode = self.serving.text_threads, self.serving.prompting.decode
+            return as_json({"prompt": await threads.run(request.scope["llmc.key"], decode, fields.tokens)})
 
         return await self._text(request, api.DETOKENIZE, run)
 
@@ -167,10 +165,9 @@ class Endpoints(Endpoint):
         """POST /v1/messages/count_tokens: the number of tokens of the prompt of a message."""
 
         async def run(fields: CountRequest) -> Response:
-            serving, prompting = self.serving, self.serving.prompting
-            arguments = counted(to_chat(fields), serving.formats)
-            async with serving.lanes.slot(request.scope["llmc.key"]):
-                return as_json({"input_tokens": await prompting.in_thread(prompting.count, *arguments)})
+            threads, count = self.serving.text_threads, self.serving.prompting.count
+            arguments = counted(to_chat(fields), self.serving.formats)
+            return as_json({"input_tokens": await threads.run(request.scope["llmc.key"], count, *arguments)})
 
         with renamed(api.COUNT_TOKENS.names):
             return await self._text(request, api.COUNT_TOKENS, run)

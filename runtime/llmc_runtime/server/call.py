@@ -1,4 +1,4 @@
-"""One HTTP request to the model: its identity, and the resources that it holds until it is answered."""
+"""One HTTP request to the model: its identity, and the resources that it holds until its response is sent."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from llmc_runtime.server.stored_responses import PendingResponse
 
 
 @dataclass
-class Hold:
-    """The resources of a call until it is answered: its timeout in seconds, its deadline (time.monotonic), its
-    admission slot, the memory of its response, and the place where the response will be stored.
+class Resources:
+    """The resources of a call until its response is sent.
+
+    seconds, deadline:  its timeout, and when that ends (time.monotonic)
+    slot:               its admission slot
+    response_memory:    the reservation for the bytes of its response
+    stored:             the entry under which the response will be stored
     """
 
     seconds: float | None = None
     deadline: float | None = None
     slot: AdmissionSlot | None = None
-    answer: ResponseReservation | None = None
+    response_memory: ResponseReservation | None = None
     stored: PendingResponse | None = None
 
     @property
@@ -27,15 +31,15 @@ class Hold:
         """The remaining seconds; None without a deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
-    def release(self, tokens: int = 0) -> None:
+    def release_slot(self, tokens: int = 0) -> None:
         """Release the admission slot after `tokens` generated tokens."""
         if self.slot is not None:
             self.slot.close(tokens)
 
-    def sent(self) -> None:
-        """Record that the response was sent or is no longer needed."""
-        if self.answer is not None:
-            self.answer.close()
+    def release_response(self) -> None:
+        """Release what the response needs, once it was sent or is no longer wanted."""
+        if self.response_memory is not None:
+            self.response_memory.close()
         if self.stored is not None:
             self.stored.close()
 
@@ -58,7 +62,7 @@ class Call:
     visible: frozenset[int] = frozenset()
     interval: float = 0.0
     repeats: int = 1
-    hold: Hold = field(default_factory=Hold)
+    resources: Resources = field(default_factory=Resources)
 
     def cache_salt(self, salt: str | None) -> str:
         """Return the salt of the prefixes of a request with this `cache_salt`: keys share none."""

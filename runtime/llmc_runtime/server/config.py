@@ -118,7 +118,8 @@ def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapp
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as e:
-            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key per line") from e
+            reason = e.strerror if isinstance(e, OSError) else e
+            raise LlmcError("E647", f"{path} cannot be read: {reason}", "name a text file with one key per line") from e
         named_keys += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
     for name in variables:
         named_keys += _checked(environment.get(name, "").split(","), f"${name}")
@@ -220,8 +221,12 @@ def _load(path: Path) -> dict[Any, Any]:
         raise LlmcError("E665", f"--config needs a package: {e}", install_command("serve")) from None
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        raise _unusable(path, f"it cannot be read: {e}") from None
+    except OSError as e:
+        raise LlmcError(
+            "E648", f"--config {path} cannot be read: {e.strerror}", "name a YAML file of options"
+        ) from None
+    except ValueError as e:
+        raise _unusable(path, f"it is not UTF-8: {e}") from None
     if len(text) > _MAX_FILE:
         raise _unusable(path, f"it has more than {_MAX_FILE} characters")
     try:

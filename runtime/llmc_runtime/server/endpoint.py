@@ -19,8 +19,8 @@ from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import renamed
 from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, catch_errors, while_connected
+from llmc_runtime.server.openai.generation_response import GenerationResponse
 from llmc_runtime.server.openai.pooled import PooledResponse
-from llmc_runtime.server.openai.response import GenerationResponse
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
@@ -28,7 +28,7 @@ from llmc_runtime.server.text_pool.pool import OffloadedJob
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
 Offload = Callable[[Any], bool]  # of a parsed request
-Answer = Callable[[Serving, Any, Call, OffloadedJob | None], GenerationResponse[Any] | PooledResponse]
+ResponseFactory = Callable[[Serving, Any, Call, OffloadedJob | None], GenerationResponse[Any] | PooledResponse]
 _SHORT = 2 << 10  # bytes of a body that is parsed at once
 
 
@@ -42,8 +42,10 @@ class Endpoint:
     def __init__(self, serving: Serving, limits: Limits) -> None:
         self.serving, self.limits = serving, limits
 
-    def handler(self, route: PostRoute, answer: Answer, offload: Callable[[Request], Offload] | None = None) -> Handler:
-        """Return the handler of a route that runs the model; `answer` builds its responses.
+    def handler(
+        self, route: PostRoute, make_response: ResponseFactory, offload: Callable[[Request], Offload] | None = None
+    ) -> Handler:
+        """Return the handler of a route that runs the model; `make_response` makes its responses.
 
         `offload` returns a function that tells whether a text process has to read the request in spite of its small
         body.
@@ -56,7 +58,9 @@ class Endpoint:
                 async with self._read(request, route, is_long) as (fields, job):
                     call = self._call(request, route)
                     stream = route.generates and bool(fields.stream)
-                    return await self._reply(request, answer(self.serving, fields, call, job), call, stream=stream)
+                    return await self._reply(
+                        request, make_response(self.serving, fields, call, job), call, stream=stream
+                    )
 
         return partial(handle, self)
 
@@ -73,7 +77,7 @@ class Endpoint:
             if fields is not None:
                 yield fields, None
                 return
-        job = await while_connected(request.receive, self.serving.offload.begin(route.job, body))
+        job = await while_connected(request.receive, self.serving.text_processes.begin(route.job, body))
         try:
             yield msgspec.json.decode(job.parsed.fields, type=route.request), job
         finally:
@@ -112,9 +116,9 @@ class Endpoint:
         body = await read_body(request, self.limits, serving.bodies)
         with serving.texts(key):
             if is_large(body.data, SMALL_TEXT):
-                job = await while_connected(request.receive, serving.offload.begin(route.job, body))
+                job = await while_connected(request.receive, serving.text_processes.begin(route.job, body))
                 job.close()
-                return JsonSlices([job.answer], serving.admission.reserve_response(key, len(job.answer)).close)
+                return JsonSlices([job.response], serving.admission.reserve_response(key, len(job.response)).close)
             fields: Any = await self._in_turn(body, route.request, key, _never)
             serving.check_model(fields.model)
             return await run(fields)
@@ -126,27 +130,28 @@ class Endpoint:
             route.prompt_param,
             request.scope.get("llmc.record"),
             request.scope["llmc.id"],
-            hold=self.serving.hold(request.headers.get("x-request-timeout")),
+            resources=self.serving.call_resources(request.headers.get("x-request-timeout")),
         )
 
     async def _reply(
-        self, request: Request, answer: GenerationResponse[Any] | PooledResponse, call: Call, *, stream: bool = False
+        self, request: Request, response: GenerationResponse[Any] | PooledResponse, call: Call, *, stream: bool = False
     ) -> Response:
         """Return the response, which ends early if the client disconnects.
 
         Generation releases the admission slot; it is released here if generation never starts.
         """
-        encoding, gone, sent = self.serving.encoding, self.serving.meters.count_disconnect, call.hold.sent
+        encoding, gone = self.serving.encoding, self.serving.meters.count_disconnect
+        sent = call.resources.release_response
 
         async def complete() -> Response:
-            return await as_answer(await answer.complete(), encoding, gone, sent)
+            return await as_answer(await response.complete(), encoding, gone, sent)
 
         try:
-            if not stream or isinstance(answer, PooledResponse):
+            if not stream or isinstance(response, PooledResponse):
                 return await while_connected(request.receive, complete())
-            chunks = await while_connected(request.receive, answer.pieces())
+            chunks = await while_connected(request.receive, response.stream())
         except BaseException:
-            call.hold.release()
+            call.resources.release_slot()
             sent()
             raise
-        return Events(chunks, encoding, gone, sent, answer.end, answer.failed)
+        return Events(chunks, encoding, gone, sent, response.end, response.failed)

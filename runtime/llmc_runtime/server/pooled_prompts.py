@@ -13,8 +13,8 @@ from llmc_runtime.pairs import paired, require_scores
 from llmc_runtime.pooling_params import require_pooling
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.api_routes import POOLED_ROUTES
-from llmc_runtime.server.http.errors import ApiError, to_api_error
-from llmc_runtime.server.prompting import Prompting, check_ids, listed
+from llmc_runtime.server.http.errors import to_api_error
+from llmc_runtime.server.prompting import Prompting, check_ids, limited, listed
 from llmc_runtime.server.requests.pooling_request import (
     MAX_INPUTS,
     ClassifyRequest,
@@ -51,15 +51,9 @@ class PooledPrompts:
 
         The text of a reranked document, or of its pair, is the document. Raises ApiError 400.
         """
-        total = 0
         param = _PROMPT_PARAM[type(request)]
         try:
-            for prompt in self._prompts(request, param):
-                total += len(prompt.ids)
-                if total > self.limit:
-                    cause = f"the texts have more than {self.limit} tokens together, which the server takes at a time"
-                    raise ApiError(f"{cause}; send several requests", param=param)
-                yield prompt
+            yield from limited(self._prompts(request, param), self.limit, param)
         except LlmcError as e:
             raise to_api_error(e, param) from None
 

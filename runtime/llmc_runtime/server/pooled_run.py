@@ -22,10 +22,10 @@ MAX_OPEN = 64  # prompts of one request that wait or run at a time
 def reserve(serving: Serving, call: Call, count: int) -> None:
     """Reserve an admission slot for `count` prompts before they are tokenized.
 
-    Raises the ApiErrors of Admission.reserve. The caller releases the call's hold if `run` is not reached.
+    Raises the ApiErrors of Admission.reserve. The caller releases the call's slot if `run` is not reached.
     """
-    remaining = math.inf if call.hold.remaining is None else call.hold.remaining
-    call.hold.slot = serving.admission.reserve(_open(serving, count), count, 0, call.key, remaining)
+    remaining = math.inf if call.resources.remaining is None else call.resources.remaining
+    call.resources.slot = serving.admission.reserve(_open(serving, count), count, 0, call.key, remaining)
 
 
 async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: str, call: Call) -> list[RequestOutput]:
@@ -33,7 +33,7 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
 
     The first error ends all prompts. Raises ApiError.
     """
-    record, slot = call.record or Record(), call.hold.slot
+    record, slot = call.record or Record(), call.resources.slot
     assert slot is not None
     record.begin(call.id, prompts, call.request_id)
     serving.meters.count_for_key(call.key, "key_requests")
@@ -62,14 +62,14 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
         record.fail(error.code)
         raise
     finally:
-        call.hold.release()
+        call.resources.release_slot()
     return [output for output in outputs if output is not None]
 
 
 async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt: str, call: Call) -> RequestOutput:
     meter: RequestMetrics = serving.meters.begin(len(prompt.ids), ONE, call.key)
     source = serving.llm.pool(
-        prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.hold.remaining
+        prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.resources.remaining
     )
     async with aclosing(serving.watched(source, call, meter)) as items:  # type: ignore[type-var]
         return (await anext(items))[1]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 
 class Prompting:
-    """Tokenizes for one model. `in_thread` runs in threads of `pool`.
+    """Tokenizes for one model.
 
     `template` is the text or name of a chat template to use instead of the model's default. `length` is the model's
     maximum context in tokens; longer prompts are rejected during tokenization. `longest` is described in
@@ -49,12 +47,11 @@ class Prompting:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         template: str | None,
-        pool: Executor | None,
         length: int,
         longest: int | None = None,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._pool = tokenizer, vocab_size, pool
-        self._length, self._longest = length, longest
+        self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        self.length, self._longest = length, longest
         self.list_tokens = max(LIST_TOKENS, length)
         self._template_option = template
         self._templates: dict[bool, ChatTemplate] = {}  # for chats with and without tools
@@ -68,21 +65,11 @@ class Prompting:
             raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
         return self._tokenizer
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of token ids."""
-        return self._vocab_size
-
-    @property
-    def length(self) -> int:
-        """The model's maximum context in tokens."""
-        return self._length
-
     def check_length(self, text: str, keep: int | None = None) -> None:
         """Raise TooLong if a text has clearly more tokens than the context, or, if it is cut to `keep`, than lists of
         tokens may have. Only a long text is tokenized for that.
         """
-        limit = self._length if keep is None else self.list_tokens
+        limit = self.length if keep is None else self.list_tokens
         if len(text) > limit * FIRST:
             self._ids(text, False, limit)
 
@@ -110,16 +97,12 @@ class Prompting:
             count += 1
         return count
 
-    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        """Return the result of `work`, usually a method of this object, from a thread of `pool`."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
-
     def completion(self, request: CompletionRequest) -> Iterator[Prompt]:
         """Yield the prompts of a completion. Raises ApiError 400."""
         special = request.add_special_tokens is not False
         for text_or_ids in listed(request.prompt):
             with _errors("prompt"):
-                prompt = self._prompt(text_or_ids, special, bool(request.echo), kept_tokens(request, self._length))
+                prompt = self._prompt(text_or_ids, special, bool(request.echo), kept_tokens(request, self.length))
             yield prompt
 
     def chat(
@@ -132,7 +115,7 @@ class Prompting:
         with _errors("messages"):
             text = self._chat_text(request, tools, short_ids)
             if isinstance(request, ChatRequest):
-                keep = kept_tokens(request, self._length)
+                keep = kept_tokens(request, self.length)
                 ids = self._all_ids(text, False, keep, "messages")
                 return Prompt(ids if keep is None else ids[keep], text)
             return Prompt(self._listed_ids(text, False, "messages"), text)
@@ -173,7 +156,7 @@ class Prompting:
         """Return the text of token ids, for /detokenize. Raises ApiError 400."""
         if len(ids) > self.list_tokens:
             raise ApiError(f"tokens: {len(ids)} token ids, at most {self.list_tokens}", param="tokens")
-        check_ids(ids, self._vocab_size, "tokens")
+        check_ids(ids, self.vocab_size, "tokens")
         with _errors("tokens"):
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -192,12 +175,12 @@ class Prompting:
 
     def _all_ids(self, text: str, special: bool, keep: slice | None, param: str) -> list[int]:
         """Tokenize a text, which must fit the context unless it is cut to `keep`."""
-        return self._ids(text, special, self._length) if keep is None else self._listed_ids(text, special, param)
+        return self._ids(text, special, self.length) if keep is None else self._listed_ids(text, special, param)
 
     def _prompt(self, text_or_ids: Any, special: bool, echo: bool, keep: slice | None) -> Prompt:
         text = text_or_ids if isinstance(text_or_ids, str) else None
         if text is None:
-            check_ids(text_or_ids, self._vocab_size, "prompt")
+            check_ids(text_or_ids, self.vocab_size, "prompt")
         ids = text_or_ids if text is None else self._all_ids(text, special, keep, "prompt")
         truncated = ids if keep is None else ids[keep]
         if text is not None and len(truncated) == len(ids):
@@ -244,6 +227,17 @@ def prompts_in(prompt: str | list[Any]) -> tuple[int, int]:
     if isinstance(prompt, str) or not prompt:
         return 1, 0
     return (1, len(prompt)) if isinstance(prompt[0], int) else (len(prompt), 0)
+
+
+def limited(prompts: Iterator[Prompt], limit: int, param: str) -> Iterator[Prompt]:
+    """Yield the prompts of the field `param`. Raises ApiError 400 if they have more than `limit` tokens together."""
+    total = 0
+    for prompt in prompts:
+        total += len(prompt.ids)
+        if total > limit:
+            cause = f"the prompts have more than {limit} tokens together, which the server takes at a time"
+            raise ApiError(f"{cause}; send several requests", param=param)
+        yield prompt
 
 
 def listed(prompt: str | list[Any], param: str = "prompt", maximum: int = MAX_PROMPTS) -> list[Any]:

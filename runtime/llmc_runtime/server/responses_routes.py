@@ -13,7 +13,7 @@ from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
 from llmc_runtime.server.requests.parse import SMALL_BODY
-from llmc_runtime.server.requests.responses_request import InputTokensRequest, as_response, references_of
+from llmc_runtime.server.requests.responses_request import InputTokensRequest, references_of, to_responses_request
 from llmc_runtime.server.stored_responses import StoredResponse, separated
 from llmc_runtime.server.text_pool.jobs import continued, counted
 from llmc_runtime.server.text_pool.pool import OffloadedJob
@@ -36,12 +36,13 @@ class ResponsesRoutes(Endpoint):
 
     async def _count(self, key: str, fields: InputTokensRequest) -> int:
         """Return the number of tokens of a small input."""
-        serving, prompting, asked = self.serving, self.serving.prompting, as_response(fields)
+        serving = self.serving
         serving.check_model(fields.model)
-        chat, _ = continued(asked, serving.stored.earlier(key, asked.previous_response_id, references_of(asked)))
+        request = to_responses_request(fields)
+        stored = serving.stored.earlier(key, request.previous_response_id, references_of(request))
+        chat, _ = continued(request, stored)
         arguments = counted(chat, serving.formats)
-        async with serving.lanes.slot(key):
-            return await prompting.in_thread(prompting.count, *arguments)
+        return await serving.text_threads.run(key, serving.prompting.count, *arguments)
 
     async def _count_job(self, key: str, fields: InputTokensRequest, job: OffloadedJob) -> int:
         """Return the number of tokens of an input that a text process has read."""

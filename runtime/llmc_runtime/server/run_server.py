@@ -137,7 +137,7 @@ async def serve_over(
     async with llm:
         await prepared
         serving = _serving(options, llm)
-        serving.offload.warm()
+        serving.text_processes.warm()
         gc.collect()
         gc.freeze()  # objects that exist now are never collected
         gc.set_threshold(*_GC_THRESHOLDS)

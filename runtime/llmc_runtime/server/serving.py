@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,12 +14,11 @@ from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
-from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.server.call import Call, Hold
+from llmc_runtime.server.call import Call, Resources
 from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.body_budget import BodyBudget
 from llmc_runtime.server.http.durations import seconds_of
@@ -36,22 +34,14 @@ from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT,
 from llmc_runtime.server.stored_responses import ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
 from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
+from llmc_runtime.server.text_threads import TextThreads
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 
 MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
-_THREADS = 4  # for tokenization
 _STARTS = 4  # prompts of models that pool that are sent to the engine in an iteration of the event loop: about 1 ms
 MAX_SECONDS = 1_000_000  # of a client's timeout
-
-
-def threads_of_key(cpus: int) -> int:
-    """Return how many of the threads one of several keys may use at a time: those of half of the CPUs.
-
-    Tokenizing runs outside the interpreter's lock, so that a key with more of them would take the CPUs from the model.
-    """
-    return max(1, min(_THREADS - 1, cpus // 2))
 
 
 class Serving:
@@ -83,25 +73,23 @@ class Serving:
         self.fingerprint = f"fp_{llm.digest[:10]}" if llm.digest else None  # OpenAI's system_fingerprint
         self.encoding = Encoding()
         self._texts = KeyCounts()  # concurrent /tokenize and /detokenize requests by key
-        self._pool = ThreadPoolExecutor(_THREADS, "llmc-text")
         self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
-        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, self._pool, llm.config.max_model_len)
+        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, llm.config.max_model_len)
         self.bodies = BodyBudget(self._too_many_bodies)
-        reserved = _THREADS - threads_of_key(usable_cpus()) if admission.keys > 1 else 0
-        self.lanes = FairSlots(_THREADS, self._too_many_texts, reserved=reserved)
-        llm.text_turn = self.lanes.slot
+        self.text_threads = TextThreads(admission.keys, self._too_many_texts)
+        llm.text_turn = self.text_threads.slots.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
         self.starts = FairSlots(_STARTS, self._too_many_texts)  # of prompts of models that pool
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options = template, calls, reasoning
-        self.offload = TextPool(self._spec, self._too_many_texts, meters.unknown, admission.keys)
+        self.text_processes = TextPool(self._text_process_config, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
         """Stop tokenization."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self.offload.close()
+        self.text_threads.close()
+        self.text_processes.close()
 
-    def _spec(self) -> TextProcessConfig:
+    def _text_process_config(self) -> TextProcessConfig:
         """Return the configuration of text processes."""
         tokenizer, config = self.llm.tokenizer, self.llm.config
         return TextProcessConfig(
@@ -193,8 +181,8 @@ class Serving:
         finally:
             self._texts.change(key, -1)
 
-    def hold(self, timeout: str | None) -> Hold:
-        """Return the hold of a call.
+    def call_resources(self, timeout: str | None) -> Resources:
+        """Return the resources of a call, of which only the deadline is set.
 
         `timeout` is the client's timeout in seconds, as text, limited by the server's own. Raises ApiError 400 if it
         is invalid.
@@ -206,13 +194,13 @@ class Serving:
                 cause = f"X-Request-Timeout: a number of seconds, above 0 and up to {MAX_SECONDS}"
                 raise ApiError(cause, param="X-Request-Timeout")
             seconds = requested if seconds is None else min(requested, seconds)
-        return Hold(seconds, None if seconds is None else time.monotonic() + seconds)
+        return Resources(seconds, None if seconds is None else time.monotonic() + seconds)
 
     def reserve(self, call: Call, params: SamplingParams, count: int = 1, known: int = 0) -> None:
         """Reserve an admission slot for `count` prompts before they are tokenized; they have at least `known` tokens.
 
         Raises the ApiErrors of Admission.reserve, and 400 if the model can never serve the request. The caller releases
-        the call's hold if `run` is not reached.
+        the call's slot if `run` is not reached.
         """
         try:
             require_task(self.llm.pooling, GENERATE)
@@ -231,9 +219,9 @@ class Serving:
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
             raise ApiError(f"{cause}; send several requests", param="n")
-        remaining = math.inf if call.hold.remaining is None else call.hold.remaining
+        remaining = math.inf if call.resources.remaining is None else call.resources.remaining
         tokens = max(known, count), (params.max_tokens or 1) * sequences
-        call.hold.slot = self.admission.reserve(sequences, *tokens, call.key, remaining)
+        call.resources.slot = self.admission.reserve(sequences, *tokens, call.key, remaining)
 
     def run(self, prompts: list[Prompt], params: SamplingParams, request: Generation, call: Call) -> Updates:
         """Generate, and yield (index of the prompt, update of its outputs) as they arrive.
@@ -254,9 +242,9 @@ class Serving:
             size = replace(size, tokens=self._tokens(each, lengths))
         check_size(request, size, self.max_answer)
         if size.reserved:
-            call.hold.answer = self.admission.reserve_response(call.key, size.total)
+            call.resources.response_memory = self.admission.reserve_response(call.key, size.total)
         priority = check_priority(request.priority)
-        if call.hold.slot is None:
+        if call.resources.slot is None:
             self.reserve(call, params, len(prompts))
         jobs = list(zip(prompts, each, strict=True))
         return self._admitted(jobs, priority, call.cache_salt(request.cache_salt), call)
@@ -274,17 +262,17 @@ class Serving:
     async def _admitted(
         self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call
     ) -> Updates:
-        record, hold = call.record or Record(), call.hold
+        record, resources = call.record or Record(), call.resources
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id, jobs[0][1])
         meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
         self.meters.count_for_key(call.key, "key_requests")
-        assert hold.slot is not None  # reserved in `run`
+        assert resources.slot is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
             weights = (1 if params.prompt_logprobs is None else SCORE_WEIGHT for _, params in jobs)
-            hold.slot.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
+            resources.slot.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
             generate = partial(
-                self.llm.generate, priority=priority, cache_salt=salt, tenant=call.key, timeout=hold.remaining,
+                self.llm.generate, priority=priority, cache_salt=salt, tenant=call.key, timeout=resources.remaining,
                 output_kind="delta", interval=call.interval, visible=call.visible,
             )  # fmt: skip
             updates = [
@@ -293,14 +281,14 @@ class Serving:
             ]
             async with aclosing(merged(updates)) as items:  # type: ignore[type-var]
                 async for item in items:
-                    hold.slot.begin()
+                    resources.slot.begin()
                     record.take(item[1])
                     yield item
         except ApiError as e:
             record.fail(e.code)
             raise
         finally:
-            hold.release(sum(meter.tokens for meter in meters))
+            resources.release_slot(sum(meter.tokens for meter in meters))
 
     async def watched(
         self, generated: AsyncGenerator[RequestOutput, None], call: Call, meter: RequestMetrics, index: int = 0
@@ -318,7 +306,7 @@ class Serving:
         except LlmcError as e:
             if e.code == "E666":
                 self.meters.count_timeout()
-                raise late(call.hold.seconds or 0.0) from None
+                raise late(call.resources.seconds or 0.0) from None
             if e.code in OF_ENGINE and not self.admission.draining:
                 cause, seconds = self._absence()
                 raise unavailable(cause, "engine_unavailable", max(seconds, SOONEST)) from None

@@ -22,7 +22,7 @@ from llmc.targets.target import Target
 PACKAGES: Mapping[str, str] = MappingProxyType(
     {"nvidia-cutlass-dsl": "4.8.1", "quack-kernels": "0.6.5", "flash-attn-4": "4.0.0b36"}
 )
-VERSION = " ".join(f"{name} {found}" for name, found in PACKAGES.items())
+VERSION = " ".join(f"{name} {version}" for name, version in PACKAGES.items())
 WORKER = "llmc.codegen.backends.cute.compile_worker"
 _KILLED = -9  # the status of a process that the kernel ended for lack of memory
 

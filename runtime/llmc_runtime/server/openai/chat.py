@@ -15,7 +15,14 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
-from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
+from llmc_runtime.server.openai.generation_response import (
+    Choice,
+    GenerationResponse,
+    Scores,
+    clamped,
+    prompt_logprobs,
+    token_text,
+)
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
 from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut, joined
@@ -41,7 +48,7 @@ class ParsedChoice(Choice):
         return joined(self._deltas)
 
 
-class Chat(GenerationResponse[ChatRequest]):
+class ChatResponse(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
     _plan: ResponsePlan
@@ -56,8 +63,7 @@ class Chat(GenerationResponse[ChatRequest]):
         prompt, plan = await self._prompt(plan)
         form = "response_format" if request.structured_outputs is None else "structured_outputs"
         if plan.tools is not None or params.structured_outputs is not None:  # making a grammar takes time
-            async with serving.lanes.slot(self._call.key):
-                params = await serving.prompting.in_thread(plan.constrained, params, form)
+            params = await serving.text_threads.run(self._call.key, plan.constrained, params, form)
         self._prompts, self._params, self._plan = [prompt], params, plan
 
     def _sampling(self) -> SamplingParams:
@@ -74,9 +80,8 @@ class Chat(GenerationResponse[ChatRequest]):
             (prompt,) = await job.prompts(self._call.logged_characters, self._earlier())
             reasoning = plan.reasoning if job.done.reasons else None
             return prompt, replace(plan, reasoning=reasoning, opened=job.done.opened, earlier=job.done.earlier)
-        tools, prompting = None if plan.tools is None else plan.tools.shown, serving.prompting
-        async with serving.lanes.slot(self._call.key):
-            prompt = await prompting.in_thread(prompting.chat, request, tools, serving.formats.short_ids)
+        arguments = request, None if plan.tools is None else plan.tools.shown, serving.formats.short_ids
+        prompt = await serving.text_threads.run(self._call.key, serving.prompting.chat, *arguments)
         return prompt, plan.behind(prompt, request)
 
     async def _updates(self) -> Updates:
@@ -92,13 +97,13 @@ class Chat(GenerationResponse[ChatRequest]):
                 e.param = "tools"
             raise
 
-    def _head(self, *, chunk: bool) -> dict[str, Any]:
+    def _first_fields(self, *, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if chunk else "chat.completion"
         return self._common_head(kind)
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         built = [self._choice(i, choice) for i, choice in enumerate(choices[0])]  # counts the reasoning tokens
-        body = {**self._head(chunk=False), "choices": built, "usage": self._usage.as_json()}
+        body = {**self._first_fields(chunk=False), "choices": built, "usage": self._usage.as_json()}
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(scores[0])
         if self._request.return_token_ids:
@@ -127,7 +132,7 @@ class Chat(GenerationResponse[ChatRequest]):
             **({"token_ids": choice.token_ids} if self._request.return_token_ids else {}),
         }
 
-    def _first_chunks(self) -> Iterator[dict[str, Any]]:
+    def _opening_chunks(self) -> Iterator[dict[str, Any]]:
         self._parsers = [] if self._plan.plain else [self._parser() for _ in range(self._params.n)]
         for i in range(self._params.n):
             chunk = self._chunk(_choice(i, {"role": "assistant", "content": ""}))
@@ -135,12 +140,14 @@ class Chat(GenerationResponse[ChatRequest]):
                 chunk["prompt_token_ids"] = self._prompts[0].ids
             yield chunk
 
-    def _plain(self) -> Plain | None:
+    def _plain_encoder(self) -> Plain | None:
         if not self._plan.plain or self._request.logprobs or self._request.return_token_ids:
             return None
         return Plain(self._chunk(_choice(0, {"content": ""})), "content")
 
-    def _deltas(self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores) -> list[dict[str, Any]]:
+    def _chunk_choices(
+        self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores
+    ) -> list[dict[str, Any]]:
         """See GenerationResponse.
 
         Tool calls and the finish reason are sent in separate chunks, as some clients check the finish reason first.

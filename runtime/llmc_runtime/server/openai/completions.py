@@ -13,7 +13,14 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import Plain
-from llmc_runtime.server.openai.response import Choice, GenerationResponse, Scores, clamped, prompt_logprobs, token_text
+from llmc_runtime.server.openai.generation_response import (
+    Choice,
+    GenerationResponse,
+    Scores,
+    clamped,
+    prompt_logprobs,
+    token_text,
+)
 from llmc_runtime.server.prompting import listed, prompts_in
 from llmc_runtime.server.requests.request_fields import MAX_PROMPTS, CompletionRequest
 from llmc_runtime.server.requests.sampling_fields import check_silent, kept_tokens, of_completion
@@ -21,7 +28,7 @@ from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 
-class Completion(GenerationResponse[CompletionRequest]):
+class CompletionResponse(GenerationResponse[CompletionRequest]):
     """One request to the endpoint."""
 
     def __init__(
@@ -45,18 +52,17 @@ class Completion(GenerationResponse[CompletionRequest]):
         if job is not None:
             self._prompts = await job.prompts(-1 if request.echo else self._call.logged_characters)
             return
-        async with serving.lanes.slot(self._call.key):
-            listed(request.prompt)  # reject malformed prompts before they occupy a thread
-            self._prompts = await serving.prompting.in_thread(list, serving.prompting.completion(request))
+        listed(request.prompt)  # reject malformed prompts before they wait for a thread
+        self._prompts = await serving.text_threads.run(self._call.key, list, serving.prompting.completion(request))
 
-    def _head(self, *, chunk: bool) -> dict[str, Any]:
+    def _first_fields(self, *, chunk: bool) -> dict[str, Any]:
         return self._common_head("text_completion")
 
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         if self._silent:
             self._usage.generated = 0
         built = Lazy(self._choices(choices, scores), small=False)
-        return {**self._head(chunk=False), "choices": built, "usage": self._usage.as_json()}
+        return {**self._first_fields(chunk=False), "choices": built, "usage": self._usage.as_json()}
 
     def _choices(self, choices: list[list[Choice]], scores: list[Scores]) -> Iterator[dict[str, Any]]:
         index = 0
@@ -69,14 +75,16 @@ class Completion(GenerationResponse[CompletionRequest]):
                 index += 1
                 yield body
 
-    def _plain(self) -> Plain | None:
+    def _plain_encoder(self) -> Plain | None:
         request = self._request
         if self._silent or request.echo or request.logprobs is not None or request.return_token_ids:
             return None
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
         return Plain(self._chunk(choice), "text")
 
-    def _deltas(self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores) -> list[dict[str, Any]]:
+    def _chunk_choices(
+        self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores
+    ) -> list[dict[str, Any]]:
         choice = Choice()
         if not self._silent:
             choice.take(output)

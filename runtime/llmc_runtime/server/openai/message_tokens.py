@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from llmc_runtime.logprobs import Row
 from llmc_runtime.outputs import CompletionOutput
-from llmc_runtime.server.openai.response import token_text
+from llmc_runtime.server.openai.generation_response import token_text
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.tool_calls.message import Delta
 

@@ -11,14 +11,14 @@ from typing import Any
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.server.http.lazy_json import is_lazy
 from llmc_runtime.server.http.replies import Final, named_event
-from llmc_runtime.server.openai.chat import Chat, ParsedChoice
+from llmc_runtime.server.openai.chat import ChatResponse, ParsedChoice
+from llmc_runtime.server.openai.generation_response import WHOLE_INTERVAL, Choice, Scores
 from llmc_runtime.server.openai.message_tokens import MessageTokens, Piece, ScoredToken, TokenTexts
-from llmc_runtime.server.openai.response import WHOLE_INTERVAL, Choice, Scores
 from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut
 from llmc_runtime.server.updates import Updates
 
 
-class NamedEvents(Chat):
+class NamedEventsResponse(ChatResponse):
     """A chat with one output. Subclasses make parts and events from its deltas."""
 
     end = b""

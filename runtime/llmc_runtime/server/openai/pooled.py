@@ -87,16 +87,15 @@ class PooledResponse:
             return prompts
         serving = self._serving
         made = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
-        async with serving.lanes.slot(self._call.key):
-            return await serving.prompting.in_thread(list, made.of(self._request))
+        return await serving.text_threads.run(self._call.key, list, made.of(self._request))
 
     def _reserve_texts(self, prompts: Sequence[Prompt]) -> None:
         """Reserve the memory of a large body's documents too, which the response repeats. Raises ApiError 429, 503."""
-        hold, admission, key = self._call.hold, self._serving.admission, self._call.key
-        assert hold.answer is not None
-        size = hold.answer.nbytes + sum(sys.getsizeof(prompt.text) for prompt in prompts)
-        hold.answer.close()
-        hold.answer = admission.reserve_response(key, size)
+        resources, admission = self._call.resources, self._serving.admission
+        assert resources.response_memory is not None
+        size = resources.response_memory.nbytes + sum(sys.getsizeof(prompt.text) for prompt in prompts)
+        resources.response_memory.close()
+        resources.response_memory = admission.reserve_response(self._call.key, size)
 
     def _reserve_response(self, count: int, pooling: Pooling, params: PoolingParams) -> None:
         """Reserve the memory of the response. Raises ApiError 400 if it would be too large."""
@@ -110,7 +109,7 @@ class PooledResponse:
         if size > self._serving.max_answer:
             cause = f"{count} results of {width} numbers are more than {self._serving.max_answer} bytes"
             raise ApiError(f"{cause}; send several requests, or encoding_format: base64", param=self._call.prompt_param)
-        self._call.hold.answer = self._serving.admission.reserve_response(self._call.key, size)
+        self._call.resources.response_memory = self._serving.admission.reserve_response(self._call.key, size)
 
     async def _scores(self, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]) -> list[float]:
         """Return the scores of the pairs, and let the event loop serve others after each millisecond of computing."""

@@ -13,7 +13,7 @@ from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.replies import named_event
 from llmc_runtime.server.openai.message_tokens import ScoredToken
-from llmc_runtime.server.openai.named_events import NamedEvents
+from llmc_runtime.server.openai.named_events import NamedEventsResponse
 from llmc_runtime.server.openai.response_items import OutputItems, without_logprobs
 from llmc_runtime.server.requests.responses_request import (
     ENCRYPTED,
@@ -32,7 +32,7 @@ _REPEATS = (
 )
 
 
-class Responses(NamedEvents):
+class ResponsesResponse(NamedEventsResponse):
     """One request to the endpoint."""
 
     def __init__(self, serving: Serving, request: ResponsesRequest, call: Call, job: OffloadedJob | None) -> None:
@@ -40,7 +40,7 @@ class Responses(NamedEvents):
         if request.store and not serving.stored.enabled:
             cause = "store: this server stores no responses (--response-store-bytes); leave the field out"
             raise ApiError(cause, param="store", code="unsupported_parameter")
-        self._asked, self._own = request, list[bytes]()
+        self._original, self._own = request, list[bytes]()
         if job is None:
             stored = serving.stored.earlier(call.key, request.previous_response_id, references_of(request))
             decoded = msgspec.json.decode(stored, type=Earlier)
@@ -54,10 +54,10 @@ class Responses(NamedEvents):
         self._output = OutputItems(self._event, self._entry, ENCRYPTED in (request.include or ()))
 
     def _earlier(self) -> bytes:
-        """See Chat. Nothing keeps these bytes: they may be many, and are not counted."""
+        """See ChatResponse. Nothing keeps these bytes: they may be many, and are not counted."""
         assert self._job is not None
         store, key = self._serving.stored, self._call.key
-        return store.earlier(key, self._asked.previous_response_id, self._job.parsed.references)
+        return store.earlier(key, self._original.previous_response_id, self._job.parsed.references)
 
     async def _prepare(self) -> None:
         await super()._prepare()
@@ -65,16 +65,16 @@ class Responses(NamedEvents):
             own = self._own if self._job is None else self._job.done.items
             store, call = self._serving.stored, self._call
             try:
-                call.hold.stored = store.begin(call.key, call.id, self._asked.previous_response_id, own)
+                call.resources.stored = store.begin(call.key, call.id, self._original.previous_response_id, own)
             except ApiError:
-                if self._asked.store:
+                if self._original.store:
                     raise
                 self._stores = False  # storing is the default: without room, the response is not stored
 
     def failed(self, error: ApiError) -> bytes:
         """Return the events after an error during the stream."""
         code = {"code": error.code or error.kind, "message": error.message}
-        response = _plain(self._document("failed")) | {"error": code}
+        response = _without_logprobs(self._document("failed")) | {"error": code}
         events = self._event("error", **code, param=error.param), self._event("response.failed", response=response)
         return b"".join(map(named_event, events))
 
@@ -105,8 +105,8 @@ class Responses(NamedEvents):
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             response["completed_at"] = int(time.time())
-        stored = self._call.hold.stored
-        response["store"] = stored is not None and stored.finish(_plain(response))
+        stored = self._call.resources.stored
+        response["store"] = stored is not None and stored.finish(_without_logprobs(response))
         return [*events, self._event(f"response.{status}", response=response)], response
 
     def _usage_object(self) -> dict[str, Any]:
@@ -120,37 +120,37 @@ class Responses(NamedEvents):
 
     def _document(self, status: str) -> dict[str, Any]:
         """Return the response with its output so far."""
-        asked, params = self._asked, self._params
-        reasoning = asked.reasoning
+        request, params = self._original, self._params
+        reasoning = request.reasoning
         return {
             "id": self._call.id, "object": "response", "created_at": self._created, "completed_at": None,
             "status": status, "background": False, "error": None, "incomplete_details": None,
-            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "max_tool_calls": None,
-            "metadata": asked.metadata or {}, "model": self._serving.names[0], "output": list(self._output.items),
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
+            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None, "metadata": request.metadata or {}, "model": self._serving.names[0],
+            "output": list(self._output.items), "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
             "service_tier": "default", "store": self._stores, "temperature": params.temperature,
-            "text": _text(asked), "tool_choice": asked.tool_choice or "auto", "tools": _tools(asked),
-            "top_logprobs": asked.top_logprobs or 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
+            "text": _text(request), "tool_choice": request.tool_choice or "auto", "tools": _tools(request),
+            "top_logprobs": request.top_logprobs or 0, "top_p": params.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
 
 
-def _plain(response: dict[str, Any]) -> dict[str, Any]:
+def _without_logprobs(response: dict[str, Any]) -> dict[str, Any]:
     """Return a response without log-probabilities."""
     return {**response, "output": [without_logprobs(item) for item in response["output"]]}
 
 
-def _text(asked: ResponsesRequest) -> dict[str, Any]:
+def _text(request: ResponsesRequest) -> dict[str, Any]:
     """Return the options of the text, without those that are not set."""
-    form = asked.text and asked.text.format
+    form = request.text and request.text.format
     if form is None:
         return {"format": {"type": "text"}}
     fields = {name: value for name in form.__struct_fields__ if (value := getattr(form, name)) is not None}
     return {"format": fields}
 
 
-def _tools(asked: ResponsesRequest) -> list[dict[str, Any]]:
+def _tools(request: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the tools with all of their fields, which some clients require."""
     optional = {"description": None, "parameters": None, "strict": False}
-    return [optional | {name: value for name, value in one.items() if value is not None} for one in asked.tools or ()]
+    return [optional | {name: value for name, value in one.items() if value is not None} for one in request.tools or ()]

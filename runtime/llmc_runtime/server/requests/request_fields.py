@@ -105,8 +105,8 @@ MaxCompletionTokens = Annotated[int, schema_of(minimum=1, maximum=MAX_INT)]
 
 
 def _field(parameter: Parameter) -> tuple[str, Any, None]:
-    wire: Any = parameter.values.wire and parameter.values.wire()
-    return parameter.name, Annotated[wire | None, Meta(description=parameter.text)], None
+    json_type: Any = parameter.values.json_type and parameter.values.json_type()
+    return parameter.name, Annotated[json_type | None, Meta(description=parameter.text)], None
 
 
 def sampling_fields(name: str, without: Collection[str] = (), base: type[msgspec.Struct] | None = None) -> Any:

@@ -154,7 +154,7 @@ class Earlier(msgspec.Struct):
     referenced: dict[str, dict[str, Any]] = {}
 
 
-def as_response(request: InputTokensRequest) -> ResponsesRequest:
+def to_responses_request(request: InputTokensRequest) -> ResponsesRequest:
     """Return the request for a response with the same input, which is not stored."""
     return ResponsesRequest(store=False, **{name: getattr(request, name) for name in request.__struct_fields__})
 

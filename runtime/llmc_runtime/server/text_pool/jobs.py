@@ -15,7 +15,7 @@ import msgspec
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
-from llmc_runtime.server.prompting import Prompting, prompts_in
+from llmc_runtime.server.prompting import Prompting, limited, prompts_in
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.messages_request import to_chat as of_messages
 from llmc_runtime.server.requests.parse import check_model, parse
@@ -30,10 +30,10 @@ from llmc_runtime.server.requests.responses_request import (
     Earlier,
     InputTokensRequest,
     ResponsesRequest,
-    as_response,
     own_items,
     references_of,
     to_chat,
+    to_responses_request,
 )
 from llmc_runtime.server.requests.sampling_fields import check_silent, of_chat, of_completion
 from llmc_runtime.server.text_pool import text_messages as m
@@ -67,7 +67,7 @@ class TextJobs:
         self._tokenizer = None if spec.tokenizer is None else _tokenizer(spec, spec.tokenizer)
         self._formats = select_formats(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
         longest = None if self._tokenizer is None else longest_token(self._tokenizer)
-        self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, None, spec.max_model_len, longest)
+        self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, spec.max_model_len, longest)
         spec.tokenizer = None
 
     def completion(self, body: bytearray) -> Job:
@@ -78,7 +78,8 @@ class TextJobs:
         of_completion(request, self._spec)
         count, known = prompts_in(request.prompt)
         parsed = m.Parsed(_fields(msgspec.structs.replace(request, prompt="")), count, known)
-        return Job(parsed, lambda earlier: self._limited(self._prompting.completion(request)))
+        limit = self._spec.max_prompt_tokens
+        return Job(parsed, lambda earlier: limited(self._prompting.completion(request), limit, "prompt"))
 
     def chat(self, body: bytearray) -> Job:
         """Parse and check a chat, except for its messages. Raises ApiError."""
@@ -102,7 +103,7 @@ class TextJobs:
 
     def input_tokens(self, body: bytearray) -> Job:
         """Parse and check a request to count the tokens of an input, except for the input. Raises ApiError."""
-        request = as_response(self._parse(body, InputTokensRequest))
+        request = to_responses_request(self._parse(body, InputTokensRequest))
         rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
         check_model(request.model, self._spec.names)
         counted(to_chat(rest, [], []), self._formats)
@@ -150,16 +151,6 @@ class TextJobs:
             yield prompt
 
         return Job(m.Parsed(fields, references=list(references)), prompts, done)
-
-    def _limited(self, prompts: Iterator[Prompt]) -> Iterator[Prompt]:
-        """Yield the prompts. Raises ApiError 400 if they have too many tokens together."""
-        total, limit = 0, self._spec.max_prompt_tokens
-        for prompt in prompts:
-            total += len(prompt.ids)
-            if total > limit:
-                cause = f"the prompts have more than {limit} tokens together, which the server takes at a time"
-                raise ApiError(f"{cause}; send several requests", param="prompt")
-            yield prompt
 
     def tokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /tokenize. Raises ApiError."""

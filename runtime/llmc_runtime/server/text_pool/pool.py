@@ -174,7 +174,7 @@ class TextPool:
 class OffloadedJob:
     """A job of a text process, which is reserved until `close`.
 
-    `parsed` is set once a completion or chat has begun, `answer` for the other kinds of job, and `done` once the
+    `parsed` is set once a completion or chat has begun, `response` for the other kinds of job, and `done` once the
     prompts have been received.
     """
 
@@ -185,7 +185,7 @@ class OffloadedJob:
         self._reusable = False  # the process can take another job
         self._open = False  # it waits for our next message
         self.parsed = m.Parsed(b"")
-        self.answer, self.done = bytearray(), m.Done()
+        self.response, self.done = bytearray(), m.Done()
 
     async def begin(self, kind: bytes, body: Body) -> None:
         """Send the body and wait for the reply. Raises ApiError."""
@@ -242,15 +242,15 @@ class OffloadedJob:
             process = self._process = await self._pool.acquire()
         await process.send(kind, body.data)
         body.drop()
-        answer, payload = await process.receive()
-        if answer == m.PARSED:
+        reply, payload = await process.receive()
+        if reply == m.PARSED:
             self._open = True
             self.parsed = msgspec.msgpack.decode(payload, type=m.Parsed)
-        elif answer == m.ANSWER:
-            self.answer = payload
+        elif reply == m.ANSWER:
+            self.response = payload
             await self._ending()
         else:
-            self._ended(answer, payload)
+            self._ended(reply, payload)
 
     async def _prompts(self, characters: int, earlier: bytes) -> list[Prompt]:
         assert self._process is not None

@@ -116,7 +116,7 @@ class GenerationResponse(ABC, Generic[R]):
                     scores[index] = update.prompt_logprobs
         return self._body(choices, scores)
 
-    async def pieces(self) -> AsyncIterator[dict[str, Any] | bytes]:
+    async def stream(self) -> AsyncIterator[dict[str, Any] | bytes]:
         """Return a stream of chunks, as JSON values or encoded events, once the first output is available."""
         return self._chunks(await started(await self._started()))
 
@@ -131,9 +131,9 @@ class GenerationResponse(ABC, Generic[R]):
 
     async def _chunks(self, updates: Updates) -> AsyncIterator[dict[str, Any] | bytes]:
         """Yield the chunks. The event with the last finish reason is sent together with the end of the stream."""
-        for chunk in self._first_chunks():
+        for chunk in self._opening_chunks():
             yield chunk
-        plain = None if self._usage_in_chunks else self._plain()
+        plain = None if self._usage_in_chunks else self._plain_encoder()
         unfinished, last = self._params.n * len(self._prompts), b""
         async with aclosing(updates) as items:  # type: ignore[type-var]
             async for i, update in items:
@@ -145,7 +145,7 @@ class GenerationResponse(ABC, Generic[R]):
                         if output.text:
                             yield plain.event(index, output.text)
                         continue
-                    for choice in self._deltas(index, self._prompts[i], output, update.prompt_logprobs):
+                    for choice in self._chunk_choices(index, self._prompts[i], output, update.prompt_logprobs):
                         chunk = self._chunk(choice)
                         unfinished -= choice["finish_reason"] is not None
                         if unfinished or is_lazy(chunk):
@@ -164,7 +164,7 @@ class GenerationResponse(ABC, Generic[R]):
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
-        return self._head(chunk=True)
+        return self._first_fields(chunk=True)
 
     @abstractmethod
     async def _prepare(self) -> None:
@@ -192,23 +192,25 @@ class GenerationResponse(ABC, Generic[R]):
         return head if self._request.service_tier is None else {**head, "service_tier": "default"}
 
     @abstractmethod
-    def _head(self, *, chunk: bool) -> dict[str, Any]:
+    def _first_fields(self, *, chunk: bool) -> dict[str, Any]:
         """Return the first fields of the response, or of a chunk."""
 
     @abstractmethod
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         """Return the complete response from the outputs and the scores of each prompt."""
 
-    def _first_chunks(self) -> Iterable[dict[str, Any]]:
+    def _opening_chunks(self) -> Iterable[dict[str, Any]]:
         """Return the chunks before the first output."""
         return ()
 
     @abstractmethod
-    def _plain(self) -> Plain | None:
+    def _plain_encoder(self) -> Plain | None:
         """Return the encoder of chunks that contain only text, or None if chunks contain more."""
 
     @abstractmethod
-    def _deltas(self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores) -> Iterable[dict[str, Any]]:
+    def _chunk_choices(
+        self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores
+    ) -> Iterable[dict[str, Any]]:
         """Return the choices of the next chunks, none if they would be empty, for an update of output `index`."""
 
 

@@ -11,16 +11,16 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, named_body, to_api_error
 from llmc_runtime.server.http.replies import named_event
-from llmc_runtime.server.messages.content_blocks import ContentBlocks
+from llmc_runtime.server.messages_api.content_blocks import ContentBlocks
 from llmc_runtime.server.openai.message_tokens import ScoredToken
-from llmc_runtime.server.openai.named_events import NamedEvents
+from llmc_runtime.server.openai.named_events import NamedEventsResponse
 from llmc_runtime.server.requests.messages_request import MessagesRequest, to_chat
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.tool_calls.message import Delta
 
 
-class Messages(NamedEvents):
+class MessagesResponse(NamedEventsResponse):
     """One request to the endpoint."""
 
     def __init__(self, serving: Serving, request: MessagesRequest, call: Call, job: OffloadedJob | None) -> None:

@@ -1,1 +1,0 @@
-"""The endpoint /v1/messages, as in Anthropic's Messages API."""

@@ -1,0 +1,1 @@
+"""The endpoint of Anthropic's Messages API, /v1/messages."""
