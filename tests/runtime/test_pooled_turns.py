@@ -16,7 +16,7 @@ from llmc_runtime.prompts import Prompt
 
 pytest.importorskip("starlette")
 from llmc_runtime.server import pooled_run, serving
-from llmc_runtime.server.call import Call, Hold
+from llmc_runtime.server.call import Call, Resources
 from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.openai import pooled
@@ -83,7 +83,7 @@ class Job:
 
 
 def called(key: str = "a") -> Call:
-    return Call("c", key, "documents", hold=Hold())
+    return Call("c", key, "documents", resources=Resources())
 
 
 def run(work: Callable[[], Any]) -> Any:
@@ -142,9 +142,9 @@ def test_the_documents_of_a_large_body_are_charged_to_their_key() -> None:
     other = called()
     with pytest.raises(ApiError, match="bytes of open responses"):
         run(lambda: complete(other))
-    other.resources.sent()
+    other.resources.release_response()
     run(lambda: complete(called("b")))
-    call.resources.sent()
+    call.resources.release_response()
     assert not server.admission.answer_bytes["a"]
     run(lambda: complete(called()))
 
