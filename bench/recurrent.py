@@ -66,12 +66,12 @@ def seconds(llm: Any, batch: int, prompt: int, tokens: int, rng: np.random.Gener
 
 def floor_ms(llm_path: Path, batch: int) -> float:
     """Return the milliseconds to read the weights once, and to read and write the states of `batch` rows."""
-    from llmc_runtime.artifact import Artifact
+    from llmc_runtime.artifact import open_artifact
     from llmc_runtime.format.manifest import RECURRENT
 
     from llmc.extension import load
 
-    artifact = Artifact.open(llm_path)
+    artifact = open_artifact(llm_path)
     states = sum(s.nbytes({}) // ROWS for s in artifact.manifest.states if s.role == RECURRENT)
     buffers = {b.name: b.bytes({}) for p in artifact.programs for b in p.buffers if b.kind == "weight"}
     moved = sum(buffers.values()) + 2 * batch * states
@@ -87,7 +87,9 @@ def measure(rounds: int) -> None:
         llm = LLM(path_of(speculate))
         for batch in BATCHES:
             seconds(llm, batch, 16, 40, rng)
-            steps = [(seconds(llm, batch, 16, 300, rng) - seconds(llm, batch, 16, 44, rng)) / 256 for _ in range(rounds)]
+            steps = [
+                (seconds(llm, batch, 16, 300, rng) - seconds(llm, batch, 16, 44, rng)) / 256 for _ in range(rounds)
+            ]
             ms, least = 1e3 * statistics.median(steps), floor_ms(path_of(speculate), batch)
             print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {least:.3f} ms", flush=True)
         prompts = [seconds(llm, 1, PROMPT, 1, rng) for _ in range(rounds)]

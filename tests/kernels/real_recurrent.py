@@ -34,7 +34,8 @@ RECURRENT = {
     ),
     "row_log": (
         Text(
-            f"bf16[T, 16, 128]; bf16[T, 32, 128]; f32[T, 32]; {_LOG}; {_STEP}; i32[T]; f32[T, 32]", "row_log", _LOG.replace(";", ","),
+            f"bf16[T, 16, 128]; bf16[T, 32, 128]; f32[T, 32]; {_LOG}; {_STEP}; i32[T]; f32[T, 32]", "row_log",
+            _LOG.replace(";", ","),
         ),
     ),
 }  # fmt: skip

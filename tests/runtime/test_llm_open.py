@@ -17,6 +17,11 @@ from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.engine.loader import open_device
+from llmc_runtime.exec.buffer_layout import need_of
+from llmc_runtime.format.expr import parse as parse_size
+from llmc_runtime.format.manifest import RECURRENT, State
+
+from llmc.artifact.write import write_artifact
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -121,12 +126,30 @@ def test_without_prefix_caching_nothing_is_found(toy: Path) -> None:
             assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == found
 
 
+def test_models_with_recurrent_layers_have_no_prefix_caching(tmp_path: Path) -> None:
+    """The start says so, a request for it is an error, and their states take memory besides the KV cache."""
+    files = textkit.write_folder(tmp_path / "t", textkit.small(), {"eos_token": "B", "bos_token": None})
+    plain = replace(tiny.parts(tmp_path), tokenizer=sorted(files.iterdir()))
+    state = State("row.memory.0", "f32", tuple(parse_size(n) for n in ("4", "3", "8", "8")), RECURRENT)
+    write_artifact(tmp_path / "a.llmc", replace(plain, states=(*plain.states, state)))
+    said: list[str] = []
+    with LLM(tmp_path / "a.llmc", say=said.append) as llm:
+        assert any("no prefix caching (recurrent layers)" in line for line in said)
+        for _ in range(2):
+            assert llm.generate(list(range(4, 14)), GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    with pytest.raises(LlmcError, match=r"E204: enable_prefix_caching: .* recurrent layers(?s:.*)leave"):
+        quiet(tmp_path / "a.llmc", enable_prefix_caching=True)
+    with quiet(tmp_path / "a.llmc", enable_prefix_caching=False):
+        pass
+    write_artifact(tmp_path / "plain.llmc", plain)
+    with_states, without = (need_of(open_artifact(tmp_path / f"{name}.llmc")).states for name in ("a", "plain"))
+    assert with_states - without >= 4 * 3 * 8 * 8 * 4
+
+
 def test_the_tokenizers_end_token_ends_a_text_beside_the_manifests(tmp_path: Path) -> None:
     """The toy's manifest names id 0; the tokenizer of this one calls "B" its end."""
     files = textkit.write_folder(tmp_path / "t", textkit.small(), {"eos_token": "B", "bos_token": None})
     parts = replace(tiny.parts(tmp_path), tokenizer=sorted(files.iterdir()))
-    from llmc.artifact.write import write_artifact
-
     write_artifact(tmp_path / "a.llmc", parts)
     with quiet(tmp_path / "a.llmc") as llm:
         assert llm.config.eos_token_ids == (0, llm.get_tokenizer().token_id("B"))

@@ -177,7 +177,9 @@ def _prefix_caching(manifest: Manifest, requested: bool | None) -> bool:
     if not manifest.recurrent:
         return requested is not False and not (manifest.pooling and manifest.pooling.whole)
     if requested:
-        cause = "enable_prefix_caching: the model has recurrent layers, whose states at the end of a prefix are not kept"
+        cause = (
+            "enable_prefix_caching: the model has recurrent layers, whose states at the end of a prefix are not kept"
+        )
         raise LlmcError("E204", cause, "leave enable_prefix_caching out")
     return False
 

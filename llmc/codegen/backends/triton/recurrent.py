@@ -11,7 +11,7 @@ from types import MappingProxyType
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
-from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
+from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -43,7 +43,9 @@ class RowConv(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         least = next_power_of_2(max(1, int(node.operands[1].type.shape[1]) - 1))
-        return [{"tile": max(least, t), "warps": w} for t, w in ([(1, 4), (4, 4)] if single(node) else [(32, 8), (16, 4)])]
+        return [
+            {"tile": max(least, t), "warps": w} for t, w in ([(1, 4), (4, 4)] if single(node) else [(32, 8), (16, 4)])
+        ]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         tokens, channels = node.result.type.shape if len(node.results) == 1 else node.results[0].type.shape
@@ -147,9 +149,7 @@ class RowLog(TritonKernel):
         return u.launch(
             Template("row_conv", "row_log"),
             (rows[0], self._columns(u.node).ceildiv(COLUMNS)),
-            **u.pointers(
-                "k_ptr v_ptr decay_ptr - - rows_ptr starts_ptr positions_ptr beta_ptr", "base_ptr log_ptr"
-            ),
+            **u.pointers("k_ptr v_ptr decay_ptr - - rows_ptr starts_ptr positions_ptr beta_ptr", "base_ptr log_ptr"),
             row_count=u.sizes(rows[0]),
             token_count=u.sizes(k[0]),
             KEYS=int(k[1] * k[2]),

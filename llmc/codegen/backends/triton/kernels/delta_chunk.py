@@ -13,8 +13,8 @@ import triton.language as tl
 def unit_inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr):
     """Return the inverse of I + lower for a strictly lower triangular matrix [SIZE, SIZE], SIZE = 2 ** LEVELS.
 
-    Invariant: `inverse` is the inverse of the blocks on the diagonal, whose size doubles in each step. Every entry is
-    one of the result or of a part of the matrix, so that no large numbers cancel each other, as powers of `lower` would.
+    Invariant: `inverse` is the inverse of the blocks on the diagonal, whose size doubles in each step. Its entries are
+    those of the result, so that no large numbers cancel each other, as powers of `lower` would.
     """
     i = tl.arange(0, SIZE)[:, None]
     j = tl.arange(0, SIZE)[None, :]

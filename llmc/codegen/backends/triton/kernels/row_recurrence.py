@@ -71,7 +71,7 @@ def add_logged(
     state, head: Head, log_ptr, value_head, column, begin, end, LOG_TOKENS: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after the positions from `begin` to `end` of the row whose log is at log_ptr [LOG_TOKENS, width].
+    """Return the state after the positions from `begin` to `end` of a row whose log is at log_ptr [LOG_TOKENS, width].
 
     An entry of the log has the KEYS elements of all keys, the VALUES of all values, their decays and their betas.
     """
