@@ -22,7 +22,6 @@ from models.recurrent_cases import RECURRENT
 from safetensors.numpy import load_file, save_file
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend import legacy_attention
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.model_folder import TESTED
 from llmc.frontend.trace_model import Traced, notes_of, trace
@@ -211,21 +210,6 @@ def test_models_that_cannot_be_traced(name: str, tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=words) as e:
         trace(tmp_path)
     assert e.value.code in ("E305", "E306", "E310", "E311")
-
-
-def test_attention_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain products over all packed tokens would let one prompt read another."""
-    monkeypatch.setattr(legacy_attention, "METHODS", {})
-    entries = {"model_type": "openai-gpt", **VOCAB, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 256}
-    (tmp_path / "config.json").write_text(json.dumps(entries))
-    fails("E305", "h.0.attn", "joins tokens", "[1, 4, T, T]", do=lambda: trace(tmp_path, max_tokens=128))
-
-
-def test_prompts_that_read_ahead(tmp_path: Path) -> None:
-    text = {"model_type": "gemma", **SMALL, "head_dim": 16}
-    entries = {"model_type": "paligemma", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
-    (tmp_path / "config.json").write_text(json.dumps(entries))
-    fails("E305", "paligemma", "attend to later ones", do=lambda: trace(tmp_path))
 
 
 def test_experts_whose_activation_is_a_function(tmp_path: Path) -> None:
