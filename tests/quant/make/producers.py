@@ -34,6 +34,7 @@ def autoawq(model: str, tokens: torch.Tensor, out: str) -> None:
 
     config = {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"}
     made = AutoAWQForCausalLM.from_pretrained(model, device_map="cpu", torch_dtype=torch.float32)
+    made.model.config.use_cache = False  # or each try of a scale appends to the cache of the calibration
     words = transformers.PreTrainedTokenizerFast(tokenizer_file=f"{model}/tokenizer.json")
     length = tokens.shape[1]
     made.quantize(words, quant_config=config, calib_data=tokens.tolist(), max_calib_seq_len=length)
