@@ -60,7 +60,7 @@ def seconds(llm: Any, batch: int, prompt: int, tokens: int, rng: np.random.Gener
 
     prompts = [{"prompt_token_ids": rng.integers(0, VOCAB, prompt).tolist()} for _ in range(batch)]
     begin = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
     return time.perf_counter() - begin
 
 
@@ -84,16 +84,19 @@ def measure(rounds: int) -> None:
 
     rng = np.random.default_rng(0)
     for speculate in (0, 3):
-        llm = LLM(path_of(speculate))
-        for batch in BATCHES:
-            seconds(llm, batch, 16, 40, rng)
-            steps = [
-                (seconds(llm, batch, 16, 300, rng) - seconds(llm, batch, 16, 44, rng)) / 256 for _ in range(rounds)
-            ]
-            ms, least = 1e3 * statistics.median(steps), floor_ms(path_of(speculate), batch)
-            print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {least:.3f} ms", flush=True)
-        prompts = [seconds(llm, 1, PROMPT, 1, rng) for _ in range(rounds)]
-        print(f"speculate {speculate}, prompt of {PROMPT}: {1e3 * statistics.median(prompts):.2f} ms", flush=True)
+        with LLM(path_of(speculate)) as llm:
+            for batch in BATCHES:
+                ms, least = step_ms(llm, batch, rounds, rng), floor_ms(path_of(speculate), batch)
+                print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {least:.3f} ms", flush=True)
+            prompts = [seconds(llm, 1, PROMPT, 1, rng) for _ in range(rounds)]
+            print(f"speculate {speculate}, prompt of {PROMPT}: {1e3 * statistics.median(prompts):.2f} ms", flush=True)
+
+
+def step_ms(llm: Any, batch: int, rounds: int, rng: np.random.Generator) -> float:
+    """Return the milliseconds of a decode step, the median of the rounds."""
+    seconds(llm, batch, 16, 40, rng)
+    steps = [(seconds(llm, batch, 16, 300, rng) - seconds(llm, batch, 16, 44, rng)) / 256 for _ in range(rounds)]
+    return 1e3 * statistics.median(steps)
 
 
 def main() -> None:
