@@ -107,7 +107,10 @@ def config_of(wanted: Open) -> SchedulerConfig:
     rows = options.max_num_seqs or 16
     tokens = options.max_num_batched_tokens or 64
     pages = (options.kv_cache_memory_bytes or 2048 * TOKEN_BYTES) // (PAGE * TOKEN_BYTES)
-    more: dict[str, Any] = {"policy": options.scheduling_policy, "prefix_caching": options.enable_prefix_caching}
+    more: dict[str, Any] = {
+        "policy": options.scheduling_policy,
+        "prefix_caching": options.enable_prefix_caching is not False,
+    }
     return SchedulerConfig(pages, PAGE, length, rows, tokens, VOCAB, eos_token_ids=(VOCAB - 1,), **more)
 
 

@@ -196,7 +196,7 @@ ODD = {
     "doge": (SMALL, "a weight of each key"),
     "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
     "big_bird": (SMALL | {"is_decoder": True}, "bypasses"),
-    "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no position_ids"),
+    "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no logits_to_keep"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
     "jamba": (SMALL, "Mamba-1"),
     "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),

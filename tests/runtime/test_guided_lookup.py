@@ -31,6 +31,7 @@ CONFIG = SchedulerConfig(
     eos_token_ids=(1,), max_num_logits=12, max_masks=5,
     speculation=SpeculationConfig(4, 1, 3, max_rows=3, head="eagle", stops=True),
 )  # fmt: skip
+ENOUGH = 20  # drafts
 
 
 def run(seed: int, delay: int, crowd: int) -> Counter[str]:
@@ -62,6 +63,17 @@ def run(seed: int, delay: int, crowd: int) -> Counter[str]:
     return seen
 
 
+def runs(delay: int, crowd: int) -> Counter[str]:
+    """Run until 20 drafts that were looked up have been verified, which a single run may not reach; at most 8 times."""
+    seen = Counter[str]()
+    for seed in range(SEED, SEED + 8):
+        print(f"seed {seed}")
+        seen += run(seed, delay, crowd)
+        if seen["looked up"] > ENOUGH:
+            break
+    return seen
+
+
 def check(expected: Expected, delta: Any) -> None:
     """The tokens are those of the oracle; a guide may end a request one delta later."""
     finish = expected.late
@@ -78,9 +90,8 @@ def check(expected: Expected, delta: Any) -> None:
 @pytest.mark.parametrize("crowd", [1, 3])
 def test_the_tokens_of_the_oracle(delay: int, crowd: int) -> None:
     """Also if masks are late, and if others begin to run beside, so that lookup ends."""
-    seen = run(SEED, delay, crowd)
-    print(f"seed {SEED}: {dict(seen)}")
-    assert seen["looked up"] > 20 and seen["head"] > 0
+    seen = runs(delay, crowd)
+    assert seen["looked up"] > ENOUGH and seen["head"] > 0
 
 
 def more_than_were_found(right: Any) -> Any:
@@ -108,4 +119,4 @@ def masks_behind_the_next_drafts(right: Any) -> Any:
 def test_a_bug_is_seen(owner: Any, method: str, bug: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, method, bug(getattr(owner, method)))
     with pytest.raises((AssertionError, RuntimeError)):
-        assert run(SEED, 0, 1)["looked up"] > 20
+        runs(0, 1)

@@ -93,7 +93,8 @@ class Folder:
             if (self.root / "config.json").exists():
                 cause = f"{self.root} is a Hugging Face folder, not an artifact"
                 raise LlmcError("E101", cause, f"compile it: llmc compile {self.root} -o model.llmc")
-            raise LlmcError("E101", *self._without_manifest())
+            cause, remedy = self._without_manifest()
+            raise LlmcError("E101", cause, remedy)
         return Manifest.load(self.read(NAME, MAX_MANIFEST), str(self.root / NAME))
 
     def _without_manifest(self) -> tuple[str, str]:
