@@ -18,11 +18,11 @@ from llmc.frontend.lowering import PARTS, Call, Sizes, Unsupported
 from llmc.frontend.model_folder import KNOWN_TO_WORK
 from llmc.ir.graph import Builder, Graph, Module, Value
 from llmc.ir.ops import OPS
+from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type, tensor
 
 ATTENTION = ("attention", "alibi_attention")  # the attention ops of a trace
-RECURRENT = ("causal_conv", "linear_recurrence")
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class _Lowering:
 
 def _number_layers(g: Graph) -> None:
     """Number recurrent ops by kind, and attention layers if their numbers repeat: each has a KV cache of its own."""
-    for kind in RECURRENT:
+    for kind in PROMPT_OPS:
         for i, n in enumerate(n for n in g.nodes if n.op.name == kind):
             n.attrs["layer"] = i
     found = [n for n in g.nodes if n.op.name in ATTENTION]

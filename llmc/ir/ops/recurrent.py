@@ -248,4 +248,5 @@ def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:
     return np.zeros_like(keys), keys, values.reshape(-1, h, e), decay, beta if delta else None
 
 
+PROMPT_OPS = (causal_conv.name, linear_recurrence.name)  # which `page-attention` replaces by their forms on device rows
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -14,9 +14,10 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
+from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.types import Type, state, tensor
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_recurrence import RECURRENT, RecurrentRows
+from llmc.passes.lower.page_recurrence import RecurrentRows
 
 PAGES_MAX = 1 << 30
 _CAUSAL = "use a causal model, in which a token attends only to itself and to earlier tokens"
@@ -120,7 +121,7 @@ def _check(g: Graph, outputs: int, pools: bool) -> None:
     """
     layers: set[int] = set()
     for n in g.nodes:
-        if n.op.name in RECURRENT and g.name == DRAFT:
+        if n.op.name in PROMPT_OPS and g.name == DRAFT:
             cause = "the draft model has recurrent layers, whose state cannot be taken back when drafts are rejected"
             raise Diagnostic("E435", cause, "draft with a model that has attention only, or with --draft ngram", node=n)
         if n.op.name not in ATTENTION:
@@ -194,7 +195,7 @@ class _Rows:
         """Replace the recurrent nodes; return the new versions of their states."""
         step, options = (self.rows, self.starts, self.positions), self.options
         recurrent = RecurrentRows(self.g, self.ops, step, options.rows, options.speculate)
-        return [s for n in list(self.g.nodes) if n.op.name in RECURRENT for s in recurrent.replace(n)]
+        return [s for n in list(self.g.nodes) if n.op.name in PROMPT_OPS for s in recurrent.replace(n)]
 
     def keep_hidden(self) -> Value:
         """Store a head's own hidden states at its tokens, where its next step reads them; return the pool."""

@@ -10,7 +10,6 @@ from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import state
 
-RECURRENT = ("causal_conv", "linear_recurrence")
 # Names of states, followed by the layer: the ring of a convolution's inputs; the memory of a recurrence, the position
 # up to which it goes, and the log of the tokens from there on.
 STATES = RECENT, MEMORY, BASE, LOG = "row.recent.", "row.memory.", "row.base.", "row.log."

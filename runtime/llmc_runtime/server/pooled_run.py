@@ -43,7 +43,7 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
     async def work() -> None:
         for index in waiting:
             async with serving.starts.slot(call.key):
-                await asyncio.sleep(0)  # a slot is held for an iteration: many prompts may be ready to start at once
+                await asyncio.sleep(0)  # keeps the slot for an iteration, so that few of many prompts start in it
             output = await _one(serving, prompts[index], f"{call.id}-{index}", priority, salt, call)
             slot.begin()
             record.take(output)
