@@ -114,6 +114,36 @@ def test_the_heaviest_key_reads_too_slowly() -> None:
         assert unsent.used == sum(waiting.values())
 
 
+def test_outputs_that_are_not_written_yet_count_while_their_client_is_slow() -> None:
+    """Of a request that is complete, until its response was written or its connection is closed."""
+    gone = list[Peer]()
+    unsent, slow, fast, other = UnsentResponses(1000), Peer("a", gone), Peer("a", gone), Peer("b", gone)
+    unsent.hold(fast, 5000)
+    assert unsent.used == 0 and not gone, "a client that reads as fast as it is written to"
+    unsent.add(slow, 100)
+    unsent.hold(slow, 300)
+    assert unsent.used == 400
+    unsent.remove(slow)
+    assert unsent.used == 0
+    unsent.add(slow, 50)
+    unsent.add(other, 600)
+    assert unsent.used == 950 and not gone, "again with what is held"
+    unsent.hold(slow, 300)
+    assert gone == [slow] and unsent.used == 600, "the key with the most"
+    unsent.release(slow)
+    unsent.add(slow, 50)
+    assert unsent.used == 650
+    limit = ConnectionLimit(unsent=unsent)
+    limit.open = 2
+    unsent.hold(slow, 100)
+    limit.rest(slow)
+    unsent.hold(other, 100)
+    limit.leave(other)
+    unsent.add(slow, 60)
+    unsent.add(other, 70)
+    assert unsent.used == 130
+
+
 def test_a_key_with_many_open_requests_leaves_connections() -> None:
     async def main() -> None:
         free, statuses = asyncio.Event(), Counter[tuple[str, int]]()

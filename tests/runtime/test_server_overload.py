@@ -26,7 +26,7 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.serving import MAX_TEXTS
 
 from tests.runtime.fake_core import ROWS
-from tests.runtime.served import Served, served
+from tests.runtime.served import Quick, Served, served
 from tests.runtime.test_server_load import LONG, Command, metric, post_head, until
 
 LIMITED = """
@@ -236,25 +236,48 @@ def test_descriptors_never_run_out_however_many_come_at_once() -> None:
     assert code == 0 and "ERROR" not in log and "at most 18 connections" in log, log[-2000:]
 
 
+def unread(server: Served, body: dict[str, Any]) -> socket.socket:
+    """A link whose response nobody reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link.connect((host, int(port)))
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    link.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return link
+
+
+SCORED = {**LONG, "stream": True, "n": 16, "temperature": 1, "logprobs": 20, "max_tokens": 240}
+
+
 def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:
-    body = {**LONG, "stream": True, "n": 16, "temperature": 1, "logprobs": 20, "max_tokens": 240}
     with served(sequences=64) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        links = []
-        for _ in range(2):
-            link = socket.socket()
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            link.connect((host, int(port)))
-            data = json.dumps(body).encode()
-            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            link.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            links.append(link)
+        links = [unread(server, SCORED) for _ in range(2)]
         until(lambda: server.serving.admission.open_sequences == 32)
         assert post(server, {**LONG, "max_tokens": 5}).status_code == 200
-        until(lambda: not server.serving.admission.open_sequences, 15)
+        until(lambda: not server.llm.open_requests(), 15)
         assert server.rest()["kv_cache_usage_perc"] == 0
         for link in links:
             link.close()
+
+
+@pytest.mark.parametrize("prompts", [1, 8])
+def test_who_reads_slowly_keeps_no_place_in_the_queue(monkeypatch: pytest.MonkeyPatch, prompts: int) -> None:
+    """Their tokens are generated: what waits for the client is counted as its memory."""
+    monkeypatch.setattr(Quick, "write_seconds", 120.0)
+    with served(sequences=64) as server:
+        admission = server.serving.admission
+        links = [unread(server, {**SCORED, "prompt": [LONG["prompt"]] * prompts, "n": 16 // prompts}) for _ in range(2)]
+        until(lambda: admission.open_sequences == 32)
+        until(lambda: not admission.open_sequences, 60)
+        assert admission.open_tokens == 0 and not admission.by_key.total()
+        assert server.llm.open_requests(), "the responses are not sent"
+        assert post(server, {**LONG, "temperature": 1, "n": 64, "max_tokens": 1}).status_code == 200
+        for link in links:
+            link.close()
+        until(lambda: not server.llm.open_requests())
+        assert admission.mean_output < 241
 
 
 def test_health_is_that_of_the_engine() -> None:

@@ -70,6 +70,24 @@ async def test_several_sources_are_merged_until_the_last_one_ends_or_the_first_e
 
 
 @run
+async def test_sources_wait_for_a_slow_reader() -> None:
+    """Their requests merge what they generate meanwhile; updates in a queue would grow without a limit."""
+    taken = [0, 0, 0]
+
+    async def source(index: int) -> Updates:
+        for number in range(1000):
+            taken[index] = number + 1
+            yield index, output(number)
+
+    async with aclosing(merged([source(index) for index in range(3)])) as items:  # type: ignore[type-var]
+        for read in range(1, 30):
+            await anext(items)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert sum(taken) <= read + 6, "one in the queue and one at hand for each source"
+
+
+@run
 async def test_one_source_is_started_in_an_iteration_of_the_event_loop() -> None:
     """The start of a long prompt takes milliseconds, which its neighbours' streams would wait for together."""
     iteration, starts = 0, list[int]()

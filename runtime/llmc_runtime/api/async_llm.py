@@ -135,6 +135,7 @@ class AsyncLLM(AsyncPoolingAPI):
         output_kind: str = "cumulative",
         interval: float = 0.0,
         visible: frozenset[int] = frozenset(),
+        on_end: Callable[[int], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt (see LLM.generate). Leaving the iterator, or cancelling its task, aborts the request.
 
@@ -148,6 +149,8 @@ class AsyncLLM(AsyncPoolingAPI):
                           slow reader gets fewer and larger outputs
         interval:         minimum seconds between two outputs, except the last one and errors
         visible:          special tokens that are part of the text even if skip_special_tokens is set
+        on_end:           called with the number of generated tokens once the engine has completed the request; a slow
+                          reader gets the last output later
 
         Raises LlmcError E6xx if the request is refused, E660 to E664 if the engine process is not available.
         """
@@ -168,6 +171,8 @@ class AsyncLLM(AsyncPoolingAPI):
         state = AsyncRequestState(
             output_kind, interval, request_id, ready.text, ready.ids, request.params, self.tokenizer, visible
         )
+        if on_end is not None:
+            state.on_end = lambda: on_end(state.num_tokens)
         with self._opened(request, state, timeout):
             while (output := await state.next()) is not None:
                 yield output

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,11 @@ class AsyncRequestState(RequestState):
     """The state of a request in the event loop of AsyncLLM.
 
     `kind` and `interval` are as in AsyncLLM.generate; the other arguments are those of RequestState. The engine client
-    adds deltas and calls `notify`; the coroutine that reads the request awaits `next`.
+    adds deltas and calls `notify`; the coroutine that reads the request awaits `next`. `on_end` is called once the
+    request has ended or failed, before its reader knows.
     """
+
+    on_end: Callable[[], object] | None = None
 
     def __init__(self, kind: str, interval: float, *request: Any) -> None:
         super().__init__(*request)
@@ -44,7 +48,11 @@ class AsyncRequestState(RequestState):
 
     def notify(self) -> None:
         """Wake the reader if there is something to return and its interval is over, or if the request has ended."""
-        if self.error is None and not self.finished and not self._due():
+        if self.error is not None or self.finished:
+            if self.on_end is not None:
+                on_end, self.on_end = self.on_end, None
+                on_end()
+        elif not self._due():
             return
         self._changed = True
         if self._waiting is not None and not self._waiting.done():

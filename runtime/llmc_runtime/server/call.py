@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import AdmissionSlot, ResponseReservation
 from llmc_runtime.server.stored_responses import PendingResponse
+
+_HELD = 48  # bytes of memory a generated token of an output: its id and its text
 
 
 @dataclass
@@ -18,6 +21,7 @@ class Resources:
     slot:               its admission slot
     response_memory:    the reservation for the bytes of its response
     stored:             the entry under which the response will be stored
+    running, tokens:    prompts that the engine has not completed, and tokens that it has generated for the others
     """
 
     seconds: float | None = None
@@ -25,6 +29,8 @@ class Resources:
     slot: AdmissionSlot | None = None
     response_memory: ResponseReservation | None = None
     stored: PendingResponse | None = None
+    running: int = 0
+    tokens: int = 0
 
     @property
     def remaining(self) -> float | None:
@@ -51,7 +57,7 @@ class Call:
     `key` identifies the API key ("" for none), `prompt_param` the field that contains the prompt, and `request_id` the
     request in the log and for the client. The special tokens in `visible` appear in the response's text. Updates of an
     output are at least `interval` seconds apart, except the last one. The response has its log-probabilities `repeats`
-    times.
+    times. `hold` is called with bytes of complete outputs that the client may not have read yet.
     """
 
     id: str
@@ -62,11 +68,27 @@ class Call:
     visible: frozenset[int] = frozenset()
     interval: float = 0.0
     repeats: int = 1
+    hold: Callable[[int], object] = lambda size: None
     resources: Resources = field(default_factory=Resources)
 
     def cache_salt(self, salt: str | None) -> str:
         """Return the salt of the prefixes of a request with this `cache_salt`: keys share none."""
         return f"{self.key}/{salt or ''}"
+
+    def end_prompt(self, tokens: int) -> None:
+        """Record that the engine has completed a prompt with `tokens` generated tokens.
+
+        Once it has completed all, the admission slot is released: a client that reads slowly keeps no other request
+        waiting. Its memory counts as that of unsent responses then.
+        """
+        resources = self.resources
+        resources.running -= 1
+        resources.tokens += tokens
+        self.hold(tokens * _HELD)
+        if resources.slot is not None and not resources.running:
+            if resources.tokens:
+                resources.slot.begin()
+            resources.release_slot(resources.tokens)
 
     @property
     def logged_characters(self) -> int:

@@ -130,6 +130,7 @@ class Endpoint:
             route.prompt_param,
             request.scope.get("llmc.record"),
             request.scope["llmc.id"],
+            hold=request.scope.get("llmc.hold", Call.hold),
             resources=self.serving.call_resources(request.headers.get("x-request-timeout")),
         )
 

@@ -7,6 +7,7 @@ bodies apply where the body is read (see auth.read_body); uvicorn closes idle co
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import h11
@@ -62,17 +63,18 @@ class HttpConnection(H11Protocol):
         self._inner = inner
 
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
+        own: dict[str, Any] = {"llmc.hold": partial(self.limit.unsent.hold, self)}
         if scope["http_version"] == "1.1":
-            scope["llmc.part"] = self._part
+            own["llmc.part"] = self._part
+        scope.update(own)
         try:
             await self._inner(scope, receive, send)
         finally:
-            scope.pop("llmc.part", None)  # a cycle of references, see Lingering.end
+            for name in own:
+                scope.pop(name)  # a cycle of references, see Lingering.end
 
     async def _part(self, body: bytes) -> None:
-        """Send a nonempty part of a started chunked response, bypassing the layers of ASGI, as streams consist of
-        many.
-        """
+        """Send a nonempty part of a started chunked response without the layers of ASGI: streams consist of many."""
         if self.flow.write_paused:
             await self.flow.drain()
         if not (self.cycle.disconnected or self.transport.is_closing()):  # asyncio logs a line for each such write
@@ -205,10 +207,7 @@ class HttpConnection(H11Protocol):
         return str((self.scope or {}).get("llmc.key", ""))
 
     def evict(self) -> None:
-        """Close the connection at once, because there are too many.
-
-        With TLS it is aborted, as closing waits for the client.
-        """
+        """Close the connection at once, as there are too many. With TLS, abort it: closing waits for the client."""
         if self._inner_transport.get_write_buffer_size() or self._tls:
             self._inner_transport.abort()
         else:

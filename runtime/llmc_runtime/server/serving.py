@@ -273,8 +273,9 @@ class Serving:
             resources.slot.resize(sum(weight * len(job[0].ids) for weight, job in zip(weights, jobs)), outputs)
             generate = partial(
                 self.llm.generate, priority=priority, cache_salt=salt, tenant=call.key, timeout=resources.remaining,
-                output_kind="delta", interval=call.interval, visible=call.visible,
+                output_kind="delta", interval=call.interval, visible=call.visible, on_end=call.end_prompt,
             )  # fmt: skip
+            resources.running = len(jobs)
             updates = [
                 self.watched(generate(prompt, params, f"{call.id}-{i}"), call, meters[i], i)
                 for i, (prompt, params) in enumerate(jobs)

@@ -23,7 +23,7 @@ def merged(sources: list[Updates]) -> Updates:
 
 
 async def _merged(sources: list[Updates]) -> Updates:
-    queue: Items = asyncio.Queue()
+    queue: Items = asyncio.Queue(len(sources))  # a source waits for a slow reader, and its request merges what follows
     tasks = list[asyncio.Task[None]]()
     starting, running = asyncio.ensure_future(_start(sources, queue, tasks)), len(sources)
     try:
@@ -53,10 +53,10 @@ async def _follow(source: Updates, queue: Items) -> None:
     try:
         async with aclosing(source) as items:  # type: ignore[type-var]
             async for item in items:
-                queue.put_nowait(item)
-        queue.put_nowait(None)
+                await queue.put(item)
+        await queue.put(None)
     except Exception as e:
-        queue.put_nowait(e)
+        await queue.put(e)
 
 
 class _Started:

@@ -44,19 +44,37 @@ class Connection(Protocol):
 class UnsentResponses:
     """The bytes of responses that wait because their clients read slowly, at most `maximum`.
 
-    Beyond it, the key with the most bytes gives way: its connection that has waited longest is closed.
+    Beyond it, the key with the most bytes gives way: its connection that has waited longest is closed. The bytes of a
+    connection include those that `hold` has added: its response is complete, and a part of it is not written yet.
     """
 
     def __init__(self, maximum: int = MAX_UNSENT) -> None:
         self.maximum, self.used = maximum, 0
         self._by_key = KeyCounts()
         self._waiting: dict[Connection, tuple[str, int]] = {}  # the longest waiting first
+        self._held: dict[Connection, int] = {}
+
+    def hold(self, connection: Connection, size: int) -> None:
+        """Count `size` bytes whenever the client of this connection is slow, until `release`."""
+        self._held[connection] = self._held.get(connection, 0) + size
+        if connection in self._waiting:
+            self._count(connection, size)
+
+    def release(self, connection: Connection) -> None:
+        """Forget what `hold` has added: the response of this connection was written."""
+        self._held.pop(connection, None)
 
     def add(self, connection: Connection, size: int) -> None:
         """Count `size` bytes that wait for the client of this connection."""
         self.remove(connection)
-        self._waiting[connection] = connection.key, size
-        self._by_key.change(connection.key, size)
+        self._waiting[connection] = connection.key, 0
+        self._count(connection, size + self._held.get(connection, 0))
+
+    def _count(self, connection: Connection, size: int) -> None:
+        """Count `size` more bytes of a waiting connection."""
+        key, before = self._waiting[connection]
+        self._waiting[connection] = key, before + size
+        self._by_key.change(key, size)
         self.used += size
         while self.used > self.maximum:
             heaviest = self._by_key.heaviest
@@ -134,6 +152,7 @@ class ConnectionLimit:
 
     def rest(self, connection: Connection) -> None:
         """Record that the connection is idle after a request."""
+        self.unsent.release(connection)
         if connection not in self._evicted:
             (self._known if connection.key else self._unknown)[connection] = None
 
@@ -143,6 +162,7 @@ class ConnectionLimit:
         self.begin(connection)
         self._evicted.discard(connection)
         self.unsent.remove(connection)
+        self.unsent.release(connection)
         self.body_turns.leave(connection)  # type: ignore[arg-type]
         self.head_turns.leave(connection)  # type: ignore[arg-type]
 
