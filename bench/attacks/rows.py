@@ -23,6 +23,7 @@ from bench.attacks.further_rows import refused_work, valid_work
 from bench.attacks.link import Answer, Door, together
 from bench.attacks.many import burst, flood, head_without_body, pipeline
 from bench.attacks.order_rows import orders
+from bench.attacks.reader_rows import readers
 from bench.attacks.server import KEYS, Server, python_path
 from bench.attacks.watch import request
 
@@ -275,7 +276,7 @@ def floods(clients: int, path: str, body: Any = None, key: str = KEYS["attacker"
 
 
 def repeated(make: Callable[[Door], list[Answer]]) -> Run:
-    """Repeat the requests of rows 11 to 15."""
+    """Repeat the requests of rows 11 to 16."""
     return lambda ground: make(ground.door)
 
 
@@ -319,5 +320,6 @@ ATTACKS: tuple[Attack, ...] = (
     *(Attack(13, name, repeated(make)) for made in (grammars, texts, sampling) for name, make in made().items()),
     *(Attack(14, name, repeated(make)) for made in (stores, connections) for name, make in made().items()),
     *(Attack(15, name, repeated(make)) for name, make in orders().items()),
+    *(Attack(16, name, repeated(make)) for name, make in readers().items()),
     Attack(6, "four ends of the engine", kills, ends=True),
 )  # fmt: skip

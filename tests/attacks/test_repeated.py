@@ -1,5 +1,4 @@
-"""Repeated requests of `bench.attacks`, rows 11 to 14: each is answered or refused, and all of their resources are
-released."""
+"""Requests of `bench.attacks`, rows 11 to 14 and 16: each is answered or refused, and releases its resources."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from bench.attacks import further
 from bench.attacks.corner_rows import connections, grammars, sampling, stores, texts
 from bench.attacks.further_rows import refused_work, valid_work
 from bench.attacks.link import Door
+from bench.attacks.reader_rows import readers
 from tests.attacks.conftest import KEYS
 from tests.attacks.target import Target
 
@@ -50,3 +50,14 @@ def test_24_corners(steady: Target, name: str, full_only: None, monkeypatch: pyt
     else:
         assert statuses and statuses <= ANSWERED | {100, 403, 408, 504}
     assert steady.memory() - before < GROWTH
+
+
+@pytest.mark.parametrize("name", readers())
+def test_24_slow_readers(steady: Target, name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their connections are open to the end, and hold neither memory nor places in the queue of others."""
+    monkeypatch.setattr(further, "SECONDS", 4.0 if full else 0.5)
+    before = steady.memory()
+    readers()[name](Door(steady.host, steady.port, KEYS[1], time.monotonic() + LIMIT))
+    assert steady.memory() - before < GROWTH
+    reply = steady.ask("/v1/completions", {"prompt": "x", "n": 16, "max_tokens": 1})
+    assert reply.status == 200, reply
