@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import textkit
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template
+from llmc_runtime.text.sandbox import Budget, OverBudget
 from llmc_runtime.text.tokenizer import Tokenizer
 
 TEMPLATES = {p.stem: p.read_text() for p in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}
@@ -334,3 +337,47 @@ def test_other_arguments_of_the_method_are_refused(ours: Tokenizer, kwargs: Any)
         ours.apply_chat_template(HI, **kwargs)
     with pytest.raises(LlmcError, match="E63"):
         ours.apply_chat_template([])
+
+
+def test_threads_render_one_template_at_the_same_time() -> None:
+    """A conversation that takes a second in one thread keeps no other client's waiting."""
+    template, entered, over = ChatTemplate("{% for x in slow %}{{ x }}{% endfor %}", {}), Event(), Event()
+
+    def slow() -> Iterator[str]:
+        entered.set()
+        assert over.wait(60)
+        yield "slow"
+
+    found: list[str] = []
+    first = Thread(target=lambda: found.append(template.render(HI, slow=slow())), daemon=True)
+    second = Thread(target=lambda: found.append(template.render(HI, slow=["fast"])), daemon=True)
+    first.start()
+    assert entered.wait(60)
+    second.start()
+    second.join(30)
+    assert found == ["fast"]
+    over.set()
+    first.join(30)
+    assert found == ["fast", "slow"]
+
+
+def test_each_thread_has_the_whole_budget_of_a_rendering() -> None:
+    budget = Budget(1e6, 10)
+    budget.start()
+    with pytest.raises(OverBudget, match="bytes in all"):
+        for _ in range(1 << 20):
+            budget.tick()
+    found: list[BaseException | None] = []
+
+    def other() -> None:
+        try:
+            budget.start()
+            budget.tick()
+            found.append(None)
+        except OverBudget as e:
+            found.append(e)
+
+    thread = Thread(target=other)
+    thread.start()
+    thread.join()
+    assert found == [None] and budget.size == 10

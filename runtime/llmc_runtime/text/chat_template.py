@@ -6,7 +6,6 @@ Jinja2 is imported when the first template is compiled.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,8 +90,8 @@ def _named(templates: Mapping[str, str], option: str) -> str:
 class ChatTemplate:
     """A compiled chat template. `named_tokens` (bos_token, eos_token, ...) are variables that it can use.
 
-    Rendering takes at most `seconds` of CPU time and builds no string longer than `size` characters. Renderings of one
-    template are serialized by a lock.
+    Rendering takes at most `seconds` of CPU time and builds no string longer than `size` characters. Threads can render
+    one template at the same time.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class ChatTemplate:
         self._text = text
         self._named = dict(named_tokens)
         self._budget = Budget(seconds, size)
-        self._lock = threading.Lock()
         with _clear_errors():
             environment = ChatEnvironment(self._budget)
             self.reads = reads(environment.parse(text))
@@ -146,7 +144,7 @@ class ChatTemplate:
             **self._named, "messages": chat, "tools": tools, "documents": documents,
             "add_generation_prompt": add_generation_prompt, **variables,
         }  # fmt: skip
-        with self._lock, _clear_errors():
+        with _clear_errors():
             text = self._run(names)
         return _cut_at_mark(text, final) if continue_final_message else text
 

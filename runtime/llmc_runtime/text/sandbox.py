@@ -14,6 +14,7 @@ import functools
 import json
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
@@ -47,8 +48,11 @@ class OverBudget(Exception):
     """A template exceeded its time or size limits."""
 
 
-class Budget:
-    """The limits of one rendering: `seconds` of CPU time, and `size` characters or items in one value."""
+class Budget(threading.local):
+    """The limits of one rendering: `seconds` of CPU time, and `size` characters or items in one value.
+
+    Each thread has a rendering of its own: a template that takes its whole time in one keeps no other thread waiting.
+    """
 
     def __init__(self, seconds: float, size: int) -> None:
         self.seconds = seconds
