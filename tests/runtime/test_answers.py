@@ -98,6 +98,34 @@ def test_a_small_answer_has_its_length_and_a_large_one_is_sent_in_slices_that_le
     asyncio.run(main())
 
 
+def test_large_responses_of_a_key_do_not_delay_those_of_others() -> None:
+    """Keys take turns: another key's response waits for a slice or two, however many the first key has."""
+
+    async def main() -> None:
+        encoding, slices = Encoding(), list[str]()
+
+        async def encode(key: str, count: int) -> None:
+            items = ("x" * 70_000 for _ in range(count))  # a slice each
+            async for _ in encoding.of(key).parts(Lazy(items)):
+                slices.append(key)
+
+        first = [asyncio.create_task(encode("a", 1000)) for _ in range(40)]
+        while len(slices) < 50:
+            await asyncio.sleep(0)
+        before = len(slices)
+        await asyncio.wait_for(encode("b", 5), 60)
+        assert len(slices) - before <= 3 * 6 and slices.count("b") == 6
+        before = len(slices)
+        await asyncio.wait_for(encoding.of("c").pause(), 60)
+        assert len(slices) - before <= 2
+        for task in first:
+            task.cancel()
+        await asyncio.gather(*first, return_exceptions=True)
+        await asyncio.wait_for(encode("a", 1), 60)
+
+    asyncio.run(main())
+
+
 def test_a_client_that_leaves_ends_the_encoding() -> None:
     async def main() -> None:
         made, ended, gone = [0], list[bool](), list[bool]()

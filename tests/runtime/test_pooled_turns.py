@@ -32,6 +32,10 @@ class Pauses:
 
     count = 0
 
+    def of(self, key: str) -> Pauses:
+        """All keys count here."""
+        return self
+
     async def pause(self) -> None:
         """Count a pause."""
         self.count += 1

@@ -141,7 +141,7 @@ class Endpoint:
 
         Generation releases the admission slot; it is released here if generation never starts.
         """
-        encoding, gone = self.serving.encoding, self.serving.meters.count_disconnect
+        encoding, gone = self.serving.encoding.of(call.key), self.serving.meters.count_disconnect
         sent = call.resources.release_response
 
         async def complete() -> Response:

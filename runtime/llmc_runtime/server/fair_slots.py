@@ -17,7 +17,7 @@ class FairSlots:
 
     `reserved` slots are kept free of any single key, so that a key with slow jobs cannot occupy all of them. If more
     than `max_waiting` jobs wait, the newest job of the key with the most waiting ones is rejected, as is a job that
-    waits longer than `seconds`; `refusal` creates the exception.
+    waits longer than `seconds` (None: never); `refusal` creates the exception.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class FairSlots:
         refusal: Callable[[], Exception],
         *,
         reserved: int = 0,
-        max_waiting: int = MAX_WAITING,
-        seconds: float = MAX_SECONDS,
+        max_waiting: float = MAX_WAITING,
+        seconds: float | None = MAX_SECONDS,
     ) -> None:
         self._queue = FairQueue[asyncio.Future[None]](slots, max(1, slots - reserved))
         self._refusal, self._max_waiting, self._seconds = refusal, max_waiting, seconds

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import msgspec
+
+from llmc_runtime.server.fair_slots import FairSlots
 
 SLICE_SECONDS = 0.001  # encoding without a pause
 PAUSE_BYTES = 8 << 10  # of events with objects: about SLICE_SECONDS of work
@@ -83,25 +86,30 @@ def _array(items: Iterable[Any]) -> Iterator[bytes]:
 
 
 class Encoding:
-    """Encodes lazy values for all connections of a server.
+    """Encodes lazy values for all connections of a server whose requests have this `key`.
 
     One slice of at most SLICE_SECONDS is encoded at a time, followed by a pause of the same length in which the event
-    loop serves others.
+    loop serves others. Keys take turns: many large responses of one key delay those of others by a slice each time.
     """
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+    def __init__(self, turns: FairSlots | None = None, key: str = "") -> None:
+        self._turns = turns or FairSlots(1, RuntimeError, max_waiting=math.inf, seconds=None)
+        self._key = key
+
+    def of(self, key: str) -> Encoding:
+        """Return the encoding of another key's responses, which takes turns with this one."""
+        return Encoding(self._turns, key)
 
     async def pause(self) -> None:
         """Let the event loop serve others after about SLICE_SECONDS of encoding."""
-        async with self._turn:
+        async with self._turns.slot(self._key):
             await asyncio.sleep(SLICE_SECONDS)
 
     async def parts(self, value: Any, before: bytes = b"", after: bytes = b"") -> AsyncIterator[bytes]:
         """Yield `before`, the JSON text of the value, and `after`, one slice at a time."""
         chunks, part = pieces(value), bytearray(before)
         while True:
-            async with self._turn:
+            async with self._turns.slot(self._key):
                 done = _fill(chunks, part)
                 if not done:
                     await asyncio.sleep(SLICE_SECONDS)

@@ -113,12 +113,12 @@ class PooledResponse:
 
     async def _scores(self, pooling: Pooling, params: PoolingParams, outputs: Sequence[RequestOutput]) -> list[float]:
         """Return the scores of the pairs, and let the event loop serve others after each millisecond of computing."""
-        scores = list[float]()
+        scores, encoding = list[float](), self._serving.encoding.of(self._call.key)
         until = time.perf_counter() + SLICE_SECONDS
         for score in _scored(self._request, pooling, params, outputs):
             scores.append(score)
             if time.perf_counter() > until:
-                await self._serving.encoding.pause()
+                await encoding.pause()
                 until = time.perf_counter() + SLICE_SECONDS
         return scores
 
