@@ -148,6 +148,7 @@ def test_clients_choose_no_expensive_key_exchange(pem: Path, version: ssl.TLSVer
     usual = ssl.create_default_context(cafile=pem / "cert.pem")
     usual.minimum_version = usual.maximum_version = version
     assert handshake(context, usual) == version.name.replace("_", ".")
+    assert context.options & ssl.OP_NO_RENEGOTIATION, "a client of TLS 1.2 could begin again and again"
 
 
 def test_clients_that_send_little_but_records_are_cut_off(pem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
