@@ -58,7 +58,7 @@ class Tls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         context.set_ecdh_curve(_GROUP)
-        context.options |= ssl.OP_NO_RENEGOTIATION  # of TLS 1.2: each takes a handshake's time, and OpenSSL 1.1 allows it
+        context.options |= ssl.OP_NO_RENEGOTIATION  # in TLS 1.2 it takes a handshake's time; OpenSSL 1.1 allows it
         context.sslobject_class = BoundedTls
         for path in filter(None, (self.certfile, self.keyfile, self.ca_certs)):
             _check_readable(path)
