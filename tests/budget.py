@@ -78,6 +78,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "output_cpu": ("grammar.limits", "GUIDE_CPU_SECONDS", "s"),
         "token_cpu": ("grammar.limits", "OPERATION_CPU_SECONDS", "s"),
         "small_body": ("server.requests.parse", "SMALL_BODY", "bytes"),
+        "held": ("server.call", "_HELD", "bytes"),
         "containers": ("server.text_pool.text_messages", "MAX_CONTAINERS", ""),
         "values": ("server.text_pool.text_messages", "MAX_VALUES", ""),
         "fields": ("server.text_pool.text_messages", "MAX_FIELDS", "bytes"),
@@ -170,11 +171,15 @@ COMMON: tuple[Row, ...] = (
         NONE, NONE, ("server.http.request_log",)),
 )  # fmt: skip
 
-_ANSWERED = "{answer} (`--max-answer-bytes`), estimated before the start; encoded and sent in pieces"
+_ANSWERED = (
+    "{answer} (`--max-answer-bytes`), estimated before the start; encoded and sent in pieces, of which keys take turns"
+)
 ROUTES: tuple[Row, ...] = (
     Row(("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages"),
         "prompt and output tokens, which the scheduler shares among keys", "the KV cache of the admitted sequences",
-        _ANSWERED, "the queue's limits; {outputs} outputs",
+        _ANSWERED,
+        "the queue's limits; {outputs} outputs; a place in the queue is held until the outputs are generated, however "
+        "slowly the client reads them",
         ("server.serving", "server.operations.admission", "server.requests.response_size", "server.http.lazy_json",
         "sched.scheduler")),
     Row(("POST /v1/embeddings", "POST /v1/score", "POST /score", "POST /v1/rerank", "POST /rerank", "POST /v2/rerank",
@@ -236,7 +241,8 @@ FIELDS: tuple[Row, ...] = (
         "{texts} at a time of one key",
         ("server.prompting", "server.serving")),
     Row(("messages", "input", "instructions", "system"),
-        "rendered in a thread, {template_seconds}; {parts} parts, {earlier_calls} earlier calls",
+        "rendered in a thread, {template_seconds}, beside those of other keys; {parts} parts, {earlier_calls} earlier "
+        "calls",
         "{messages} messages; {template_size} of rendered text; of a model that pools {inputs} inputs", NONE,
         "the resulting prompt",
         ("server.requests.request_fields", "server.prompting", "server.tool_calls.history", "text.chat_template")),
@@ -336,7 +342,8 @@ FIELDS: tuple[Row, ...] = (
     Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
          "seed"), "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.sampling_params",)),
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
-        "at most one event for each token and output; slow readers get fewer, larger ones", "one state an output",
+        "at most one event for each token and output; slow readers get fewer, larger ones",
+        "one state an output, {held} a token, which count as unsent of a slow client once all are generated",
         "about 200 bytes an event besides the text", NONE, ("server.http.replies", "engine.output_processor")),
     Row(("truncate_prompt_tokens", "truncation_side"),
         "the whole prompt is tokenized, at most {listed} tokens, or as many as the context has", "the body's limit",

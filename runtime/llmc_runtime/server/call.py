@@ -10,7 +10,7 @@ from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import AdmissionSlot, ResponseReservation
 from llmc_runtime.server.stored_responses import PendingResponse
 
-_HELD = 48  # bytes of memory a generated token of an output: its id and its text
+_HELD = 80  # bytes of memory a generated token of an output: its id and its text
 
 
 @dataclass
