@@ -96,6 +96,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "lines": ("server.protocol", "_MAX_HEAD_LINES", ""),
         "unparsed": ("server.protocol", "_MAX_UNPARSED", "bytes"),
         "unsent": ("server.http.connection_limit", "MAX_UNSENT", "bytes"),
+        "uncounted": ("server.http.connection_limit", "MAX_UNCOUNTED", "bytes"),
         "unsent_kernel": ("server.http.connection_limit", "MAX_UNSENT_KERNEL", "bytes"),
         "request_share": ("server.http.request_shares", "SHARE", ""),
     }
@@ -128,7 +129,7 @@ COMMON: tuple[Row, ...] = (
         "{tls_overhead} of TLS besides the data",
         "{head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
-        "and {unsent_kernel} for each in the kernel",
+        "besides {uncounted} for each, and {unsent_kernel} for each in the kernel",
         "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "
         "one takes their place, {handshake_seconds} for a TLS handshake; one of several keys has at most "
         "{request_share} times as many open requests as it "

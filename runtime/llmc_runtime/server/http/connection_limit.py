@@ -25,6 +25,7 @@ from llmc_runtime.server.http.read_turns import BodyTurns
 
 MAX_CONNECTIONS = 4096  # default maximum number of connections
 MAX_UNSENT = 128 << 20  # bytes of responses that wait for slow clients
+MAX_UNCOUNTED = 16 << 10  # bytes of a connection's response that may wait without counting; asyncio's TLS has 512 KiB
 MAX_UNSENT_KERNEL = 128 << 10  # bytes per connection in the kernel that have never been sent
 _RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server, open files, handshakes, and their minimum
 _MAX_REFUSED = 64  # connections over the limit that receive an error response; further ones are closed at once
@@ -198,8 +199,10 @@ def allowed(soft: int) -> tuple[int, int]:
 def limit_unsent(transport: asyncio.Transport, seconds: float) -> None:
     """Have the kernel drop a connection whose peer does not acknowledge data, even after it was closed here.
 
-    The kernel keeps at most MAX_UNSENT_KERNEL bytes that the peer has no room for; by default it keeps megabytes.
+    The kernel keeps at most MAX_UNSENT_KERNEL bytes that the peer has no room for; by default it keeps megabytes. The
+    transport reports that it is full with MAX_UNCOUNTED bytes.
     """
+    transport.set_write_buffer_limits(MAX_UNCOUNTED)
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
