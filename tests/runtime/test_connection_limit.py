@@ -142,6 +142,13 @@ def test_outputs_that_are_not_written_yet_count_while_their_client_is_slow() -> 
     unsent.add(slow, 60)
     unsent.add(other, 70)
     assert unsent.used == 130
+    closed = Peer("c", gone)
+    limit.open = 1
+    limit.leave(closed)
+    unsent.hold(closed, 100)
+    before = len(unsent._held)
+    del closed
+    assert len(unsent._held) == before - 1, "its request ended after the connection was closed"
 
 
 def test_a_key_with_many_open_requests_leaves_connections() -> None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
@@ -53,7 +54,7 @@ class UnsentResponses:
         self.maximum, self.used = maximum, 0
         self._by_key = KeyCounts()
         self._waiting: dict[Connection, tuple[str, int]] = {}  # the longest waiting first
-        self._held: dict[Connection, int] = {}
+        self._held = WeakKeyDictionary[Connection, int]()  # a request may end after its connection was closed
 
     def hold(self, connection: Connection, size: int) -> None:
         """Count `size` bytes whenever the client of this connection is slow, until `release`."""
