@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.attacks.target import Target, target
+from tests.attacks.target import Target, target, until
 from tests.attacks.wire import Link, head
 
 KEYS = ("neighbour-secret-key", "attacker-secret-key")
@@ -91,3 +92,23 @@ def test_25_clients_that_do_not_read(small: Target) -> None:
     for link in links:
         link.close()
     small.steady("clients that do not read")
+
+
+def test_25_clients_that_do_not_read_what_is_generated(small: Target) -> None:
+    """Their sequences leave the queue when they are generated, not when they are read."""
+    long = {"prompt": "x", "n": 8, "max_tokens": 240, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = json.dumps(long).encode()
+    sent = head(small, Authorization=f"Bearer {KEYS[1]}", Content_Length=len(body)) + body
+    links = []
+    for _ in range(2):
+        links.append(link := socket.socket())
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.connect((small.host, small.port))
+        link.sendall(sent)
+    until(lambda: small.ask("/load").json["server_load"] > 0)
+    until(lambda: small.ask("/load").json["server_load"] == 0, 60)
+    until(lambda: small.figure("num_requests_open") == 2, 10)
+    for link in links:
+        link.close()
+    small.at_rest()
+    small.steady("clients that do not read what is generated")
