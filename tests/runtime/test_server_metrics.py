@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import httpx
 from llmc_runtime.metrics import COMPILE_SECONDS, STEP_TOKENS, Histogram, add_stats
 from llmc_runtime.server.http.auth import key_id
 from llmc_runtime.server.operations.admission import REASONS
-from llmc_runtime.server.operations.metrics_exporter import ServerMetrics
+from llmc_runtime.server.operations.metrics_exporter import _TEXT_SECONDS, ServerMetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.runtime.served import Served, served
@@ -270,3 +273,24 @@ def test_usage_is_counted_by_the_names_of_keys() -> None:
         }  # fmt: skip
     with served() as server:
         assert not any(name.startswith("key_") for name, _ in scrape(server))
+
+
+def test_many_requests_for_the_metrics_share_few_texts() -> None:
+    """A text takes the event loop 5 ms: requests one after the other, and at the same time, wait for the next one."""
+
+    async def main() -> None:
+        meters, begun, values = ServerMetrics("toy", dict), list[float](), itertools.count()
+
+        def parts() -> Iterator[bytes]:
+            begun.append(time.monotonic())
+            yield b"%d" % next(values)
+
+        meters._parts = parts  # type: ignore[method-assign]
+        first = await meters.shared_text()
+        same = set(await asyncio.gather(*(meters.shared_text() for _ in range(100))))
+        assert first == b"0" and same == {b"1"}, "those that wait share a text, which begins after they came"
+        assert [await meters.shared_text() for _ in range(3)] == [b"2", b"3", b"4"]
+        pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
+        assert len(begun) == 5 and min(pauses) > 0.9 * _TEXT_SECONDS
+
+    asyncio.run(main())

@@ -72,6 +72,7 @@ _BY_KEY: Mapping[str, str] = MappingProxyType({
     "key_generation_tokens": "Generated tokens",
 })  # fmt: skip
 _STEP_SECONDS = 0.001  # for which the event loop is held at a time
+_TEXT_SECONDS = 0.05  # from the beginning of a text of all metrics, which takes about 5 ms, to that of the next one
 
 
 class ServerMetrics:
@@ -101,7 +102,7 @@ class ServerMetrics:
         self.key_names = key_names
         self._by_key = {name: dict.fromkeys(key_names.values(), 0) for name in _BY_KEY}
         self.registry.register(self)
-        self._begun, self._shared, self._turn = 0, b"", asyncio.Lock()  # of `shared_text`
+        self._begun, self._shared, self._turn, self._next = 0, b"", asyncio.Lock(), 0.0  # of `shared_text`
         ProcessCollector(registry=self.registry)  # process_*: the server's process, not the engine's
 
     def text(self) -> bytes:
@@ -109,11 +110,15 @@ class ServerMetrics:
         return b"".join(self._parts())
 
     async def shared_text(self) -> bytes:
-        """Return `text`, made in steps between which the event loop serves others; concurrent callers share it."""
+        """Return `text`, made in steps between which the event loop serves others; concurrent callers share it.
+
+        A text is begun at most every _TEXT_SECONDS, so that many requests do not make the event loop slower.
+        """
         wanted = self._begun + 1  # a text that is begun from now on
         async with self._turn:
             if self._begun < wanted:
-                self._begun += 1
+                await asyncio.sleep(max(0.0, self._next - time.monotonic()))
+                self._begun, self._next = self._begun + 1, time.monotonic() + _TEXT_SECONDS
                 parts, until = list[bytes](), time.monotonic() + _STEP_SECONDS
                 for part in self._parts():
                     parts.append(part)
