@@ -49,10 +49,7 @@ class OverBudget(Exception):
 
 
 class Budget(threading.local):
-    """The limits of one rendering: `seconds` of CPU time, and `size` characters or items in one value.
-
-    Each thread has a rendering of its own: a template that takes its whole time in one keeps no other thread waiting.
-    """
+    """The limits of a thread's rendering: `seconds` of CPU time, and `size` characters or items in one value."""
 
     def __init__(self, seconds: float, size: int) -> None:
         self.seconds = seconds
