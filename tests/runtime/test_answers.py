@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,11 +23,13 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Encoding, Lazy, is_lazy, pieces
-from llmc_runtime.server.http.replies import JsonStream, as_answer
+from llmc_runtime.server.http.replies import JsonSlices, JsonStream, as_answer
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.requests.parse import parse
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
 from llmc_runtime.server.requests.response_size import check_size, cut, size_of
+from llmc_runtime.server.text_pool import text_messages as m
+from llmc_runtime.server.text_pool.text_process import TextProcess
 
 from tests.runtime.served import Served, served
 
@@ -124,6 +127,37 @@ def test_large_responses_of_a_key_do_not_delay_those_of_others() -> None:
         await asyncio.wait_for(encode("a", 1), 60)
 
     asyncio.run(main())
+
+
+def test_a_large_answer_of_a_text_process_is_received_in_parts() -> None:
+    ours, theirs = socket.socketpair()
+    process, data = TextProcess.__new__(TextProcess), random.Random(3).randbytes(2_500_000)
+    process._link = ours
+    ours.setblocking(False)
+    writer = threading.Thread(target=theirs.sendall, args=[m.HEAD.pack(m.ANSWER, len(data)) + data])
+    writer.start()
+    kind, parts = asyncio.run(process.receive_parts())
+    writer.join()
+    assert kind == m.ANSWER and b"".join(parts) == data and max(map(len, parts)) <= 1 << 20
+    ours.close()
+    theirs.close()
+
+
+def test_parts_of_a_document_are_freed_as_they_are_sent() -> None:
+    """To free tens of megabytes at once takes the event loop milliseconds."""
+    parts = [bytearray(b"[" + b" " * 99_999), *(bytearray(b" " * 100_000) for _ in range(8)), bytearray(b"1]")]
+    left, sent = list[int](), list[bytes]()
+
+    async def send(message: Any) -> None:
+        left.append(len(parts))
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    asyncio.run(JsonSlices(parts)({"type": "http"}, receive, send))
+    assert json.loads(b"".join(sent)) == [1] and len(b"".join(sent)) == 900_002
+    assert left[0] == 10 and left[-1] == 0 and sorted(left, reverse=True) == left and len(set(left)) == 11
 
 
 def test_a_client_that_leaves_ends_the_encoding() -> None:

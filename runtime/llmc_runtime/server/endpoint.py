@@ -118,7 +118,8 @@ class Endpoint:
             if is_large(body.data, SMALL_TEXT):
                 job = await while_connected(request.receive, serving.text_processes.begin(route.job, body))
                 job.close()
-                return JsonSlices([job.response], serving.admission.reserve_response(key, len(job.response)).close)
+                size = sum(map(len, job.response))
+                return JsonSlices(job.response, serving.admission.reserve_response(key, size).close)
             fields: Any = await self._in_turn(body, route.request, key, _never)
             serving.check_model(fields.model)
             return await run(fields)

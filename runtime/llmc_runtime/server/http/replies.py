@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,12 +146,12 @@ class JsonStream(Stream):
 class JsonSlices(Response):
     """A complete JSON document in parts, sent slice by slice so that the event loop can serve others in between.
 
-    `on_sent` is called when the response is over.
+    The list of parts is emptied as they are sent. `on_sent` is called when the response is over.
     """
 
     media_type = "application/json"
 
-    def __init__(self, parts: Sequence[bytes | bytearray], on_sent: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, parts: list[bytes] | list[bytearray], on_sent: Callable[[], None] = lambda: None) -> None:
         super().__init__(b"")
         self._parts, self._on_sent = parts, on_sent
         self.headers["content-length"] = str(sum(map(len, parts)))
@@ -161,7 +161,9 @@ class JsonSlices(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             waiting = bytearray()
-            for data in [memoryview(part) for part in self._parts]:
+            self._parts.reverse()
+            while self._parts:
+                data = memoryview(self._parts.pop())
                 for begin in range(0, len(data), _SLICE):
                     waiting += data[begin : begin + _SLICE]
                     if len(waiting) >= _SLICE:

@@ -174,8 +174,8 @@ class TextPool:
 class OffloadedJob:
     """A job of a text process, which is reserved until `close`.
 
-    `parsed` is set once a completion or chat has begun, `response` for the other kinds of job, and `done` once the
-    prompts have been received.
+    `parsed` is set once a completion or chat has begun, `response`, in parts, for the other kinds of job, and `done`
+    once the prompts have been received.
     """
 
     def __init__(self, pool: TextPool, key: str, unknown: Callable[[int], None]) -> None:
@@ -185,7 +185,7 @@ class OffloadedJob:
         self._reusable = False  # the process can take another job
         self._open = False  # it waits for our next message
         self.parsed = m.Parsed(b"")
-        self.response, self.done = bytearray(), m.Done()
+        self.response, self.done = list[bytearray](), m.Done()
 
     async def begin(self, kind: bytes, body: Body) -> None:
         """Send the body and wait for the reply. Raises ApiError."""
@@ -242,13 +242,15 @@ class OffloadedJob:
             process = self._process = await self._pool.acquire()
         await process.send(kind, body.data)
         body.drop()
-        reply, payload = await process.receive()
+        reply, parts = await process.receive_parts()
+        if reply == m.ANSWER:
+            self.response = parts
+            await self._ending()
+            return
+        payload = bytearray().join(parts)
         if reply == m.PARSED:
             self._open = True
             self.parsed = msgspec.msgpack.decode(payload, type=m.Parsed)
-        elif reply == m.ANSWER:
-            self.response = payload
-            await self._ending()
         else:
             self._ended(reply, payload)
 

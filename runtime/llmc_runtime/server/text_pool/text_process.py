@@ -67,6 +67,11 @@ class TextProcess(LinkedProcess):
         kind, size = m.HEAD.unpack(await self._exactly(m.HEAD.size))
         return kind, await self._exactly(size)
 
+    async def receive_parts(self) -> tuple[bytes, list[bytearray]]:
+        """Receive a frame whose payload may be large, in parts: to free 50 MB at once takes the event loop 9 ms."""
+        kind, size = m.HEAD.unpack(await self._exactly(m.HEAD.size))
+        return kind, [await self._exactly(min(_BUFFER, size - begin)) for begin in range(0, size, _BUFFER)]
+
     async def _exactly(self, size: int) -> bytearray:
         loop, data = asyncio.get_running_loop(), bytearray(size)
         left = memoryview(data)
