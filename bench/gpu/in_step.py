@@ -34,8 +34,8 @@ from llmc.ir.graph import Graph, Module, Node
 from llmc.measure.tune import before_select
 
 OPS = (
-    "linear", "linear_map", "norm_linear", "block_scaled_linear", "paged_attention", "paged_attention_single",
-    "paged_attention_split",
+    "linear", "linear_map", "norm_linear", "block_scaled_linear", "quantized_linear", "norm_quantized_linear",
+    "paged_attention", "paged_attention_single", "paged_attention_split",
 )  # fmt: skip
 SWEEPS, ROUNDS, RUNS = 2, 7, 8
 Key = tuple[str, Sizes]
