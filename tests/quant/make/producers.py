@@ -2,13 +2,16 @@
 
 TOKENS.pt has the windows of tokens [samples, length] of calibration, as `llmc.quant.make.texts.windows` draws them. Run
 with the Python of the producer's own environment (README.md). Other settings are the producer's own defaults, but
-auto-round sees 8 samples a step, as `llmc quantize` does.
+auto-round sees 8 samples a step, as `llmc quantize` does. autoawq needs transformers 4.51.3, the last that it was
+tested with: since decoder layers return a tensor, it takes one sample of it for the whole.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
@@ -50,7 +53,8 @@ def auto_round(model: str, tokens: torch.Tensor, out: str) -> None:
         made, words, scheme="W4A16", group_size=GROUP, dataset=[row[None] for row in tokens], iters=200,
         batch_size=8, seqlen=tokens.shape[1], nsamples=len(tokens), device_map="cpu", enable_torch_compile=False,
     )  # fmt: skip
-    rounder.quantize_and_save(out, format="auto_round")
+    rounder.quantize_and_save(f"{out}.parts", format="auto_round")
+    shutil.move(next(Path(f"{out}.parts").glob("*/config.json")).parent, out)  # which is named after the model
 
 
 if __name__ == "__main__":
