@@ -2,8 +2,8 @@
 
 TOKENS.pt has the windows of tokens [samples, length] of calibration, as `llmc.quant.make.texts.windows` draws them. Run
 with the Python of the producer's own environment (README.md). Other settings are the producer's own defaults, but
-auto-round sees 8 samples a step, as `llmc quantize` does. autoawq needs transformers 4.51.3, the last that it was
-tested with: since decoder layers return a tensor, it takes one sample of it for the whole.
+auto-round sees 8 samples a step, as `llmc quantize` does. autoawq was made for GPUs: on a CPU, the copy
+of the weights that it restores after each try of a scale would be the weights themselves, so copies are made here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,19 @@ def gptqmodel(model: str, tokens: torch.Tensor, out: str) -> None:
 
 def autoawq(model: str, tokens: torch.Tensor, out: str) -> None:
     from awq import AutoAWQForCausalLM
+    from awq.quantize.quantizer import AwqQuantizer
 
+    search = AwqQuantizer._compute_best_scale
+
+    def with_copies(self: Any, x: Any, w: Any, means: Any, module: Any, *rest: Any, **more: Any) -> Any:
+        weights = module.state_dict
+        module.state_dict = lambda: {name: value.clone() for name, value in weights().items()}
+        try:
+            return search(self, x, w, means, module, *rest, **more)
+        finally:
+            del module.state_dict
+
+    AwqQuantizer._compute_best_scale = with_copies
     config = {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"}
     made = AutoAWQForCausalLM.from_pretrained(model, device_map="cpu", torch_dtype=torch.float32)
     made.model.config.use_cache = False  # or each try of a scale appends to the cache of the calibration
