@@ -221,7 +221,7 @@ def _artifact_arguments(sub: Any) -> None:
     summary = "measure perplexity on a text, and agreement with the unquantised model"
     p = _command(sub, "eval", _eval, summary, as_json=True)
     p.add_argument("artifact", help="folder of the artifact")
-    p.add_argument("text", type=Path, help="UTF-8 text file")
+    p.add_argument("text", type=Path, help="UTF-8 text file, or JSON lines with a field text")
     reference = "artifact of the unquantised model, or its Hugging Face folder or hub id, which is compiled first"
     p.add_argument("--against", default="", metavar="PATH", help=reference)
     context = "tokens in a window (512, or the artifact's max_model_len if that is smaller)"

@@ -18,6 +18,7 @@ from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
+from llmc.codegen.backends.cuda.fragment_product import PACKED
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.tuning_records import Record
 from llmc.codegen.tuning_records import read as read_records
@@ -182,6 +183,18 @@ def test_launches_of_one_place_are_distinguished_by_their_nodes() -> None:
     first, second = in_step.groups(m, g, SimpleNamespace(launches=launches))  # type: ignore[arg-type]
     assert (first.places, second.places) == ((0,), (1,))
     assert "bf16[96, 64]" in first.key[0] and "bf16[64, 96]" in second.key[0]
+
+
+def test_launches_over_packed_codes_are_found_by_the_node_that_was_measured() -> None:
+    m = Module(symbols={"R": (1, 8)})
+    g = m.graphs["decode"] = Graph("decode")
+    b = Builder(g, OPS, loc="model.layers.0")
+    x, code = g.input("x", tensor("bf16", "R", 64)), g.input("code", tensor("u8", 96, 64), weight=True)
+    scale = g.input("scale", tensor("bf16", 96, 2), weight=True)
+    g.outputs = [b.quantized_linear(x, code, scale, block=(1, 32), zero_point=8, bits=4)]
+    launches = [SimpleNamespace(op="rms_norm", loc="model"), SimpleNamespace(op=PACKED, loc="model.layers.0")]
+    (found,) = in_step.groups(m, g, SimpleNamespace(launches=launches))  # type: ignore[arg-type]
+    assert found.places == (1,) and found.key[0].startswith("quantized_linear(")
 
 
 @pytest.mark.parametrize("text", ["264x520", "264x520:residual", "264x520:gated"])

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.format.program import Launch, Program
@@ -27,6 +28,7 @@ from bench.gpu.kernels import Bench, Load
 from bench.gpu.make import with_weights
 from bench.gpu.plan import Plan, parser, plan_of
 from bench.shapes import Shape
+from llmc.codegen.backends.cuda.fragment_product import NORMED_PACKED, PACKED
 from llmc.codegen.candidates import typical
 from llmc.codegen.tuning_records import Record, Sizes, node_text, read, save, sizes_of
 from llmc.extension import load
@@ -34,9 +36,11 @@ from llmc.ir.graph import Graph, Module, Node
 from llmc.measure.tune import before_select
 
 OPS = (
-    "linear", "linear_map", "norm_linear", "block_scaled_linear", "paged_attention", "paged_attention_single",
-    "paged_attention_split",
+    "linear", "linear_map", "norm_linear", "block_scaled_linear", "quantized_linear", "norm_quantized_linear",
+    "paged_attention", "paged_attention_single", "paged_attention_split",
 )  # fmt: skip
+# Ops of launches whose weights are packed when a kernel is selected, and those of the nodes that were measured.
+LAUNCHED: Mapping[str, str] = MappingProxyType({PACKED: "quantized_linear", NORMED_PACKED: "norm_quantized_linear"})
 SWEEPS, ROUNDS, RUNS = 2, 7, 8
 Key = tuple[str, Sizes]
 
@@ -87,8 +91,8 @@ def groups(m: Module, g: Graph, program: Program) -> list[Group]:
     found: dict[Key, list[int]] = {}
     env = typical(m, g)
     for i, x in enumerate(program.launches):
-        if x.op in OPS:
-            n = nodes[x.op, x.loc].pop(0)
+        if (op := LAUNCHED.get(x.op, x.op)) in OPS:
+            n = nodes[op, x.loc].pop(0)
             found.setdefault((node_text(n), sizes_of(n, env)), []).append(i)
     return [Group(key, tuple(places)) for key, places in found.items()]
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import codecs
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from llmc_runtime.format.errors import LlmcError
 
+from llmc.text_lines import SUFFIX, document
+
 Encode = Callable[[str], list[int]]
 
 PIECE = 2 << 20  # characters that are tokenized at once; longer texts are cut after an end of line
+LINE = 64 << 20  # characters of a line of JSON
 _CUT = re.compile(r"\n(?=\S)")
 
 
@@ -52,12 +56,20 @@ def survey(path: Path, encode: Encode, maximum: int | None, piece: int = PIECE) 
 def read_pieces(path: Path, piece: int = PIECE, observe: Callable[[bytes], None] | None = None) -> Iterator[str]:
     """Yield the text of a UTF-8 file in pieces of about `piece` characters, without a byte order mark.
 
-    `observe` is called with the bytes that are read. Raises LlmcError E130 if they are not text.
+    Of NAME.jsonl these are the documents of its lines (`llmc.text_lines`), each in pieces of its own. `observe` is
+    called with the bytes that are read. Raises LlmcError E130 if they are not text.
     """
     if path.exists() and not path.is_file():
         raise _unusable(path, "is not a regular file")
+    blocks = _decoded_blocks(path, piece, observe)
+    for texts in _documents(path, blocks) if path.suffix == SUFFIX else (blocks,):
+        yield from _pieces(texts, piece)
+
+
+def _pieces(texts: Iterable[str], piece: int) -> Iterator[str]:
+    """Yield joined texts in pieces of about `piece` characters."""
     rest = ""
-    for text in _decoded_blocks(path, piece, observe):
+    for text in texts:
         rest += text
         while len(rest) > piece:
             cut = max((m.end() for m in _CUT.finditer(rest, 0, piece)), default=piece)
@@ -65,6 +77,21 @@ def read_pieces(path: Path, piece: int = PIECE, observe: Callable[[bytes], None]
             rest = rest[cut:]
     if rest:
         yield rest
+
+
+def _documents(path: Path, blocks: Iterable[str]) -> Iterator[Sequence[str]]:
+    """Yield the document of each line."""
+    rest, numbers = "", count(1)
+    for text in chain(blocks, ("\n",)):
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            number = next(numbers)
+            try:
+                yield [document(line, number)] if line.strip() else []
+            except ValueError as e:
+                raise _unusable(path, f"cannot be read: {e}") from None
+        if len(rest) > LINE:
+            raise _unusable(path, f"has a line {next(numbers)} of more than {LINE} characters")
 
 
 def _decoded_blocks(path: Path, size: int, observe: Callable[[bytes], None] | None) -> Iterator[str]:

@@ -185,8 +185,11 @@ def modelopt(config: Mapping[str, Any]) -> ModelOpt:
     if len({name.upper() for name in named}) > 1:
         raise Diagnostic("E340", f"quantization_config (modelopt) has two quant_algo: {' and '.join(named)}", AGAIN)
     plain = {key: flat.get(key) for key in PLAIN}
+    known = (*ALGORITHMS, MIXED)
+    if flat.get("quant_algo") is None and flat.get("kv_cache_quant_algo"):
+        return ModelOpt(lambda stored: _algorithm(flat, known)(stored), {}, plain)  # no weight is quantised
     if str(flat.get("quant_algo")).upper() != MIXED:
-        return ModelOpt(_algorithm(flat, (*ALGORITHMS, MIXED)), {}, plain)
+        return ModelOpt(_algorithm(flat, known), {}, plain)
     layers = flat.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(facts, Mapping) for facts in layers.values()):
         raise Diagnostic("E340", "quantization_config (modelopt) has no quantized_layers with an algorithm each", AGAIN)

@@ -308,6 +308,38 @@ def test_texts_are_read_in_pieces(tmp_path: Path, piece: int) -> None:
         assert len(text) > survey(path, letters, 50, piece).tokens >= 50
 
 
+@pytest.mark.parametrize("piece", [7, 10_000])
+def test_lines_of_json_are_documents(tmp_path: Path, piece: int) -> None:
+    texts = ['Größe\u2028und \n"東京"\n', "", "last 🙂"]
+    path = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=i == 0) for i, text in enumerate(texts)]
+    path.write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
+    parts = list(read_pieces(path, piece))
+    assert "".join(parts) == "".join(texts) and (piece == 7 or parts == [texts[0], texts[2]])
+    found = survey(path, letters, None, piece)
+    assert (found.text_bytes, found.file_bytes) == (len("".join(texts).encode()), path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"text": 3}', "line 2 has no field text"),
+        ("{", "line 2 is not JSON"),
+        ('{"text": "\\ud800"}', "line 2 has half"),
+        ('"' + "x" * 99, "a line 2 of more than 64 characters"),
+    ],
+)
+def test_lines_of_json_that_are_no_documents(
+    tmp_path: Path, line: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmc.measure.eval_text.LINE", 64)
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "a"}\n' + line)
+    with pytest.raises(LlmcError, match=why) as e:
+        list(read_pieces(path, 8))
+    assert e.value.code == "E130"
+
+
 def test_windows_need_no_more_than_their_pieces() -> None:
     endless: Iterator[str] = repeat("abcde")
     assert [*map(len, windows(endless, letters, (1,), 8, 1000))] == [8] * 1000

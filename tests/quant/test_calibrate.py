@@ -18,6 +18,7 @@ from llmc.console import Quiet
 from llmc.frontend.model_folder import open_source
 from llmc.quant.make import sign_rounding
 from llmc.quant.make.awq_scales import awq_scales
+from llmc.quant.make.clipping import round_clipped
 from llmc.quant.make.gptq_codes import gptq
 from llmc.quant.make.layer_runs import Inputs, LayerRuns
 from llmc.quant.make.model_source import ModelSource
@@ -88,6 +89,24 @@ def test_awq_scales_reduce_the_error_of_products() -> None:
     scaled = round_to_nearest(w * scale, recipe, BF16).values() / scale
     plain = round_to_nearest(w, recipe, BF16).values()
     assert output_error(w, scaled, group.gram) < 0.8 * output_error(w, plain, group.gram)
+
+
+@pytest.mark.parametrize(("name", "size"), [("awq", 32), ("awq", 64), ("int4", 32), ("awq", 0)])
+def test_clipping_reduces_the_error_of_each_block(name: str, size: int) -> None:
+    """Outliers in columns with small inputs are clipped; the last of 160 columns' groups of 64 has 32."""
+    w, group = correlated(48, 160)
+    w[:, ::16] *= torch.where(group.total[::16] < group.total.median(), 4.0, 1.0)
+    recipe = RECIPES[name].grouped(size)
+    clipped, plain = round_clipped(w, group.gram, recipe, BF16), round_to_nearest(w, recipe, BF16)
+    assert clipped.grid.scale.shape == plain.grid.scale.shape
+    spans = clipped.grid.scale.float() / plain.grid.scale.float()
+    assert spans.max() <= 1 and spans.min() < 0.9
+    for at in range(0, 160, size or 160):
+        columns = slice(at, at + (size or 160))
+        sums = group.gram[columns, columns]
+        for row in range(48):
+            errors = [output_error(w[row, columns], q.values()[row, columns], sums) for q in (clipped, plain)]
+            assert errors[0] <= errors[1] * 1.0001
 
 
 def test_smoothing_shares_outliers_between_inputs_and_weights() -> None:

@@ -164,6 +164,7 @@ def test_compile_calibrates_by_head(quant: str, model: Path, tmp_path: Path) -> 
         (NONE, {"ignore": ("lm_head",)}, "none leaves the weights"),
         ("int8", {"calibrate": None}, "need texts"),
         ("int8", {"kv_cache_dtype": "auto"}, "uses no texts"),
+        ("int8", {"kv_cache_dtype": "auto", "kv_scales": "head", "calibrate": None}, "--kv-scales head"),
     ],
 )
 def test_options_that_do_not_fit(scheme: str, given: MappingProxyType[str, Any], words: str) -> None:

@@ -159,9 +159,23 @@ def test_the_scales_of_the_cache_are_read(tmp_path: Path) -> None:
     assert {layer: (float(k), float(v)) for layer, (k, v) in scales.items()} == {0: (0.5, 1.0), 1: (0.5, 1.0)}
 
 
+def test_a_cache_of_8_bit_floats_alone(tmp_path: Path) -> None:
+    """`quant_algo` is null, because no weight is quantised."""
+    beside_config = beside("", quant_algo=None, kv_cache_quant_algo="FP8")
+    folder = made(Case(((PROJ, None),), {}, 0), tmp_path / "model").folder
+    (folder / "hf_quant_config.json").write_text(json.dumps(beside_config))
+    tensors = load_file(folder / "model.safetensors")
+    scale = {"model.layers.0.self_attn.v_proj.v_scale": torch.tensor(0.25)}
+    save_file(tensors | scale, folder / "model.safetensors", {"format": "pt"})
+    with opened(folder) as checkpoint:
+        assert not checkpoint.formats
+        assert {layer: (float(k), float(v)) for layer, (k, v) in checkpoint.kv_scales.items()} == {0: (1.0, 0.25)}
+
+
 REFUSED: Mapping[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "awq": ("fp8", {"quant_algo": "W4A8_AWQ"}, "E307", ("quant_algo", "W4A8_AWQ", "NVFP4")),
     "none": ("fp8", {"quant_algo": None}, "E307", ("quant_algo", "None")),
+    "cache": ("fp8", {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "E307", ("quant_algo", "None", "NVFP4")),
     "group": ("nvfp4", {"group_size": 32}, "E307", ("group_size", "32", "16")),
     "other": ("fp8", {"quant_algo": "NVFP4"}, "E341", ("_proj.weight", "f8e4m3")),
     "ignored": ("fp8", {"ignore": ["model.layers.0.mlp.up_proj"]}, "E340", ("up_proj", "ignore")),

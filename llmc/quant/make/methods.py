@@ -9,6 +9,7 @@ import torch
 from torch.nn import Linear
 
 from llmc.quant.make.awq_scales import awq_scales
+from llmc.quant.make.clipping import round_clipped
 from llmc.quant.make.expert_folding import fold_experts
 from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
 from llmc.quant.make.folding import fold_all
@@ -44,12 +45,22 @@ def by_gptq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes:
 
 
 def by_awq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
-    """Scale input channels by AWQ, and round to nearest."""
+    """Scale input channels by AWQ, and round to nearest in clipped ranges."""
     layer.observe(linears)
     fold_all(layer, linears, dtypes, lambda group, weights: awq_scales(group, weights, recipe))
-    folded = fold_experts(layer, lambda group, weights: awq_scales(group, weights, recipe))
-    layer.rounded |= layer.experts.keys() - folded
-    return _rounded(layer, linears, recipe, dtypes)
+    fold_experts(layer, lambda group, weights: awq_scales(group, weights, recipe))
+    rounded = _rounded(layer, linears, recipe, dtypes)
+    for group in layer.inputs:
+        for name in group.linears:
+            rounded[name] = round_clipped(linears[name].weight.data, group.gram, recipe, dtypes[name])
+    for _, group in expert_inputs(layer):
+        for name in group.linears:
+            w = layer.experts[name].of(layer.module)
+            if too_few_tokens(group.tokens, w):
+                layer.rounded.add(name)
+            else:
+                rounded[name] = round_clipped(w, group.gram, recipe, dtypes[name])
+    return rounded
 
 
 def by_smoothing(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:

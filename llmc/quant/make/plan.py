@@ -45,6 +45,9 @@ class Settings:
         """Return the recipe; raises Diagnostic E351 for unknown schemes and options that do not fit together."""
         if self.kv and self.calibrate is None:
             raise Diagnostic("E351", "scales of the KV cache need texts", "add --calibrate FILE")
+        if self.kv_scales != BY_LAYER and not self.kv:
+            cause = f"--kv-scales {self.kv_scales} is given, and no scales of the KV cache are requested"
+            raise Diagnostic("E351", cause, "add --kv-cache-dtype fp8 --calibrate FILE, or omit --kv-scales")
         if self.scheme == NONE:
             if not self.kv or self.group_size is not None or self.ignore:
                 cause = "none leaves the weights as they are, and takes no --group-size and no --ignore"

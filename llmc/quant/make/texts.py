@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import torch
@@ -13,9 +11,9 @@ from torch import Tensor
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.model_folder import is_regular
 from llmc.frontend.tokenizer_files import TOKENIZER, check_tokenizer, without_tokenizer
+from llmc.text_lines import SUFFIX, document
 
 MAX_BYTES = 1 << 30
-SURROGATE = re.compile("[\ud800-\udfff]")  # json.loads joins pairs, and leaves halves, which no tokenizer encodes
 FORM = "give UTF-8 text, or JSON lines with a field text"
 
 
@@ -33,35 +31,13 @@ def read_texts(path: Path) -> list[str]:
         if b"\0" in data:
             raise ValueError(f"it has a NUL byte at {data.index(0)}")
         text = data.decode("utf-8-sig")
-        texts = _documents(text) if path.suffix == ".jsonl" else [text]
+        lines = enumerate(text.split("\n"), 1)
+        texts = [document(line, i) for i, line in lines if line.strip()] if path.suffix == SUFFIX else [text]
     except (OSError, ValueError) as e:
         raise Diagnostic("E353", f"{path} cannot be read as text: {e}", FORM) from None
     if not any(t.strip() for t in texts):
         raise Diagnostic("E353", f"{path} contains no text", FORM)
     return texts
-
-
-def _documents(text: str) -> list[str]:
-    """The field text of each line; raises ValueError, which names the line.
-
-    Only a line feed ends a line: JSON's strings may hold other separators, such as U+2028.
-    """
-    documents = []
-    for i, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise ValueError(f"line {i} is not JSON: {e.msg} at column {e.colno}") from None
-            except (ValueError, RecursionError) as e:
-                raise ValueError(f"line {i} cannot be read: {str(e)[:200]}") from None
-            document = value.get("text") if isinstance(value, dict) else None
-            if not isinstance(document, str):
-                raise ValueError(f"line {i} has no field text")
-            if SURROGATE.search(document):
-                raise ValueError(f"line {i} has half of a surrogate pair")
-            documents.append(document)
-    return documents
 
 
 def windows(texts: list[str], folder: Path, samples: int, length: int, seed: int) -> Tensor:

@@ -2,13 +2,16 @@
 
 TOKENS.pt has the windows of tokens [samples, length] of calibration, as `llmc.quant.make.texts.windows` draws them. Run
 with the Python of the producer's own environment (README.md). Other settings are the producer's own defaults, but
-auto-round sees 8 samples a step, as `llmc quantize` does.
+auto-round sees 8 samples a step, as `llmc quantize` does. autoawq was made for GPUs: on a CPU, the copy
+of the weights that it restores after each try of a scale would be the weights themselves, so copies are made here.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
@@ -31,7 +34,19 @@ def gptqmodel(model: str, tokens: torch.Tensor, out: str) -> None:
 
 def autoawq(model: str, tokens: torch.Tensor, out: str) -> None:
     from awq import AutoAWQForCausalLM
+    from awq.quantize.quantizer import AwqQuantizer
 
+    search = AwqQuantizer._compute_best_scale
+
+    def with_copies(self: Any, x: Any, w: Any, means: Any, module: Any, *rest: Any, **more: Any) -> Any:
+        weights = module.state_dict
+        module.state_dict = lambda: {name: value.clone() for name, value in weights().items()}
+        try:
+            return search(self, x, w, means, module, *rest, **more)
+        finally:
+            del module.state_dict
+
+    AwqQuantizer._compute_best_scale = with_copies
     config = {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"}
     made = AutoAWQForCausalLM.from_pretrained(model, device_map="cpu", torch_dtype=torch.float32)
     made.model.config.use_cache = False  # or each try of a scale appends to the cache of the calibration
@@ -50,7 +65,8 @@ def auto_round(model: str, tokens: torch.Tensor, out: str) -> None:
         made, words, scheme="W4A16", group_size=GROUP, dataset=[row[None] for row in tokens], iters=200,
         batch_size=8, seqlen=tokens.shape[1], nsamples=len(tokens), device_map="cpu", enable_torch_compile=False,
     )  # fmt: skip
-    rounder.quantize_and_save(out, format="auto_round")
+    rounder.quantize_and_save(f"{out}.parts", format="auto_round")
+    shutil.move(next(Path(f"{out}.parts").glob("*/config.json")).parent, out)  # which is named after the model
 
 
 if __name__ == "__main__":
