@@ -63,7 +63,7 @@ def own_arch(case: Case) -> str:
     return Random(f"{SEED} {case.name}").choice(ARCHES)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=10)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda c: c.name)
 def test_code_objects_of_a_family(case: Case, tmp_path: Path) -> None:
