@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 SLOW = 6  # tests marked `slow` are drawn this many times as often as those marked `drawn`
-SECONDS = {"drawn": 2.0, "slow": 5.0}  # of a core; a test whose mark names more is drawn that many times more rarely
+SECONDS = {"drawn": 4.0, "slow": 5.0}  # of a core; a test whose mark names more is drawn that many times more rarely
 
 # One seed a run, the same in all of its workers; SEED=n repeats a run.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8))
