@@ -23,7 +23,7 @@ FAMILIES = ("step", "decode", "verify")  # with which the names of the model's o
 def order_of(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> str | None:
     """Return `Kernel.order`; raises Diagnostic E427 for an error in the code of an extension."""
     with extension_code(f"kernel {kernel.name!r}", type(kernel), node):
-        order = kernel.order(node, schedule, target)
+        order = kernel.reduction_order(node, schedule, target)
         if not isinstance(order, str | None):
             raise TypeError(f"order returned {order!r}, not a text or None")
         return order

@@ -35,7 +35,7 @@ from llmc.codegen.backends.triton.kernel_table import KERNELS
 from llmc.codegen.backends.triton.triton_kernel import float8
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import read_kernel
-from llmc.codegen.kernel import EAGER, Source
+from llmc.codegen.kernel import TRIGGER_BEFORE_WAIT, Source
 from llmc.extension import resolve
 from llmc.targets.target import PDL, Target
 
@@ -129,9 +129,9 @@ def test_kernels_that_wait_first_do(name: str) -> None:
 @pytest.mark.parametrize("name", ["triton/rows", "triton/attention_combine"])
 def test_eager_kernels_wait_before_they_touch_operands(name: str) -> None:
     kernel, target = resolve(KERNELS[name]), next(t for t in TARGETS if t.has(PDL))
-    assert kernel.can_trigger_early
+    assert kernel.can_trigger_before_wait
     (node,) = REAL[name][0].graph().nodes
-    schedule = {**kernel.schedules(node, target)[0], EAGER: 1}
+    schedule = {**kernel.schedules(node, target)[0], TRIGGER_BEFORE_WAIT: 1}
     order = memory_order(kernel.emit(node, schedule, target), target)
     weights = {f"load x{i}" for i, v in enumerate(node.operands) if v.weight}
     before, behind = order[: order.index("wait")], order[order.index("wait") :]

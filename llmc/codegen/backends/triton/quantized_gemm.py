@@ -114,7 +114,7 @@ class QuantizedGemm(QuantizedKernel):
             PREFETCH_LINES=max(1, lines) if u.pdl and p.early else 0,
             FACTOR="tl.float32" if u.interpret else element(p.x),
             ASSEMBLY=has_assembly(u, p),
-            LATE_LAUNCH=u.late,
+            LATE_LAUNCH=u.triggers_after_loads,
         )
 
 
@@ -167,5 +167,5 @@ QUANTIZED_GEMM = QuantizedGemm(
     "triton/quantized_gemm",
     ("quantized_linear", "packed_nibbles_linear"),
     fills_multiprocessors=True,
-    can_trigger_late=True,
+    can_trigger_after_loads=True,
 )

@@ -68,11 +68,11 @@ class ScaledProduct(Product):
 class ScaledGemm(TritonKernel):
     """block_scaled_linear by tl.dot. swap: the weight is the left factor. mapped: factors are loaded by TMA."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
     swap: bool = False
     mapped: bool = False
     fills_multiprocessors: bool = True
-    can_trigger_late: bool = True
+    can_trigger_after_loads: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES), target):
@@ -148,7 +148,7 @@ class ScaledGemm(TritonKernel):
             "FLOAT32_FACTORS": u.interpret,
             "LOAD_EXTRAS": "load_extras",
             "EPILOGUE": "epilogue",
-            "LATE_LAUNCH": u.late,
+            "LATE_LAUNCH": u.triggers_after_loads,
         }
 
 
