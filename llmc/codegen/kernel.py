@@ -15,7 +15,8 @@ from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
-# Values of `Kernel.constant_reduction_order`: nothing is summed, or only integers are; the bits of a row depend only on the schedule.
+# Values of `Kernel.constant_reduction_order`: nothing is summed, or only integers are; the bits of a row depend only on
+# the schedule.
 EXACT, BY_SCHEDULE = "exact", "by schedule"
 Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
 Box = tuple[tuple[int, ...], int]  # of a tensor map: box sizes, and the swizzle as a CUtensorMapSwizzle
