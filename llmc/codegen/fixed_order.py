@@ -1,7 +1,7 @@
 """The choice of kernels under --deterministic: all entry points sum the elements of a value in the same order.
 
-A kernel names the order of its sums (`Kernel.reduction_order`). A node is the same computation in the graph of prompts, in those
-of decoding and in those that verify drafts, if op, module and weights are the same; all of them use one order.
+A kernel names the order of its sums (`Kernel.reduction_order`). A node is the same computation in the graph of prompts,
+in those of decoding and in those that verify drafts, if op, module and weights are the same; all of them use one order.
 """
 
 from __future__ import annotations
