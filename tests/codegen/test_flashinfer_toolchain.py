@@ -106,7 +106,7 @@ def test_constants(changes: dict[str, Any], name: str, value: str) -> None:
 
 def test_tables_that_are_settled_are_read_before_the_wait() -> None:
     assert macro(XQA.emit(node(), {READ_BEFORE_WAIT: 1}, sm_90()).text, "SETTLED") == "1"
-    assert XQA.reads_before_wait(node()) == (2, 3, 4, 5) and XQA.early(node(parts=2)) == (2, 3, 4)
+    assert XQA.reads_before_wait(node()) == (2, 3, 4, 5) and XQA.reads_before_wait(node(parts=2)) == (2, 3, 4)
     for found in (node(), node(parts=2)):
         names = [s.name for s in found.op.operands]
         assert {names[i] for i in XQA.reads_before_wait(found)} <= {"pages", "rows", "starts", "positions"}
