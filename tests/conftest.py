@@ -25,7 +25,7 @@ RUN = re.compile(r"^// RUN: (.*)$", re.M)
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-SHARE = 0.025
+SHARE = 0.02
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
