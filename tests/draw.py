@@ -70,7 +70,7 @@ def drawn(item: pytest.Item, share: float, named: bool) -> tuple[str, float]:
 
     def chance(mark: pytest.Mark, most: float) -> float:
         usual = SECONDS[mark.name]
-        return min(1.0, most * usual / max(usual, mark.kwargs.get("seconds", usual)))
+        return min(1.0, most * usual / max(usual, float(mark.kwargs.get("seconds", usual))))
 
     if mark := item.get_closest_marker("drawn"):
         return item.nodeid, chance(mark, share)
