@@ -188,7 +188,7 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
         "JOINED": joins(p, s["bn"], s["split"]),
         "SLICES": s["split"],
         "PREFETCH_LINE": line,
-        "PREFETCH_LINES": lines if u.pdl and p.early else 0,
+        "PREFETCH_LINES": lines if u.pdl and p.weight_before_wait else 0,
         "EARLY_EXTRAS": s["bm"] <= EARLY,
     }
 

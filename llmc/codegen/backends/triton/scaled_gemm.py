@@ -144,7 +144,7 @@ class ScaledGemm(TritonKernel):
             "MAPPED": self.mapped,
             "ONE_SCALE": not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
             "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
-            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.early else 0,
+            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.weight_before_wait else 0,
             "FLOAT32_FACTORS": u.interpret,
             "LOAD_EXTRAS": "load_extras",
             "EPILOGUE": "epilogue",
