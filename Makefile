@@ -31,6 +31,8 @@ PROMPT ?= When the morning came,
 SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
 # Workers of the tests: three on two cores, because many tests wait for processes and timers.
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
+# The tests that take longest, at the end of a run.
+SLOWEST := --durations=10 --durations-min=5
 SEED := $(or $(SEED),$(shell date +%s))
 STEPS ?= 1000000
 FUZZ_SECONDS ?= 600
@@ -52,7 +54,7 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 
 test: $(VENV)/.stamp-dev
 	@echo "make: running the test suite (two cores: under ten minutes); SEED=$(SEED) repeats what it draws" >&2
-	SEED=$(SEED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(PYTEST_ARGS)
+	SEED=$(SEED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(SLOWEST) $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
 test-gpu: $(VENV)/.stamp-dev
@@ -164,7 +166,7 @@ corpus: $(VENV)/.stamp-dev
 	$(BIN)/python tests/corpus/run.py --full --seed $(SEED) --jobs 2 $(CORPUS_ARGS)
 
 # The fuzzer is judged by times, so that no other test runs beside it. 5: ATTACK_ARGS selects none.
-ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q
+ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q $(SLOWEST)
 attacks: $(VENV)/.stamp-dev
 	failed=0; \
 	$(ATTACKS) -n auto --dist worksteal --ignore tests/attacks/test_fuzz.py tests/attacks $(ATTACK_ARGS) || \

@@ -7,11 +7,12 @@ import io
 import re
 import shlex
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from draw import SEED, left_out, seed_test
+from draw import SEED, SLOW, drawn, left_out, seed_test
 from filecheck.finput import FInput
 from filecheck.matcher import Matcher
 from filecheck.options import Options
@@ -24,8 +25,7 @@ RUN = re.compile(r"^// RUN: (.*)$", re.M)
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-SHARE = 0.04
-SLOW = 6  # tests marked `slow` are drawn this many times as often
+SHARE = 0.02
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,19 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full or config.getoption("--every") or any("::" in arg for arg in config.args):
         return
     named = any(arg.endswith(".py") for arg in config.args)
-    share = config.getoption("--share")
-    drawn = [item.nodeid for item in items if item.get_closest_marker("drawn")]
-    out = left_out(drawn, share) | left_out([*{*map(slow, items)} - {""}], 1.0 if named else min(1.0, SLOW * share))
-    left = [item for item in items if item.nodeid in out or slow(item) in out]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if not (item.nodeid in out or slow(item) in out)]
-
-
-def slow(item: pytest.Item) -> str:
-    """What is drawn with a test that is marked `slow`: itself, its file if that is marked as a whole, or all tests
-    with the same argument of the mark, which share a slow fixture; "" for other tests."""
-    found = (mark.args[0] if mark.args else node.nodeid for node, mark in item.iter_markers_with_node("slow"))
-    return "" if item.get_closest_marker("drawn") else next(found, "")
+    names = [drawn(item, config.getoption("--share"), named) for item in items]
+    equal: defaultdict[float, set[str]] = defaultdict(set)
+    for name, chance in names:
+        equal[chance].add(name)
+    out = set[str]().union(*(left_out([*names], chance) for chance, names in equal.items()))
+    config.hook.pytest_deselected(items=[item for item, (name, _) in zip(items, names, strict=True) if name in out])
+    items[:] = [item for item, (name, _) in zip(items, names, strict=True) if name not in out]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -16,6 +16,10 @@ from collections.abc import Sequence
 from random import Random
 
 import numpy as np
+import pytest
+
+SLOW = 6  # tests marked `slow` are drawn this many times as often as those marked `drawn`
+SECONDS = {"drawn": 4.0, "slow": 5.0}  # of a core; a test whose mark names more is drawn that many times more rarely
 
 # One seed a run, the same in all of its workers; SEED=n repeats a run.
 RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", secrets.token_hex(8))
@@ -51,3 +55,25 @@ def left_out(names: Sequence[str], share: float, seed: int = SEED) -> set[str]:
     rng = Random(seed)
     kept = rng.sample(sorted(names), int(share * len(names) + rng.random()))
     return set(names) - set(kept)
+
+
+def drawn(item: pytest.Item, share: float, named: bool) -> tuple[str, float]:
+    """What is drawn with a test, and the chance that it runs.
+
+    item:    the test
+    share:   of the tests marked `drawn`
+    named:   whether the command line names a file: all of its tests marked `slow` then run
+
+    A test marked `slow` is drawn with the rest of its file if that is marked as a whole, or with all tests with the
+    same argument of the mark, which share a slow fixture.
+    """
+
+    def chance(mark: pytest.Mark, most: float) -> float:
+        usual = SECONDS[mark.name]
+        return min(1.0, most * usual / max(usual, float(mark.kwargs.get("seconds", usual))))
+
+    if mark := item.get_closest_marker("drawn"):
+        return item.nodeid, chance(mark, share)
+    for node, mark in item.iter_markers_with_node("slow"):
+        return f"slow {mark.args[0] if mark.args else node.nodeid}", 1.0 if named else chance(mark, SLOW * share)
+    return item.nodeid, 1.0

@@ -236,7 +236,7 @@ def test_experts_are_timed_and_recorded_for_rows_and_tokens(tokens: int, symbols
     assert row["floor_us"] == round(m.floor_us("moe_up", tokens), 2) and m.touched(tokens) <= min(128, 8 * tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 def test_the_bench_of_speculation_runs_dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU with a small model: every method and fixed number of drafts, at about the requested rates."""
     monkeypatch.setattr(speculation, "FIXED", (1, 3))

@@ -79,7 +79,7 @@ def test_passes_that_follow_a_step() -> None:
     assert passes_of([Work(0, 1, True, fill=8)], StepOutput([1], [None])) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=70)
 def test_the_same_command_prints_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "TOKENS", 48)
     words = ["--loads", "chat, greedy", "--rounds", "1", "--step-costs", "1,1.2,1.25,1.4,1.6", "--artifacts"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import draw
 import pytest
-from draw import SEED, generator, left_out, of_test, seed_test
+from draw import SECONDS, SEED, SLOW, drawn, generator, left_out, of_test, seed_test
 
 TESTS = Path(__file__).resolve().parent
 UNSEEDED = re.compile(r"default_rng\(\)|\bRandom\(\)|SystemRandom|np\.random\.(?!default_rng|Generator)|import secrets")
@@ -27,6 +29,33 @@ def test_a_run_leaves_out_its_share_and_every_seed_another_one() -> None:
     assert set.union(*(set(names) - left_out(names, 0.5, seed) for seed in range(20))) == set(names)
     assert not left_out(names, 1.0) and not left_out([], 0.5)
     assert 20 < sum(not left_out(["one"], 0.3, seed) for seed in range(100)) < 40
+
+
+@dataclass
+class Marked:
+    """A test with marks."""
+
+    nodeid: str
+    marks: tuple[pytest.Mark, ...]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((m for m in self.marks if m.name == name), None)
+
+    def iter_markers_with_node(self, name: str) -> Iterator[tuple[Marked, pytest.Mark]]:
+        return ((self, m) for m in self.marks if m.name == name)
+
+
+def test_a_test_that_takes_long_is_drawn_more_rarely() -> None:
+    def draw_of(*marks: pytest.MarkDecorator, named: bool = False) -> tuple[str, float]:
+        return drawn(Marked("a.py::test", tuple(m.mark for m in marks)), 0.02, named)  # type: ignore[arg-type]
+
+    mark = pytest.mark
+    assert draw_of() == ("a.py::test", 1.0)
+    assert draw_of(mark.drawn) == draw_of(mark.drawn(seconds=1), mark.slow) == ("a.py::test", 0.02)
+    assert draw_of(mark.drawn(seconds=10 * SECONDS["drawn"])) == ("a.py::test", pytest.approx(0.002))
+    assert draw_of(mark.slow) == ("slow a.py::test", pytest.approx(SLOW * 0.02))
+    assert draw_of(mark.slow("shared", seconds=2 * SECONDS["slow"])) == ("slow shared", pytest.approx(SLOW * 0.01))
+    assert draw_of(mark.slow(seconds=90), named=True) == ("slow a.py::test", 1.0)
 
 
 def test_a_test_has_random_numbers_of_its_own_that_the_seed_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

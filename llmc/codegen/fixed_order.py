@@ -1,7 +1,7 @@
 """The choice of kernels under --deterministic: all entry points sum the elements of a value in the same order.
 
-A kernel names the order of its sums (`Kernel.order`). A node is the same computation in the graph of prompts, in those
-of decoding and in those that verify drafts, if op, module and weights are the same; all of them use one order.
+A kernel names the order of its sums (`Kernel.reduction_order`). A node is the same computation in the graph of prompts,
+in those of decoding and in those that verify drafts, if op, module and weights are the same; all of them use one order.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FAMILIES = ("step", "decode", "verify")  # with which the names of the model's o
 
 
 def order_of(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> str | None:
-    """Return `Kernel.order`; raises Diagnostic E427 for an error in the code of an extension."""
+    """Return `Kernel.reduction_order`; raises Diagnostic E427 for an error in the code of an extension."""
     with extension_code(f"kernel {kernel.name!r}", type(kernel), node):
-        order = kernel.order(node, schedule, target)
+        order = kernel.reduction_order(node, schedule, target)
         if not isinstance(order, str | None):
             raise TypeError(f"order returned {order!r}, not a text or None")
         return order

@@ -15,7 +15,8 @@ from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
-# Values of `Kernel.sums`: nothing is summed, or only integers are; the bits of a row depend only on the schedule.
+# Values of `Kernel.constant_reduction_order`: nothing is summed, or only integers are; the bits of a row depend only on
+# the schedule.
 EXACT, BY_SCHEDULE = "exact", "by schedule"
 Schedule = dict[str, Any]  # attribute names -> JSON values; written on the node by `select`
 Box = tuple[tuple[int, ...], int]  # of a tensor map: box sizes, and the swizzle as a CUtensorMapSwizzle
@@ -118,9 +119,12 @@ class Source:
 
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches. In CUDA's terms of
 # programmatic dependent launch, a kernel waits for the grids before it, and triggers the launch of the next kernel.
-SETTLED = "settled"  # no launch that may still run writes the operands that `Kernel.early` returns
-LATE = "late"  # the next kernel `fills_multiprocessors`: trigger it after this kernel's last loads
-EAGER = "eager"  # the next kernel `preloads` weights, or leads to one that does: trigger it before this kernel waits
+# No launch that may still run writes the operands that `Kernel.reads_before_wait` returns:
+READ_BEFORE_WAIT = "read_before_wait"
+# The next kernel `fills_multiprocessors`; it is triggered after this kernel's last loads:
+TRIGGER_AFTER_LOADS = "trigger_after_loads"
+# The next kernel `preloads` weights, or leads to one that does; it is triggered before this kernel waits:
+TRIGGER_BEFORE_WAIT = "trigger_before_wait"
 
 
 @dataclass(frozen=True)
@@ -130,20 +134,21 @@ class Kernel:
     name: such as "triton/gemv". ops: names of the ops that it implements. language: of the emitted source.
     fills_multiprocessors: its programs need whole multiprocessors, so it should not start while programs of the
     previous kernel still run. preloads: its programs load weights on chip before they wait for the previous launch.
-    can_trigger_late, can_trigger_early: it supports the keys LATE and EAGER of a schedule. opt_in: `select` uses it
-    only if it was measured, or if the option `prefer` of `select` names it.
+    can_trigger_after_loads, can_trigger_before_wait: it supports the keys TRIGGER_AFTER_LOADS and TRIGGER_BEFORE_WAIT
+    of a schedule. opt_in: `select` uses it only if it was measured, or if the option `prefer` of `select` names it.
     """
 
     name: str = ""
     ops: tuple[str, ...] = ()
     language: str = "cpp"
     fills_multiprocessors: bool = False
-    can_trigger_late: bool = False
+    can_trigger_after_loads: bool = False
     preloads: bool = False
-    can_trigger_early: bool = False
+    can_trigger_before_wait: bool = False
     opt_in: bool = False
-    sums: ClassVar[str | None] = None  # the order of sums of all nodes; see `order`
-    # Whether every program waits for the previous launch before it allows the next kernel to begin, without EAGER.
+    constant_reduction_order: ClassVar[str | None] = None  # that of all nodes; see `reduction_order`
+    # Whether every program waits for the previous launch before it allows the next kernel to begin, unless the schedule
+    # has TRIGGER_BEFORE_WAIT.
     waits_first: ClassVar[bool] = False
 
     def claims(self, node: Node) -> bool:
@@ -174,16 +179,17 @@ class Kernel:
         """
         return False
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Return a text that names the order in which the elements of a result are summed, or None.
 
         Kernels and schedules with equal texts give a token's or a row's results the same bits, regardless of what else
         a launch computes: other rows, their number, the chunk of a prompt. EXACT is the text of kernels that do not
         round, or round every element by itself in one way. None means that the bits may depend on the batch, or that
-        this is unknown; compiles with --deterministic do not use such a kernel. The default is the class's `sums`, to
-        which BY_SCHEDULE adds the schedule.
+        this is unknown; compiles with --deterministic do not use such a kernel. The default is the class's
+        `constant_reduction_order`, to which BY_SCHEDULE adds the schedule.
         """
-        return f"{self.name} {schedule_text(schedule)}" if self.sums == BY_SCHEDULE else self.sums
+        order = self.constant_reduction_order
+        return f"{self.name} {schedule_text(schedule)}" if order == BY_SCHEDULE else order
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         """Return operand index -> packed layout of weight operands; other operands are row-major."""
@@ -193,11 +199,11 @@ class Kernel:
         """Replace the node by one that reads its weights in the packed layouts that `layouts` returns."""
         raise NotImplementedError
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the operands that the kernel can read before it waits for the previous launch.
 
         If neither that launch nor an earlier one that may still run writes them, the schedule passed to `emit` has the
-        key SETTLED.
+        key READ_BEFORE_WAIT.
         """
         return ()
 

@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 from llmc_runtime.format.group_memory import group_bytes
 from llmc_runtime.format.program import GROUP, RANK, Program
 
-from llmc.codegen.kernel import EAGER, LATE, SETTLED, Box, Kernel, Schedule, Source
+from llmc.codegen.kernel import (
+    READ_BEFORE_WAIT,
+    TRIGGER_AFTER_LOADS,
+    TRIGGER_BEFORE_WAIT,
+    Box,
+    Kernel,
+    Schedule,
+    Source,
+)
 from llmc.codegen.memory import Storage, launched, read_slots, schedule_of, top_bytes
 from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.cost import node_cost
@@ -46,12 +54,12 @@ def emit_graph(
     for i, (n, kernel) in enumerate(zip(nodes, chosen, strict=True)):
         schedule = schedule_of(n)
         running = may_run(waits_first, sources, bounds)
-        if running is not None and may_read_early(kernel.early(n), n, nodes[i - running : i], storage):
-            schedule = {**schedule, SETTLED: 1}
-        if kernel.can_trigger_late and triggers_filling_kernel(i, chosen, triggers_early):
-            schedule = {**schedule, LATE: 1}
+        if running is not None and may_read_early(kernel.reads_before_wait(n), n, nodes[i - running : i], storage):
+            schedule = {**schedule, READ_BEFORE_WAIT: 1}
+        if kernel.can_trigger_after_loads and triggers_filling_kernel(i, chosen, triggers_early):
+            schedule = {**schedule, TRIGGER_AFTER_LOADS: 1}
         if triggers_early[i]:
-            schedule = {**schedule, EAGER: 1}
+            schedule = {**schedule, TRIGGER_BEFORE_WAIT: 1}
         types = tuple(v.type for v in [*n.operands, *n.results])
         key = (n.op.name, types, repr(n.attrs), kernel.name, repr(schedule))
         if key not in emitted:
@@ -104,7 +112,7 @@ def early_triggers(chosen: Sequence[Kernel]) -> list[bool]:
     """
     early = [False] * len(chosen)
     for i in range(len(chosen) - 2, -1, -1):
-        early[i] = chosen[i].can_trigger_early and (chosen[i + 1].preloads or early[i + 1])
+        early[i] = chosen[i].can_trigger_before_wait and (chosen[i + 1].preloads or early[i + 1])
     return early
 
 

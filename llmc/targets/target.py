@@ -35,9 +35,9 @@ class Target:
     of the pass pipeline. languages: those of kernels that the device can run, the usual one first. page_size: tokens
     per page. vector: bytes of a vector register. flags: the C++ compiler's flags for the machine. launch_us: overhead
     of a launch. rows, tokens: default limits of an artifact. memory: bytes of the smallest common device of the kind,
-    for plans; 0 if unknown. deterministic: kernels must add in one order for all batches (`Kernel.order`), and
-    compilers must not fuse products into sums. link: byte/s that a rank sends to the other ranks, for cost estimates; 0
-    if ranks exchange results through memory, at `bandwidth`.
+    for plans; 0 if unknown. deterministic: kernels must add in one order for all batches
+    (`Kernel.reduction_order`), and compilers must not fuse products into sums. link: byte/s that a rank sends to the
+    other ranks, for cost estimates; 0 if ranks exchange results through memory, at `bandwidth`.
     """
 
     name: str

@@ -20,7 +20,7 @@ from llmc.codegen.backends.flashinfer import xqa, xqa_source
 from llmc.codegen.backends.flashinfer.flashinfer_toolchain import FlashinferToolchain, missing
 from llmc.codegen.backends.flashinfer.xqa import XQA, Problem
 from llmc.codegen.candidates import candidates, refusals
-from llmc.codegen.kernel import SETTLED
+from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.codegen.launch_check import passed
 from llmc.codegen.select import Select
 from llmc.codegen.tuning_records import Tuning, _indexed, record
@@ -105,11 +105,11 @@ def test_constants(changes: dict[str, Any], name: str, value: str) -> None:
 
 
 def test_tables_that_are_settled_are_read_before_the_wait() -> None:
-    assert macro(XQA.emit(node(), {SETTLED: 1}, sm_90()).text, "SETTLED") == "1"
-    assert XQA.early(node()) == (2, 3, 4, 5) and XQA.early(node(parts=2)) == (2, 3, 4)
+    assert macro(XQA.emit(node(), {READ_BEFORE_WAIT: 1}, sm_90()).text, "SETTLED") == "1"
+    assert XQA.reads_before_wait(node()) == (2, 3, 4, 5) and XQA.reads_before_wait(node(parts=2)) == (2, 3, 4)
     for found in (node(), node(parts=2)):
         names = [s.name for s in found.op.operands]
-        assert {names[i] for i in XQA.early(found)} <= {"pages", "rows", "starts", "positions"}
+        assert {names[i] for i in XQA.reads_before_wait(found)} <= {"pages", "rows", "starts", "positions"}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_it_is_chosen_by_name_or_measurement(parts: int, monkeypatch: pytest.Mon
 
 
 def test_it_does_not_claim_an_order_of_sums() -> None:
-    assert XQA.order(node(), {}, sm_90()) is None
+    assert XQA.reduction_order(node(), {}, sm_90()) is None
 
 
 def test_a_compile_without_the_packages_says_what_it_did_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source
+from llmc.codegen.kernel import READ_BEFORE_WAIT, TRIGGER_AFTER_LOADS, TRIGGER_BEFORE_WAIT, Kernel, Schedule, Source
 from llmc.codegen.launch_plan import early_triggers, emit_graph, may_read_early, may_run
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
@@ -25,7 +25,7 @@ class Said(Kernel):
 
     waits_first = True
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return (1,) if node.op.name == "add" else ()
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
@@ -100,12 +100,12 @@ def test_every_launch_that_may_still_run_counts(first: tuple[bool, ...]) -> None
 @pytest.mark.parametrize(("late", "fills"), [(True, True), (True, False), (False, True)])
 def test_a_kernel_triggers_late_if_the_next_one_fills_multiprocessors(late: bool, fills: bool) -> None:
     g, _ = chain()
-    kernels = {"a": Said("a", can_trigger_late=late), "b": Said("b", fills_multiprocessors=fills)}
+    kernels = {"a": Said("a", can_trigger_after_loads=late), "b": Said("b", fills_multiprocessors=fills)}
     for n in g.nodes:
         n.choice = {"kernel": "b" if n.op.name == "add" else "a"}
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
-    key = [LATE] * (late and fills)
-    assert [s.text for s in made.sources] == ["a []", f"a {key}", f"b {[SETTLED]}"]
+    key = [TRIGGER_AFTER_LOADS] * (late and fills)
+    assert [s.text for s in made.sources] == ["a []", f"a {key}", f"b {[READ_BEFORE_WAIT]}"]
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -115,14 +115,18 @@ def test_a_launch_before_one_that_preloads_is_eager(eager: bool, preloads: bool,
     """The launch before an eager one triggers its successor, which then reads no results of the first one early."""
     g, _ = chain()
     kernels = {
-        "a": Said("a", can_trigger_late=True), "b": Said("b", can_trigger_early=eager),
+        "a": Said("a", can_trigger_after_loads=True), "b": Said("b", can_trigger_before_wait=eager),
         "c": Said("c", preloads=preloads, fills_multiprocessors=crowds),
     }  # fmt: skip
     for n, name in zip([n for n in g.nodes if n.op.name != "reshape"], "abc", strict=True):
         n.choice = {"kernel": name}
     made = emit_graph(g, BOUNDS, kernels, sm_90(), {})
     both = eager and preloads
-    expected = [f"a {[LATE] * (both and crowds)}", f"b {[EAGER] * both}", f"c {[SETTLED] * (not both)}"]
+    expected = [
+        f"a {[TRIGGER_AFTER_LOADS] * (both and crowds)}",
+        f"b {[TRIGGER_BEFORE_WAIT] * both}",
+        f"c {[READ_BEFORE_WAIT] * (not both)}",
+    ]
     assert [s.text for s in made.sources] == expected
 
 
@@ -130,7 +134,7 @@ def test_short_launches_before_one_that_preloads_are_a_chain() -> None:
     """Every launch of random programs is early if only early ones lie between it and one that preloads."""
     for _ in range(200):
         early, preloads = ([random.random() < 0.6 for _ in range(8)] for _ in range(2))
-        chosen = [Said("k", can_trigger_early=e, preloads=p) for e, p in zip(early, preloads, strict=True)]
+        chosen = [Said("k", can_trigger_before_wait=e, preloads=p) for e, p in zip(early, preloads, strict=True)]
         for i, found in enumerate(early_triggers(chosen)):
             behind = next((j for j in range(i + 1, 8) if preloads[j] or not early[j]), None)
             assert found == (early[i] and behind is not None and preloads[behind]), (early, preloads)

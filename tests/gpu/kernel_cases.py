@@ -31,7 +31,7 @@ from llmc.codegen.backends.triton.gemm_tma import has_maps  # noqa: E402
 from llmc.codegen.backends.triton.kernel_table import KERNELS  # noqa: E402
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain  # noqa: E402
-from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Schedule, Source  # noqa: E402
+from llmc.codegen.kernel import READ_BEFORE_WAIT, TRIGGER_AFTER_LOADS, TRIGGER_BEFORE_WAIT, Kernel, Schedule, Source  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import load, resolve  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
@@ -114,19 +114,19 @@ def jobs_of(case: Case, number: int, toolchain: TritonToolchain, target: Target)
     """Yield the jobs of a case: without and with the options that depend on neighbouring launches."""
     for options in launch_options(case, number):
         source = case.kernel.emit(case.node, {**case.schedule, **options}, target)
-        settled = case.kernel.early(case.node) if SETTLED in options else ()
+        settled = case.kernel.reads_before_wait(case.node) if READ_BEFORE_WAIT in options else ()
         yield Job(case, source, toolchain.key(source), settled)
 
 
 def launch_options(case: Case, number: int) -> Iterator[Schedule]:
     """Yield the options that code generation derives from neighbouring launches; some of them for every fourth case."""
     yield {}
-    if case.kernel.early(case.node):
-        yield {SETTLED: 1}
-    if case.kernel.can_trigger_late and number % 4 == 0:
-        yield {LATE: 1}
-    if case.kernel.can_trigger_early and number % 4 == 0:
-        yield {EAGER: 1}
+    if case.kernel.reads_before_wait(case.node):
+        yield {READ_BEFORE_WAIT: 1}
+    if case.kernel.can_trigger_after_loads and number % 4 == 0:
+        yield {TRIGGER_AFTER_LOADS: 1}
+    if case.kernel.can_trigger_before_wait and number % 4 == 0:
+        yield {TRIGGER_BEFORE_WAIT: 1}
 
 
 def compile_jobs(jobs: Sequence[Job], target: Target, cache: Path = CACHE) -> dict[str, Compiled | str]:

@@ -25,7 +25,7 @@ from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA, SKINNY_WGMMA_BF16
-from llmc.codegen.kernel import SETTLED, Kernel, Schedule
+from llmc.codegen.kernel import READ_BEFORE_WAIT, TRIGGER_AFTER_LOADS, Kernel, Schedule
 from llmc.extension import resolve
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
@@ -241,7 +241,7 @@ def mixture(
         assert GROUPED_WGMMA.reject(node, sm_90()) is None
         name = f"{node.op.name} {t} {k} {experts} {n} {d} {bias} {choice}"
         for i, at in enumerate(rng.permutation(len(schedules := GROUPED_WGMMA.schedules(node, sm_90())))[:SOME]):
-            s = {**schedules[at], **({SETTLED: 1} if i % 2 else {})}
+            s = {**schedules[at], **({READ_BEFORE_WAIT: 1} if i % 2 else {})}
             found.append(Case(f"{name} {s}", graph, GROUPED_WGMMA, s, inputs, atol=1e-2, sizes={"T": t}))
     return found
 
@@ -251,7 +251,7 @@ def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
     target, cases = sm_90(), cases[:: card.sample]
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
-    settled = [c.kernel.early(c.node) if SETTLED in c.schedule else () for c in cases]
+    settled = [c.kernel.reads_before_wait(c.node) if READ_BEFORE_WAIT in c.schedule else () for c in cases]
     jobs = [Job(c, s, tool.key(s), early) for c, s, early in zip(cases, sources, settled, strict=True)]
     binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache, jobs=os.cpu_count() or 1))
     found = failures(card, jobs, binaries)
@@ -287,7 +287,7 @@ def test_4_bit_codes(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> No
     found = QUANTIZED_WGMMA.schedules(case.node, sm_90())
     # With many tokens a code times its scale is rounded to bf16: an error of up to 2 ** -9 of each term.
     rounded = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2
-    found = [{**s, **({"late": 1} if i % 4 == 0 else {})} for i, s in enumerate(found)]
+    found = [{**s, **({TRIGGER_AFTER_LOADS: 1} if i % 4 == 0 else {})} for i, s in enumerate(found)]
     exact = [s["tokens"] <= 32 and case.node.attrs["block"][1] >= 128 for s in found]
     cases = [
         replace(case, schedule=s, name=f"{case.name} {s}", atol=2e-3 if unrounded else rounded)

@@ -73,7 +73,10 @@ def product(tokens: int, x: np.ndarray, w: np.ndarray) -> Iterator[tuple[str, Ke
     seen = set()
     for kernel in (GEMM_SMALL, GEMM, GEMM_TMA):
         for s in kernel.schedules(node, sm_90()):
-            order, shape = kernel.order(node, s, sm_90()), (kernel.name, s["bm"], s["bn"], s["bk"], s["warps"])
+            order, shape = (
+                kernel.reduction_order(node, s, sm_90()),
+                (kernel.name, s["bm"], s["bn"], s["bk"], s["warps"]),
+            )
             if order and shape not in seen and s["stages"] <= 4:
                 seen.add(shape)
                 yield order, KernelCase(f"{kernel.name} {s} {tokens}", g, kernel, s, [x[:tokens], w])

@@ -21,7 +21,7 @@ from llmc.codegen.candidates import Candidate
 from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.expert_stack import chosen_experts, row_blocks
-from llmc.codegen.kernel import SETTLED
+from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.codegen.tuning_records import Tuning
 from llmc.extension import load
 from llmc.ir.graph import Graph, Node
@@ -47,7 +47,7 @@ def test_binaries(g: Graph, tmp_path: Path) -> None:
     """Of the schedules the one with the most registers, the one with the most buffers, and one that begins early."""
     node, target = node_of(g), sm_90()
     assert GROUPED_WGMMA.reject(node, target) is None
-    ways = ({"bm": 128, "bn": 256}, {"bm": 64, "bn": 64}, {"bm": 128, "bn": 96, SETTLED: 1})
+    ways = ({"bm": 128, "bn": 256}, {"bm": 64, "bn": 64}, {"bm": 128, "bn": 96, READ_BEFORE_WAIT: 1})
     assert all({k: w[k] for k in ("bm", "bn")} in GROUPED_WGMMA.schedules(node, target) for w in ways)
     tool = load().toolchains["cuda"](target)
     sources = [GROUPED_WGMMA.emit(node, s, target) for s in ways]

@@ -22,7 +22,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA, TiledProduct, slices
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.cubin import read_entry
-from llmc.codegen.kernel import Schedule
+from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Schedule
 from llmc.codegen.pack import Pack
 from llmc.codegen.select import Select
 from llmc.codegen.toolchain import Compiled
@@ -124,7 +124,7 @@ def test_ways_become_binaries_of_sm_90(tmp_path: Path) -> None:
     assert {w["tokens"] for w in ways} == {8, 16, 32, 64, 128, 256}
     tool = load().toolchains["cuda"](target)
     for way in random.sample(ways, 6):
-        source = QUANTIZED_WGMMA.emit(node, {**way, "late": random.randrange(2)}, target)
+        source = QUANTIZED_WGMMA.emit(node, {**way, TRIGGER_AFTER_LOADS: random.randrange(2)}, target)
         made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
         assert made.shared <= target.limits.shared and made.boxes == (((way["tokens"], 64), 3),)
         assert made.threads == 2 * 128 + (128 if way["tokens"] == 256 else 32)

@@ -49,7 +49,7 @@ def test_instruction(kernel: Gemm, bm: int, bn: int, warps: int, parts: int, tar
     schedule: Schedule = {"bm": bm, "bn": bn, "bk": 64, "warps": warps, "stages": 3, "split": 1}
     node = product(parts)
     text = ptx(kernel.emit(node, schedule, target), target)
-    name, dtype = (kernel.order(node, schedule, target) or "").split()
+    name, dtype = (kernel.reduction_order(node, schedule, target) or "").split()
     assert dtype == "bf16" and (name == "wgmma") == ("wgmma.mma_async" in text) == ("mma.sync" not in text)
 
 

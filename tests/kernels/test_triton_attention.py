@@ -19,7 +19,7 @@ from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DEC
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, TritonKernel, float8
-from llmc.codegen.kernel import SETTLED
+from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.ir.dim import D
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
@@ -334,10 +334,10 @@ def test_settled_tables_are_read_before_the_wait(settled: bool, splits: int) -> 
     """The queries never are, nor the pool: the previous launch has written them."""
     target = next(t for t in TARGETS if t.has("pdl"))
     case = PINNED[0].case(DECODE_ATTENTION, fresh(), 0, splits, target)
-    schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
+    schedule = {**case.schedule, **({READ_BEFORE_WAIT: 1} if settled else {})}
     order = memory_order(DECODE_ATTENTION.emit(case.node, schedule, target), target)
     at = order.index("wait")
-    tables = {f"load x{i}" for i in DECODE_ATTENTION.early(case.node)}
+    tables = {f"load x{i}" for i in DECODE_ATTENTION.reads_before_wait(case.node)}
     assert set(order[:at]) == (tables if settled else set())
     assert {"launch_dependents", "load x0", "load x1", "store y0"} <= set(order[at:]) and order.count("wait") == 1
 
@@ -347,7 +347,7 @@ def test_single_tokens_are_written_behind_the_wait(settled: bool) -> None:
     """The previous launch may be writing y; everything that is read except y may be there before it ends."""
     target = next(t for t in TARGETS if t.has("pdl"))
     case = MIXED[0].case(SINGLE_TOKEN_ATTENTION, fresh(), 0, on=target)
-    schedule = {**case.schedule, **({SETTLED: 1} if settled else {})}
+    schedule = {**case.schedule, **({READ_BEFORE_WAIT: 1} if settled else {})}
     order = memory_order(SINGLE_TOKEN_ATTENTION.emit(case.node, schedule, target), target)
     at = order.index("wait")
     assert set(order[:at]) == ({f"load x{i}" for i in range(6)} if settled else set())

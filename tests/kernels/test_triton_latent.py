@@ -17,7 +17,7 @@ from kernels.triton_order import memory_order
 
 from llmc.codegen.backends.triton.latent_attention import LATENT_DECODE, LATENT_PREFILL
 from llmc.codegen.backends.triton.matmul import HEAD_MATMUL
-from llmc.codegen.kernel import SETTLED
+from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
 
@@ -103,7 +103,7 @@ def test_settled_tables_are_read_before_the_wait(settled: bool) -> None:
     """The queries never are, nor the pool: the previous launch has written them."""
     target = next(t for t in TARGETS if t.has("pdl"))
     (node,) = build(SHAPES[0], 3).nodes
-    schedule = {**LATENT_DECODE.schedules(node, target)[0], **({SETTLED: 1} if settled else {})}
+    schedule = {**LATENT_DECODE.schedules(node, target)[0], **({READ_BEFORE_WAIT: 1} if settled else {})}
     order = memory_order(LATENT_DECODE.emit(node, schedule, target), target)
     at = order.index("wait")
     # The pages of the first keys follow the wait.

@@ -21,7 +21,7 @@ from llmc.codegen.backends.triton.gemv import GEMV, MEASURED
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.triton_kernel import CODES
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
-from llmc.codegen.kernel import LATE, Kernel, Schedule, Source
+from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Kernel, Schedule, Source
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
@@ -289,7 +289,7 @@ def test_weights_are_read_before_the_wait_and_values_behind_it() -> None:
 def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
     node = node_of(64, 256, 2)
     first = kernel.schedules(node, sm_90())[0]
-    early, late = (ttir(kernel.emit(node, {**first, **more}, sm_90())) for more in ({}, {LATE: 1}))
+    early, late = (ttir(kernel.emit(node, {**first, **more}, sm_90())) for more in ({}, {TRIGGER_AFTER_LOADS: 1}))
     assert early.index(WAIT) < early.index(GO) < early.index("scf.for")
     assert late.index(WAIT) < late.index("scf.for") < late.index("tt.dot") < late.index(GO) < late.index("tt.store")
     assert [x.count(y) for x in (early, late) for y in (WAIT, GO)] == [1, 1, 1, 1]

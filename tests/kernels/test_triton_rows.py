@@ -17,7 +17,7 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 
 from llmc.codegen.backends.triton.row_kernels import ROWS
-from llmc.codegen.kernel import EAGER
+from llmc.codegen.kernel import TRIGGER_BEFORE_WAIT
 from llmc.ir.dtype import DTYPES
 
 INTEGERS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
@@ -156,7 +156,7 @@ def test_weights_are_loaded_before_the_wait() -> None:
     text = ROWS.emit(node, ROWS.schedules(node, TARGETS[1])[0], TARGETS[1]).text
     at = [text.index(s) for s in ("tl.load(x1", "gdc_wait", "gdc_launch_dependents", "tl.load(x0")]
     assert at == sorted(at)
-    text = ROWS.emit(node, {**ROWS.schedules(node, TARGETS[1])[0], EAGER: 1}, TARGETS[1]).text
+    text = ROWS.emit(node, {**ROWS.schedules(node, TARGETS[1])[0], TRIGGER_BEFORE_WAIT: 1}, TARGETS[1]).text
     at = [text.index(s) for s in ("tl.load(x1", "gdc_launch_dependents", "gdc_wait", "tl.load(x0")]
     assert at == sorted(at)
     assert "gdc" not in ROWS.emit(node, ROWS.schedules(node, TARGETS[0])[0], TARGETS[0]).text

@@ -19,7 +19,7 @@ from llmc.driver import compile_model
 from llmc.frontend.hub import Hub
 from llmc.options import Options
 
-pytestmark = pytest.mark.drawn
+pytestmark = pytest.mark.drawn(seconds=10)
 STEPS = 10
 LENGTHS = (1, 7, 45)
 

@@ -318,7 +318,7 @@ def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
         assert "lm_head.weight" not in checkpoint.names
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_a_compile_uses_the_stored_head_and_says_so(tmp_path: Path) -> None:
     case = BY_NAME["llama"]
     folder = tmp_path / "model"

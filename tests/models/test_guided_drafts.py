@@ -45,7 +45,7 @@ CASES = (
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=17, prompt_logprobs=1, structured_outputs=JSON),
 )
-pytestmark = pytest.mark.usefixtures("llguidance")
+pytestmark = [pytest.mark.slow(seconds=10), pytest.mark.usefixtures("llguidance")]
 
 
 @pytest.fixture(scope="module")

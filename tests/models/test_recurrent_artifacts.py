@@ -23,6 +23,9 @@ from llmc.driver import compile_model
 from llmc.options import Options
 
 LENGTHS = (1, 2, 7, 45, 71, 3, 33)
+ALWAYS = "qwen3_5_text"  # the others are drawn
+SLOW = pytest.mark.slow(seconds=10)
+CASES = [pytest.param(c, id=c.name, marks=() if c.name == ALWAYS else SLOW) for c in RECURRENT]
 LIMITS: dict[str, Any] = {"max_model_len": 112, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 
 
@@ -43,7 +46,7 @@ def drawn_prompts() -> list[list[int]]:
     return [rng.integers(3, 320, n).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in RECURRENT])
+@pytest.mark.parametrize("case", CASES)
 def test_logprobs_equal_transformers(case: Case, tmp_path: Path) -> None:
     """Prompts are computed in chunks of at most 32 tokens beside decoding rows, on rows that others used before."""
     print(f"seed {SEED}")
@@ -53,12 +56,14 @@ def test_logprobs_equal_transformers(case: Case, tmp_path: Path) -> None:
         check(llm, model, drawn_prompts()[::-1], 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "lfm2", "bamba"])
 def test_bfloat16_is_no_rougher_than_transformers(name: str, tmp_path: Path) -> None:
     ours, theirs = bfloat16_errors(named(name), tmp_path)
     assert ours < 1.4 * theirs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "bamba"])
 def test_company_drafts_and_preemption_change_nothing(name: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.quant.typed_weights import use_codes
 
-pytestmark = pytest.mark.drawn
+pytestmark = pytest.mark.drawn(seconds=10)
 
 # Fixture -> whether its products run on codes.
 COMPILED = {

@@ -305,7 +305,7 @@ def check_logits(case: Case, folder: Path) -> None:
         assert relative_error(computed(checkpoint, tokens, positions), want) <= 1e-5
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=12)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(name: str, tmp_path: Path) -> None:
     """A few activations are rounded to another code than by the reference interpreter, hence the mean."""

@@ -140,7 +140,7 @@ def test_logits_are_those_of_the_dequantised_weights(name: str, tmp_path: Path) 
         assert relative_error(ir_logits(*rest), want) <= 1e-5
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=12)
 @pytest.mark.parametrize("name", ["fp8-experts", "nvfp4-experts", "mixed"])
 def test_compiled(name: str, tmp_path: Path) -> None:
     tokens, positions = prompts((37,), 64)

@@ -25,7 +25,7 @@ def heads(node: Node) -> tuple[int | None, ...]:
 class PagedAttention(CppKernel):
     """Flash attention for any mix of prompt chunks and decoding rows, processing the heads of a group together."""
 
-    sums = "tiles of keys at multiples of kt"
+    constant_reduction_order = "tiles of keys at multiples of kt"
     headers = ("llmc_attention.h",)
     latent: ClassVar[bool] = False  # values are parts of keys; the rotary parts of queries are an operand of their own
     alibi: ClassVar[bool] = False  # the last operand is the slopes of a bias by distance, not sinks

@@ -23,7 +23,7 @@ class Collective(CppKernel):
 class AllReduce(Collective):
     """The sum over the ranks, in their order."""
 
-    sums = "by rank"
+    constant_reduction_order = "by rank"
 
     def reject(self, node: Node, target: Target) -> str | None:
         return super().reject(node, target) or unsupported(node, FLOATS)
@@ -38,7 +38,7 @@ class AllReduce(Collective):
 class AllGather(Collective):
     """The operands of all ranks, concatenated along an axis."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         shape = node.operands[0].type.shape

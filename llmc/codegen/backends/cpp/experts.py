@@ -34,7 +34,7 @@ CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
 class Route(CppKernel):
     """moe_route."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_experts.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -48,7 +48,7 @@ class Route(CppKernel):
 class Experts(CppKernel):
     """moe_up and moe_down over floats or codes, for any routing."""
 
-    sums = "lanes of a vector"
+    constant_reduction_order = "lanes of a vector"
     headers = ("llmc_abi.h", "llmc_experts.h", "llmc_math.h", "llmc_store.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -122,7 +122,7 @@ class PackedProduct(CppKernel):
 class Linear(PackedProduct):
     """linear, linear_map and packed_linear for any number of rows, from one (memory-bound) to a prompt."""
 
-    sums = "one column after another"
+    constant_reduction_order = "one column after another"
     headers = ("llmc_linear.h", "llmc_math.h", "llmc_store.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -90,7 +90,7 @@ class QuantizedProblem(Problem):
 class QuantizedLinear(PackedProduct):
     """quantized_linear and packed_quantized_linear for any number of rows, with codes of 8 bits, or of 4 or fewer."""
 
-    sums = "one block of columns after another"
+    constant_reduction_order = "one block of columns after another"
     headers = ("llmc_quantized.h", "llmc_math.h", "llmc_store.h")
 
     def problem(self, node: Node) -> QuantizedProblem:

@@ -17,7 +17,7 @@ class _Recurrent(CppKernel):
     """What the kernels have in common."""
 
     headers = ("llmc_recurrent.h",)
-    sums = "one token after another"
+    constant_reduction_order = "one token after another"
 
     def named(self, node: Node) -> dict[str, tuple[str, Value]]:
         """The pointer and the value of each operand that the node has, by its name."""

@@ -13,7 +13,7 @@ from llmc.targets.target import Target
 class Reduce(CppKernel):
     """One result element per thread at a time, with a loop over the axis."""
 
-    sums = "one element after another"
+    constant_reduction_order = "one element after another"
     headers = ("llmc_abi.h", "llmc_reduce.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

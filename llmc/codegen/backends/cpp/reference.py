@@ -15,7 +15,7 @@ from llmc.targets.target import Target
 class Matmul(CppKernel):
     """Batched products of activations."""
 
-    sums = "one column after another"
+    constant_reduction_order = "one column after another"
     headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -39,7 +39,7 @@ class HeadMatmul(Matmul):
 class Attention(CppKernel):
     """Attention over packed prompts, with or without a bias by distance, one token and head at a time."""
 
-    sums = "one key after another"
+    constant_reduction_order = "one key after another"
     headers = ("llmc_abi.h", "llmc_reference.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -64,7 +64,7 @@ class Attention(CppKernel):
 class Moe(CppKernel):
     """Mixture of experts over unpacked weights."""
 
-    sums = "lanes of a vector"
+    constant_reduction_order = "lanes of a vector"
     headers = ("llmc_abi.h", "llmc_moe.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -21,7 +21,7 @@ FOLD = {"row_sum": ("0.0f", "s{0} + {1}", "hsum"), "row_max": ("-INFINITY", "m_m
 class Rows(CppKernel):
     """Float groups, vectorized along the row. Threads divide the rows, or the single row if nothing is reduced."""
 
-    sums = "lanes of a vector"
+    constant_reduction_order = "lanes of a vector"
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h")
 
     def claims(self, node: Node) -> bool:
@@ -46,7 +46,7 @@ class Rows(CppKernel):
 class Elements(CppKernel):
     """Groups of any dtype, one element at a time: integer and bool arithmetic, casts to and from integers."""
 
-    sums = "one element after another"
+    constant_reduction_order = "one element after another"
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h", "llmc_element.h")
 
     def claims(self, node: Node) -> bool:

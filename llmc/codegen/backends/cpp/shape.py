@@ -24,7 +24,7 @@ def raw(node: Node) -> str:
 class Copy(CppKernel):
     """A reshape that cannot be an alias: copies all bytes."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -35,7 +35,7 @@ class Copy(CppKernel):
 class Strided(CppKernel):
     """A transpose, or a slice along one axis: a strided copy to the dense result, with contiguous axes merged."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -55,7 +55,7 @@ class Strided(CppKernel):
 class Concat(CppKernel):
     """Concatenation along one axis."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -75,7 +75,7 @@ class Concat(CppKernel):
 class Take(CppKernel):
     """Rows by index: embeddings, parts of them, last tokens."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -103,7 +103,7 @@ class PageTake(Take):
 class PagePut(CppKernel):
     """Write rows to slots of a pool of pages."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -132,7 +132,7 @@ class PackedTake(Take):
 class Gather(CppKernel):
     """Elements by index along an axis."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
@@ -154,7 +154,7 @@ class TakeColumns(Take):
 class Iota(CppKernel):
     """The integers 0, 1, 2, ..."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_store.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:

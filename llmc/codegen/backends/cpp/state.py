@@ -16,7 +16,7 @@ from llmc.targets.target import Target
 class Rope(CppKernel):
     """Rotation of heads; in place if the unrotated heads are not read again."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_rope.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -37,7 +37,7 @@ class Rope(CppKernel):
 class RopeTables(CppKernel):
     """cos and sin of position times frequency."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_rope.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -54,7 +54,7 @@ class RopeTables(CppKernel):
 class KvAppend(CppKernel):
     """Write keys and values to pages; threads divide the (token, head) pairs."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_kv.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -85,7 +85,7 @@ def numbers(node: Node, sizes: Sizes) -> list[str]:
 class States(CppKernel):
     """The small row_* ops, computed by a single thread."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_state.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
@@ -111,7 +111,7 @@ class Drafts(States):
 class Sampling(CppKernel):
     """Penalties, masks, the random draw and log-probabilities."""
 
-    sums = "one id after another"
+    constant_reduction_order = "one id after another"
     headers = ("llmc_abi.h", "llmc_sample.h")
 
     def reject(self, node: Node, target: Target) -> str | None:

@@ -21,7 +21,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
 )
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
-from llmc.codegen.kernel import SETTLED, Map, Schedule
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -87,7 +87,7 @@ class GroupedWgmma(CudaKernel):
         start = _START_US + _UP_US * p.up + target.launch_us
         return overlapped(read, max(1, math.ceil(tiles / units)) * tile) + start
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return STARTS, CODE
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
@@ -100,7 +100,7 @@ class GroupedWgmma(CudaKernel):
             constants={
                 "EXPERTS": experts, "N": n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
                 "STAGES": count, "GROUP": GROUP * 128 // s["bm"], "CHOICES": node.attrs["k"] if p.up else 0,
-                "SCATTER": int(not p.up), "SETTLED": int(SETTLED in s), "OUT": CTYPES[node.result.type.dtype],
+                "SCATTER": int(not p.up), "SETTLED": int(READ_BEFORE_WAIT in s), "OUT": CTYPES[node.result.type.dtype],
             },
             shared=count * stage_bytes(s) + ALIGN,
             maps=(Map(CODE, (D(experts * p.rows), D(p.k)), (s["bn"] // 2, TILE_K), SWIZZLE),),

@@ -18,7 +18,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
 )
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP
-from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
@@ -124,8 +124,8 @@ class QuantizedWgmma(FragmentKernel):
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": s["rows"],
-                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "LATE": int(bool(s.get("late"))),
-                "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
+                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"],
+                "LATE": int(bool(s.get(TRIGGER_AFTER_LOADS))), "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
             sizes=(p.m,),
@@ -188,7 +188,7 @@ QUANTIZED_WGMMA = QuantizedWgmma(
     "cuda/quantized_wgmma",
     (PLAIN, PACKED),
     fills_multiprocessors=True,
-    can_trigger_late=True,
+    can_trigger_after_loads=True,
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from llmc.codegen.backends.flashinfer.flashinfer_toolchain import missing, remedy
 from llmc.codegen.backends.flashinfer.xqa_source import DISTRIBUTION
 from llmc.codegen.emit import Sizes, describe
-from llmc.codegen.kernel import SETTLED, Kernel, Param, Schedule, Source
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Kernel, Param, Schedule, Source
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -101,7 +101,7 @@ class Xqa(Kernel):
     def missing(self) -> str:
         return f"{why}; {remedy()}" if (why := missing()) else ""
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the tables of pages, rows, starts and positions."""
         return (2, 3, 4) if node.op.name == SPLIT else (2, 3, 4, 5)
 
@@ -177,7 +177,7 @@ def constants(node: Node, schedule: Schedule, target: Target) -> Mapping[str, st
         "WINDOW": a["window"], "SCALE": f"{a['scale'] * math.sqrt(p.size)!r}f", "PARTS": a.get("splits", 0),
         "SHARED": p.shared, "RESIDENT": p.resident(target), "HAS_SCALES": int(node.operand("scales") is not None),
         "HAS_SINKS": int(sinks is not None), "SINK": CTYPES[sinks.type.dtype] if sinks else "float",
-        "SETTLED": int(bool(schedule.get(SETTLED))), "PDL": int(target.has(PDL)),
+        "SETTLED": int(bool(schedule.get(READ_BEFORE_WAIT))), "PDL": int(target.has(PDL)),
     }  # fmt: skip
 
 

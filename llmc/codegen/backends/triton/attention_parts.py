@@ -27,8 +27,8 @@ class AttentionParts(PrefillAttention):
             return why
         return None if self.schedules(node, target) else f"no tile of keys divides a part of {node.attrs['part']} keys"
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
-        return PREFILL_ATTENTION.order(node, schedule, target)
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        return PREFILL_ATTENTION.reduction_order(node, schedule, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the schedules whose tiles of keys divide a part: a tile is not masked at the end of a part."""
@@ -59,7 +59,7 @@ class AttentionParts(PrefillAttention):
 class JoinParts(AttentionCombine):
     """Adds the parts of a token and head one after another, in the order in which PREFILL_ATTENTION adds them."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
     template = Template("attention_parts", "join_parts")
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:

@@ -100,7 +100,7 @@ class AllReduce(Collective):
     sends the sum to the others.
     """
 
-    sums = "by rank"
+    constant_reduction_order = "by rank"
 
     def reject(self, node: Node, target: Target) -> str | None:
         return super().reject(node, target) or unsupported(node, FLOATS)
@@ -132,7 +132,7 @@ class AllReduceNorm(Collective):
     A program computes whole rows.
     """
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         x = node.operands[0].type
@@ -194,7 +194,7 @@ def row_lanes(node: Node) -> tuple[int, int]:
 class AllGather(Collective):
     """The operands of all ranks, concatenated along an axis."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
 
     def row(self, node: Node) -> Dim:
         shape = node.operands[0].type.shape

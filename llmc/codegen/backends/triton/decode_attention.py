@@ -119,7 +119,7 @@ class DecodeAttention(TritonKernel):
             else reject_attention(node, target)
         )
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the tables, so that key addresses are known before the previous kernel has written the queries."""
         return (2, 3, 4) if node.op.name == "paged_attention_split" else (2, 3, 4, 5)
 
@@ -171,7 +171,7 @@ class DecodeAttention(TritonKernel):
             SPLITS=splits,
             QUERY_ROWS=self.rows(p),
             KEYS_PER_TILE=u.schedule["keys"],
-            TABLES_SETTLED=u.settled,
+            TABLES_SETTLED=u.reads_before_wait,
             INTERPRET=u.interpret,
         )
 
@@ -214,8 +214,8 @@ class AttentionCombine(TritonKernel):
 
     def part_arguments(self, u: Unit, parts: int) -> dict[str, Argument]:
         """Return the template arguments that depend on the number of parts."""
-        return {"SPLITS": parts, "SPLITS_PADDED": next_power_of_2(parts), "EAGER_LAUNCH": u.eager}
+        return {"SPLITS": parts, "SPLITS_PADDED": next_power_of_2(parts), "EAGER_LAUNCH": u.triggers_before_wait}
 
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
-ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), can_trigger_early=True)
+ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), can_trigger_before_wait=True)

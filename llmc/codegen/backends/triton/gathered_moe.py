@@ -40,7 +40,7 @@ _FURTHER = 0.01  # how much slower each schedule is taken to be than the one bef
 class Gathered(TritonKernel):
     """The base class: a program streams the weights of the experts of one pair, or of one token."""
 
-    sums: ClassVar[str | None] = BY_SCHEDULE
+    constant_reduction_order: ClassVar[str | None] = BY_SCHEDULE
     parts: int = 1
     tiles: tuple[StreamTile, ...] = DOWN
 
@@ -121,7 +121,7 @@ class GatherUp(Gathered):
 class GatherDown(Gathered):
     """moe_gather_down: a program computes some columns of one token."""
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return CHOSEN, WEIGHT
 
     def steps(self, node: Node, bk: int) -> int:
@@ -135,7 +135,7 @@ class GatherDown(Gathered):
             1,
             **u.pointers("x_ptr idx_ptr weight_ptr scale_ptr residual_ptr bias_ptr", "out_ptr"),
             **self.common(u),
-            EARLY_WEIGHTS=u.settled,
+            EARLY_WEIGHTS=u.reads_before_wait,
         )
 
 

@@ -77,7 +77,7 @@ class Gemm(TritonKernel):
 
     swap: bool = False
     fills_multiprocessors: bool = True
-    can_trigger_late: bool = True
+    can_trigger_after_loads: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_product(node, target)
@@ -108,7 +108,7 @@ class Gemm(TritonKernel):
             depth = bk if p.dot == "f32" else bk * 2 // p.factor_bytes
             yield GemmTile(bm, bn // next_power_of_2(p.parts), depth, warps, stages)
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         p, s = Product.of(node), schedule
         tokens, columns = s["bm"], s["bn"] * (2 if self.joined(p, s) else 1)
         if s["split"] > 1:
@@ -157,7 +157,7 @@ def common(u: Unit, p: Product) -> dict[str, Argument]:
         "SUM": p.sums(converted),
         "LOAD_EXTRAS": "load_extras",
         "EPILOGUE": "epilogue",
-        "LATE_LAUNCH": u.late,
+        "LATE_LAUNCH": u.triggers_after_loads,
     }
 
 
@@ -188,7 +188,7 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
         "JOINED": joins(p, s["bn"], s["split"]),
         "SLICES": s["split"],
         "PREFETCH_LINE": line,
-        "PREFETCH_LINES": lines if u.pdl and p.early else 0,
+        "PREFETCH_LINES": lines if u.pdl and p.weight_before_wait else 0,
         "EARLY_EXTRAS": s["bm"] <= EARLY,
     }
 

@@ -21,7 +21,7 @@ _WARPS = 4
 class GemmSplitK(Gemm):
     """linear_split with the large tiles of GEMM."""
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> None:
         return None  # the number of parts may differ between graphs
 
     def code(self, u: Unit) -> Code:

@@ -115,7 +115,7 @@ class GemmTmaSplitK(GemmTma):
             f"parts of {depth} columns are not a multiple of {step}" if depth % step else None
         )
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> None:
         return None  # the number of parts may differ between graphs
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

@@ -146,7 +146,7 @@ class Gemv(TritonKernel):
             EPS=u.node.attrs.get("eps"),
             ONE_BLOCK=m is not None and m <= rows,
             WHOLE_M=m is not None and m % rows == 0,
-            EARLY_WEIGHTS=p.early,
+            EARLY_WEIGHTS=p.weight_before_wait,
             JOINT_SUM="joint_sum" if joint else None,
             LOAD_EXTRAS="load_extras",
             EPILOGUE="epilogue",

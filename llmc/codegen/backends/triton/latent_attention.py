@@ -105,7 +105,7 @@ def max_rows_of(target: Target) -> int:
 class LatentAttention(TritonKernel):
     """The base class: dtypes and sizes, and the schedules that fit."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node):
@@ -145,7 +145,7 @@ class LatentAttention(TritonKernel):
 class LatentDecode(LatentAttention):
     """Some heads of one token per program, over one part of the keys of its row."""
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the tables, so that the keys' pages are known before the previous kernel has written the queries."""
         return (3, 4, 5)
 
@@ -169,7 +169,7 @@ class LatentDecode(LatentAttention):
             SPLITS=n.attrs["splits"],
             QUERY_ROWS=rows,
             KEYS_PER_TILE=u.schedule["keys"],
-            TABLES_SETTLED=u.settled,
+            TABLES_SETTLED=u.reads_before_wait,
             INTERPRET=u.interpret,
         )
 

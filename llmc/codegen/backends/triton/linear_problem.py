@@ -41,7 +41,7 @@ class Product(ProductNode):
         return 3 if self.node.op.name == "norm_linear" else 2
 
     @property
-    def early(self) -> bool:
+    def weight_before_wait(self) -> bool:
         """Whether the weight may be read before the previous kernels have completed."""
         return origin(self.node.operands[1]) is not Origin.INPUTS
 

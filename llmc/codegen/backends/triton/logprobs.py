@@ -32,7 +32,7 @@ def too_few(node: Node) -> str | None:
 class Logprobs(TritonKernel):
     """row_logprobs, one program per entry; without the operand `rows`, all entries are computed."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if len(node.operands) == 3:

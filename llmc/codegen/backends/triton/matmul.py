@@ -33,7 +33,7 @@ class Matmul(TritonKernel):
         tiles = FLOAT_TILES if factor(node) == "f32" else TILES
         return [dict(zip(keys, t, strict=True)) for t in tiles]
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, factor(node), schedule["bm"], schedule["bn"], schedule["warps"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

@@ -57,7 +57,7 @@ FLOAT = (ExpertTile(16, 32, 32, 4, 2), ExpertTile(32, 32, 16, 4, 2))  # without 
 class Route(TritonKernel):
     """moe_route, one program per expert: counts the pairs of earlier experts, then stores its own after them."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, INTS)
@@ -147,7 +147,7 @@ class Experts:
 class Grouped(TritonKernel):
     """The base class of moe_up and moe_down."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def experts(self, node: Node) -> Experts:
         """Return the problem of a node."""
@@ -274,7 +274,7 @@ class FloatGrouped(Grouped):
         least = _PROGRAM_US + -(-p.k // s["bk"]) * _STEP_US * (s["bk"] / 128) ** 0.5
         return max(overlapped(read / busy / _READS * 1e6, products * 1e6), least) + target.launch_us
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])
 
 
@@ -307,7 +307,7 @@ class Down(FloatGrouped):
 class Combine(TritonKernel):
     """moe_combine: a program adds up the choices of one token for some columns."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         _, choices, columns = node.operands[0].type.shape

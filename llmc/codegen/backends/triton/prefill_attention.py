@@ -88,18 +88,18 @@ class PrefillAttention(TritonKernel):
     For deterministic targets, it adds the parts of a fixed number of keys in which ATTENTION_PARTS splits decoding.
     """
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Tiles of keys begin at multiples of their size; a row is summed by one warp if warps divide only the rows."""
         rows, keys, warps = schedule["rows"], schedule["keys"], schedule["warps"]
         product = dot_order(target, AttentionProblem.of(node).dot_dtype, rows, keys, warps)
         if product.startswith("wgmma") and rows == WARP_ROWS * warps:
             return f"{self.name} {keys} keys, {product}, one warp for a row"
-        return super().order(node, schedule, target)
+        return super().reduction_order(node, schedule, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
@@ -137,7 +137,7 @@ class PrefillAttention(TritonKernel):
 class PackedAttention(TritonKernel):
     """Packed prompts without pages. The kernel finds the boundaries of the sequences from the positions."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)

@@ -111,10 +111,10 @@ class QuantizedGemm(QuantizedKernel):
             TILE_GROUP=GROUP,
             WHOLE_M=p.m.const is not None and p.m.const % s["bm"] == 0,
             SCALED=scales_factors(p.half, s["bm"], p.scale.dtype, p.x.dtype),
-            PREFETCH_LINES=max(1, lines) if u.pdl and p.early else 0,
+            PREFETCH_LINES=max(1, lines) if u.pdl and p.weight_before_wait else 0,
             FACTOR="tl.float32" if u.interpret else element(p.x),
             ASSEMBLY=has_assembly(u, p),
-            LATE_LAUNCH=u.late,
+            LATE_LAUNCH=u.triggers_after_loads,
         )
 
 
@@ -167,5 +167,5 @@ QUANTIZED_GEMM = QuantizedGemm(
     "triton/quantized_gemm",
     ("quantized_linear", "packed_nibbles_linear"),
     fills_multiprocessors=True,
-    can_trigger_late=True,
+    can_trigger_after_loads=True,
 )

@@ -93,7 +93,7 @@ class QuantizedGemv(QuantizedKernel):
             STEP=s["bytes"],
             CHUNK=_CHUNK,
             WHOLE_M=m is not None and m % s["rows"] == 0,
-            EARLY_WEIGHTS=p.early,
+            EARLY_WEIGHTS=p.weight_before_wait,
             ASSEMBLY=has_assembly(u, p),
             JOINT_SUM="joint_sum" if joint else None,
         )

@@ -85,7 +85,7 @@ def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
 class QuantizedKernel(TritonKernel):
     """Base class of the kernels of quantized_linear; codes of 4 bits are packed at compile time."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs.get("act"):

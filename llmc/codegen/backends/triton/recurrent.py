@@ -36,7 +36,7 @@ def single(node: Node) -> bool:
 class RowConv(TritonKernel):
     """row_conv: a program computes a tile of a run, or a whole run if every entry has one token."""
 
-    sums = EXACT  # each output adds its terms in one order, whatever the tile
+    constant_reduction_order = EXACT  # each output adds its terms in one order, whatever the tile
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, (*FLOATS, "i32"), target)
@@ -80,7 +80,7 @@ class RowRecurrence(TritonKernel):
             return f"keys of {node.operands[1].type.shape[2]} elements"
         return unsupported(node, (*FLOATS, "i32"), target)
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Return an order for single tokens only: the bits of a chunk depend on where it begins in a prompt."""
         return None if schedule["chunk"] else f"{self.name} {schedule['block']} columns, {schedule['warps']} warps"
 
@@ -132,7 +132,7 @@ class RowRecurrence(TritonKernel):
 class RowLog(TritonKernel):
     """row_log: a program has one run and a block of the log's columns."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, (*FLOATS, "i32"), target)

@@ -125,7 +125,7 @@ class Walk:
 class Lines(TritonKernel):
     """Base class: schedules and costs by lines of the axis."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, (*FLOATS, *INTS))

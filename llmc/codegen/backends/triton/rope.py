@@ -41,7 +41,7 @@ class Head:
 class HeadKernel(TritonKernel):
     """Base class of kernels whose programs compute `rows` heads each."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def heads(self, node: Node) -> tuple[Dim, int]:
         """Return (tokens, heads per token)."""
@@ -169,7 +169,7 @@ class KvAppend(HeadKernel):
 class RopeTables(TritonKernel):
     """cos and sin of positions times frequencies, with exact reduction of large angles."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"warps": 4}]

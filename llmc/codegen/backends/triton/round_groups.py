@@ -30,7 +30,7 @@ def program(node: Node) -> RowProgram:
 class RoundGroups(TritonKernel):
     """round_groups. Schedule: as that of triton/rows."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES), target):

@@ -72,7 +72,7 @@ class Rows(TritonKernel):
         shapes = reducing_tiles(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
         return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(shapes)]
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return f"{self.name} {schedule_text(schedule)}" if reduces(program(node)) else "one element by itself"
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -307,4 +307,4 @@ class Writer:
         return [*before, loop, indent("\n".join(body), 4), *after]
 
 
-ROWS = Rows("triton/rows", can_trigger_early=True)
+ROWS = Rows("triton/rows", can_trigger_before_wait=True)

@@ -36,7 +36,7 @@ class RowKernel(TritonKernel):
     number of loads that depend on each other. searches: whether a program reads all entries, ENTRIES_PER_STEP at once.
     """
 
-    sums: ClassVar[str | None] = EXACT
+    constant_reduction_order: ClassVar[str | None] = EXACT
     module: str = "row_state"
     operands: str = ""
     results: str = "out_ptr"

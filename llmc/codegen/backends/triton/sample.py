@@ -46,7 +46,7 @@ def tables(u: Unit, **changed: Argument) -> str:
 class Sampling(TritonKernel):
     """Base class: a vocabulary of constant size, floats and 32-bit integers."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[0].type.shape[1].const is None:

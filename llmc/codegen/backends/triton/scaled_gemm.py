@@ -68,11 +68,11 @@ class ScaledProduct(Product):
 class ScaledGemm(TritonKernel):
     """block_scaled_linear by tl.dot. swap: the weight is the left factor. mapped: factors are loaded by TMA."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
     swap: bool = False
     mapped: bool = False
     fills_multiprocessors: bool = True
-    can_trigger_late: bool = True
+    can_trigger_after_loads: bool = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES), target):
@@ -144,11 +144,11 @@ class ScaledGemm(TritonKernel):
             "MAPPED": self.mapped,
             "ONE_SCALE": not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
             "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
-            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.early else 0,
+            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.weight_before_wait else 0,
             "FLOAT32_FACTORS": u.interpret,
             "LOAD_EXTRAS": "load_extras",
             "EPILOGUE": "epilogue",
-            "LATE_LAUNCH": u.late,
+            "LATE_LAUNCH": u.triggers_after_loads,
         }
 
 

@@ -20,7 +20,7 @@ Axes = list[tuple[Dim, Dim]]  # (size, stride of the operand in elements)
 class Moving(TritonKernel):
     """Base class: a program moves a tile of the two-dimensional space (rows, columns) that `space` returns."""
 
-    sums = EXACT
+    constant_reduction_order = EXACT
 
     def space(self, node: Node) -> tuple[Dim, Dim]:
         """Return (rows, columns)."""

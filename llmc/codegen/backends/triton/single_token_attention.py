@@ -24,7 +24,7 @@ class SingleTokenAttention(DecodeAttention):
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_attention(node, target)
 
-    def early(self, node: Node) -> tuple[int, ...]:
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return all inputs but the outputs of the longer rows and the sinks."""
         scales = node.operand("scales")
         return (0, 1, 2, 3, 4, 5, *(i for i, v in enumerate(node.operands) if v is scales))
@@ -54,7 +54,7 @@ class SingleTokenAttention(DecodeAttention):
             **p.constants(),
             QUERY_ROWS=self.rows(p),
             KEYS_PER_TILE=u.schedule["keys"],
-            INPUTS_SETTLED=u.settled,
+            INPUTS_SETTLED=u.reads_before_wait,
             INTERPRET=u.interpret,
         )
 

@@ -32,7 +32,7 @@ def value_of(key):
 class TopkMap(TritonKernel):
     """The k largest elements, one after the other: the lowest column of the largest key; a program per row."""
 
-    sums = BY_SCHEDULE
+    constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
         n, k = node.operands[0].type.shape[-1], node.attrs["k"]

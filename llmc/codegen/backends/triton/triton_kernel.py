@@ -13,7 +13,15 @@ from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
-from llmc.codegen.kernel import EAGER, LATE, SETTLED, Kernel, Map, Schedule, Source
+from llmc.codegen.kernel import (
+    READ_BEFORE_WAIT,
+    TRIGGER_AFTER_LOADS,
+    TRIGGER_BEFORE_WAIT,
+    Kernel,
+    Map,
+    Schedule,
+    Source,
+)
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
@@ -80,28 +88,28 @@ class Unit:
     def wait(self) -> str:
         """The statements that wait for the previous kernels and allow the next one to begin; "" without this feature.
 
-        With EAGER in the schedule, the next one may begin before the wait.
+        With TRIGGER_BEFORE_WAIT in the schedule, the next one may begin before the wait.
 
         Every program executes them exactly once, before it accesses memory other than weights and before it returns.
         """
         if not self.pdl:
             return ""
-        return f"{GO}\n{WAIT}" if self.eager else f"{WAIT}\n{GO}"
+        return f"{GO}\n{WAIT}" if self.triggers_before_wait else f"{WAIT}\n{GO}"
 
     @property
-    def eager(self) -> bool:
+    def triggers_before_wait(self) -> bool:
         """Whether to allow the next kernel to begin before the wait, since it loads weights before its own."""
-        return bool(self.schedule.get(EAGER))
+        return bool(self.schedule.get(TRIGGER_BEFORE_WAIT))
 
     @property
-    def settled(self) -> bool:
-        """Whether the operands of `Kernel.early` may be read before the wait."""
-        return bool(self.schedule.get(SETTLED))
+    def reads_before_wait(self) -> bool:
+        """Whether the operands of `Kernel.reads_before_wait` may be read before the wait."""
+        return bool(self.schedule.get(READ_BEFORE_WAIT))
 
     @property
-    def late(self) -> bool:
+    def triggers_after_loads(self) -> bool:
         """Whether to allow the next kernel to begin only after this kernel's last load, instead of at the wait."""
-        return bool(self.schedule.get(LATE))
+        return bool(self.schedule.get(TRIGGER_AFTER_LOADS))
 
     def pointers(self, operands: str, results: str) -> dict[str, Argument]:
         """Map template parameters to the pointers of the op's operands and the node's results, both in order.
