@@ -141,8 +141,8 @@ def check_model_type(source: Source, pools: bool) -> None:
     name = source.model_type
     in_transformers = name in CONFIG_MAPPING_NAMES
     inside = in_transformers and not pools and (sees(name) or hears(name) or bool(part_that_writes(name)))
-    generates = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or inside
-    if in_transformers and (generates or (pools and name in ENCODERS)):
+    alone = in_transformers and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not _has_encoder(source)
+    if alone or inside or (in_transformers and pools and name in ENCODERS):
         return
     same = _same_architecture(source.config) if not in_transformers else ""
     if source.config.get("auto_map"):
@@ -153,6 +153,12 @@ def check_model_type(source: Source, pools: bool) -> None:
     near = "" if in_transformers else did_you_mean(name, sorted(known), "")
     cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
     raise Diagnostic("E303", cause, same or f"{near} {KNOWN_TO_WORK}".lstrip())
+
+
+def _has_encoder(source: Source) -> bool:
+    """Whether a config describes an encoder and a decoder; the decoder alone would ignore what the encoder read."""
+    stated = source.config.get("is_encoder_decoder")
+    return bool(CONFIG_MAPPING[source.model_type].is_encoder_decoder if stated is None else stated)
 
 
 def _same_architecture(config: Mapping[str, Any]) -> str:

@@ -72,6 +72,10 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("glm5_next", "kimi_linear"), CHANNELS),
         "minimax": "its lightning attention is written out in the model's code",
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
+        "xlnet": "its attention follows a permutation of the tokens",
+        "reformer": "its attention is over buckets of hashed keys",
+        **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "its indexer selects blocks of averaged keys"),
+        "cpmant": "its attention adds a learned bias of segments and distances",
     }
 )
 

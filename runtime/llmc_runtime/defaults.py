@@ -96,7 +96,7 @@ def parse_override(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise ValueError('it is not a JSON object such as {"temperature": 0.7}')
+        raise ValueError("it is not a JSON object")
     return values
 
 

@@ -190,6 +190,7 @@ RECENT = (
             "vision_config": VISION | {"model_type": "video_llama_3_vision"},
         },
     ),
+    Case("minicpmv4_6", "minicpmv4_6", {"text_config": SMALL | {"model_type": "qwen3"}, "vision_config": VISION}),
 )
 
 

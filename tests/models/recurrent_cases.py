@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.cases import EXPERTS, SEEN, SMALL, Case
+from models.cases import EXPERTS, SEEN, SMALL, TINY_VISION, Case
 
 GDN: dict[str, Any] = SMALL | {
     "num_hidden_layers": 4,
@@ -50,6 +50,7 @@ RECURRENT = (
     Case("lfm2", "lfm2", CONV, (2, 21, 1)),
     Case("lfm2-bias", "lfm2", CONV | {"conv_bias": True}, (21, 16)),
     Case("lfm2_moe", "lfm2_moe", CONV | EXPERTS | {"num_dense_layers": 1}, (21, 16)),
+    Case("lfm2_vl", "lfm2_vl", {"text_config": CONV | {"model_type": "lfm2"}, **TINY_VISION}, (21, 16)),
     Case("bamba", "bamba", BAMBA, (21, 16)),
     Case("falcon_h1", "falcon_h1", SMALL | MAMBA2 | {"mamba_d_ssm": 128}, (21, 16)),
     Case("granitemoehybrid-mamba", "granitemoehybrid", GRANITE, (21, 16)),

@@ -104,7 +104,6 @@ def test_architecture(tmp_path: Path) -> None:
     remedy = '"model_type": "deepseek_v3"'
     fails("E304", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, auto_map=custom, **named)))
     fails("E303", "'kimi_k2'", remedy, do=lambda: trace(config(tmp_path, **named)))
-    fails("E303", "'t5'", "an encoder and a decoder", do=lambda: trace(config(tmp_path, model_type="t5")))
     fails("E303", "an encoder", do=lambda: trace(config(tmp_path, architectures=["BertForMaskedLM"])))
     classifier = config(tmp_path, architectures=["LlamaForSequenceClassification"])
     fails("E303", "a classifier", "--task classify", do=lambda: trace(classifier, task="generate"))

@@ -66,6 +66,29 @@ def test_types_without_plain_layers_are_refused(name: str, tmp_path: Path) -> No
         trace(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("t5", "an encoder and a decoder"),
+        ("bart", "an encoder and a decoder"),
+        ("prophetnet", "an encoder and a decoder"),
+        ("whisper", "recognizes speech"),
+    ],
+)
+def test_encoder_decoders_are_refused(name: str, what: str, tmp_path: Path) -> None:
+    """Also those whose decoder transformers can build alone: it would ignore what the encoder read."""
+    write_config(name, tmp_path)
+    with pytest.raises(Diagnostic, match=rf"E303.*{name}.*{what}"):
+        trace(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["xlnet", "reformer", "cpmant", "qwen4_exp_text", "qwen4_exp"])
+def test_attention_of_other_kinds_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    write_config(name, tmp_path)
+    with pytest.raises(Diagnostic, match=rf"E305.*{name}.* is not supported: its "):
+        trace(tmp_path)
+
+
 def test_all_other_types_are_refused_by_name(tmp_path: Path) -> None:
     others = sorted(CONFIG_MAPPING_NAMES.keys() - set(CAUSAL) - set(SEEING) - set(HEARING))
     assert len(others) > 250

@@ -44,7 +44,9 @@ SERVERS: Mapping[str, tuple[str, str, str]] = {
     "channels": ("channels", "auto", "auto"),
     "bare": ("chatml", "auto", "none"),
     "unknown": ("qwen2.5", "none", "none"),
+    "quiet": ("qwen3", "auto", "auto"),
 }
+VARIABLES: Mapping[str, Mapping[str, Any]] = {"quiet": {"enable_thinking": False}}  # of the servers' templates
 
 
 def client(servers: Servers, name: str) -> Any:
@@ -88,7 +90,8 @@ def parrots() -> Iterator[Servers]:
             for name, (text, calls, thoughts) in SERVERS.items():
                 meters = ServerMetrics("parrot", llm.stats)
                 admission = Admission(64, 1 << 20, None, meters.refused)
-                one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts, store_bytes=1 << 20)
+                more: dict[str, Any] = {"store_bytes": 1 << 20, "variables": VARIABLES.get(name, {})}
+                one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts, **more)
                 found[name], apps[name] = one, application(one)
 
             async def chosen(scope: Any, receive: Any, send: Any) -> None:

@@ -169,6 +169,15 @@ def test_names_that_no_request_can_have_are_refused(name: str, tmp_path: Path) -
     assert "1 to 256 characters" in error.value.remedy
 
 
+def test_variables_of_the_template_are_named_and_checked() -> None:
+    given = {"enable_thinking": False, "level": 2}
+    words = ["m", "--default-chat-template-kwargs", json.dumps(given)]
+    assert options_of(read(words).args, {}, None).default_chat_template_kwargs == given
+    for name in ("messages", "add_generation_prompt", "not a name"):
+        with pytest.raises(LlmcError, match=f"E648.*'{name}' cannot be set"):
+            options_of(read([*words[:2], json.dumps({name: 1})]).args, {}, None)
+
+
 def test_options_in_json_may_be_mappings_of_the_file(tmp_path: Path) -> None:
     drafts, sampling = {"method": "ngram", "num_speculative_tokens": 3}, {"temperature": 0.5}
     nested = "speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n"

@@ -256,6 +256,15 @@ def test_reasoning_is_switched_by_the_template_and_left_out_on_request(ask: Ask)
     assert cut.choices[0].message.content is None and cut.usage.completion_tokens_details.reasoning_tokens == 9
 
 
+@pytest.mark.parametrize("padding", [0, 3000])
+def test_a_request_replaces_the_servers_default_variables(ask: Ask, padding: int) -> None:
+    before = [{"role": "system", "content": "x " * padding}] * (padding > 0)  # long ones are rendered elsewhere
+    thinks = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    for text, more, reasoning in (("Hello", {}, ""), ("<think>Hm, so.</think>Hello", thinks, "Hm, so.")):
+        message = simple(ask("quiet", text, messages=[*before, say(text)], **more).choices[0])
+        assert (message["content"], message["reasoning"]) == ("Hello", reasoning)
+
+
 def test_templates_switch_reasoning_by_what_the_prompt_opens(ask: Ask) -> None:
     on, off = ({"extra_body": {"chat_template_kwargs": {"thinking": value}}} for value in (True, False))
     for stream in (False, True):

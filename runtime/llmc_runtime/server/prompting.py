@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
@@ -21,13 +22,12 @@ from llmc_runtime.server.requests.request_fields import (
 from llmc_runtime.server.requests.sampling_fields import kept_tokens
 from llmc_runtime.server.tool_calls.history import for_template
 from llmc_runtime.text.bounded_encode import FIRST, TooLong, encode_bounded
-from llmc_runtime.text.chat_template import ChatTemplate, choose_template
+from llmc_runtime.text.chat_template import ChatTemplate, choose_template, wrong_variable
 from llmc_runtime.text.detokenizer import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # plus those that the chat template names
 LIST_TOKENS = 262_144  # maximum for /tokenize and /detokenize, unless the model's context is longer
-_RESERVED = frozenset({"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt"})
 _FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
 
@@ -39,7 +39,7 @@ class Prompting:
 
     `template` is the text or name of a chat template to use instead of the model's default. `length` is the model's
     maximum context in tokens; longer prompts are rejected during tokenization. `longest` is described in
-    `text.bounded_encode.encode_bounded`.
+    `text.bounded_encode.encode_bounded`. `variables` are those of the chat template that a request may replace.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class Prompting:
         template: str | None,
         length: int,
         longest: int | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer, self.vocab_size = tokenizer, vocab_size
         self.length, self._longest = length, longest
         self.list_tokens = max(LIST_TOKENS, length)
-        self._template_option = template
+        self._template_option, self._default_variables = template, variables
         self._templates: dict[bool, ChatTemplate] = {}  # for chats with and without tools
         if template is not None:
             self._template(False)
@@ -144,6 +145,7 @@ class Prompting:
             variables |= {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
             if request.reasoning_effort == "none":
                 variables.setdefault("enable_thinking", False)
+        variables = {**self._default_variables, **variables}
         variables |= {"add_generation_prompt": generation_prompt, "continue_final_message": continues}
         return self._rendered(messages, tools, variables, short_ids)
 
@@ -315,7 +317,6 @@ def _part(part: Any) -> dict[str, Any] | None:
 
 
 def _variables(kwargs: dict[str, Any]) -> dict[str, Any]:
-    bad = next((n for n in kwargs if n in _RESERVED or n == "continue_final_message" or not n.isidentifier()), None)
-    if bad is not None:
+    if (bad := wrong_variable(kwargs)) is not None:
         raise ApiError(f"chat_template_kwargs: {bad[:40]!r} cannot be set there", param="chat_template_kwargs")
     return dict(kwargs)

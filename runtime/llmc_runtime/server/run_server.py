@@ -277,4 +277,5 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     return Serving(
         llm, names, admission, meters, options.chat_template, options.tool_call_parser, options.reasoning_parser,
         options.request_timeout, options.max_answer, options.response_store or 0,
+        options.default_chat_template_kwargs or {},
     )  # fmt: skip

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from llmc_runtime import __version__
 from llmc_runtime.command_parser import CommandParser
+from llmc_runtime.defaults import parse_override
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
@@ -24,6 +25,7 @@ from llmc_runtime.server.call_format_names import FormatNames
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.ignored_flags import add_ignored
 from llmc_runtime.server.requests.request_fields import MAX_NAME
+from llmc_runtime.text.chat_template import wrong_variable
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
@@ -62,6 +64,13 @@ def _origins(name: str, values: Sequence[str]) -> tuple[str, ...]:
             cause = f"{name}: {str(origin)[:80]!r} is not an origin"
             raise LlmcError("E648", cause, "use a scheme and a host, such as https://example.com, or * for all")
     return tuple(origins)
+
+
+def _variables(name: str, values: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return variables of a chat template. Raises LlmcError E648 for one that the server sets itself."""
+    if values is not None and (bad := wrong_variable(values)) is not None:
+        raise LlmcError("E648", f"{name}: {bad[:40]!r} cannot be set there", "name variables that the template reads")
+    return values
 
 
 def _model_names(name: str, values: Sequence[str]) -> Sequence[str]:
@@ -221,6 +230,10 @@ class Options:
     chat_template: str | None = _chats(
         None, "file with a chat template, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
     )
+    default_chat_template_kwargs: Mapping[str, Any] | None = _chats(
+        None, 'default variables of the chat template, such as {"enable_thinking": false}; a request may set others',
+        read=parse_override, metavar="JSON", check=_variables,
+    )  # fmt: skip
     tool_call_parser: str = _chats(
         "auto", "format of the model's tool calls (auto: from its template)", choices=FormatNames()
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.fair_queue import KeyCounts
@@ -49,8 +51,8 @@ class Serving:
 
     `template` is a chat template to use instead of the model's. `calls` and `reasoning` name the formats of tool calls
     and reasoning (see parser_select). `timeout` is the maximum time of a request in seconds, `max_answer` the maximum
-    size of a response in bytes, and `store_bytes` that of all stored responses. Raises LlmcError E601 for unknown
-    formats.
+    size of a response in bytes, and `store_bytes` that of all stored responses. `variables` are default variables
+    of the chat template. Raises LlmcError E601 for unknown formats.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Serving:
         timeout: float | None = None,
         max_answer: int = MAX_ANSWER,
         store_bytes: int = 0,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.max_answer = max_answer
         self.llm, self.names = llm, tuple(names)
@@ -74,14 +77,16 @@ class Serving:
         self.encoding = Encoding()
         self._texts = KeyCounts()  # concurrent /tokenize and /detokenize requests by key
         self.formats = select_formats(llm.tokenizer, template, calls, reasoning)
-        self.prompting = Prompting(llm.tokenizer, llm.config.vocab_size, template, llm.config.max_model_len)
+        self.prompting = Prompting(
+            llm.tokenizer, llm.config.vocab_size, template, llm.config.max_model_len, variables=variables
+        )
         self.bodies = BodyBudget(self._too_many_bodies)
         self.text_threads = TextThreads(admission.keys, self._too_many_texts)
         llm.text_turn = self.text_threads.slots.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
         self.starts = FairSlots(_STARTS, self._too_many_texts)  # of prompts of models that pool
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
-        self._options = template, calls, reasoning
+        self._options, self._variables = (template, calls, reasoning), dict(variables)
         self.text_processes = TextPool(self._text_process_config, self._too_many_texts, meters.unknown, admission.keys)
 
     def close(self) -> None:
@@ -98,6 +103,7 @@ class Serving:
             {} if tokenizer is None else dict(tokenizer.chat_templates),
             *self._options, list(self.names), config.vocab_size, config.max_model_len, self.admission.tokens,
             dict(self.llm.generation), self.stored.enabled, self.llm.pooling,
+            self._variables,
         )  # fmt: skip
 
     def _too_many_bodies(self) -> ApiError:

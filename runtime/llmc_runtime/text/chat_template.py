@@ -6,7 +6,7 @@ Jinja2 is imported when the first template is compiled.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +25,18 @@ SECONDS = 1.0
 SIZE = 4 << 20
 _MAX_CHARACTERS, _MAX_TAGS = 128 << 10, 5000  # compiling takes time and memory for each character and tag
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+# Variables that requests and options do not set by name: the server sets them from other fields.
+_RESERVED = frozenset(
+    {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
+)
 _ANOTHER = "use another template (chat_template=TEXT), or a prompt that is already formatted"
 
 Message = Mapping[str, Any]
+
+
+def wrong_variable(names: Iterable[str]) -> str | None:
+    """Return the first name that cannot be a variable set by a request or an option; None if all can."""
+    return next((name for name in names if name in _RESERVED or not name.isidentifier()), None)
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]:

@@ -67,7 +67,9 @@ class TextJobs:
         self._tokenizer = None if spec.tokenizer is None else _tokenizer(spec, spec.tokenizer)
         self._formats = select_formats(self._tokenizer, spec.template, spec.tool_calls, spec.reasoning)
         longest = None if self._tokenizer is None else longest_token(self._tokenizer)
-        self._prompting = Prompting(self._tokenizer, spec.vocab_size, spec.template, spec.max_model_len, longest)
+        self._prompting = Prompting(
+            self._tokenizer, spec.vocab_size, spec.template, spec.max_model_len, longest, spec.variables
+        )
         spec.tokenizer = None
 
     def completion(self, body: bytearray) -> Job:

@@ -42,6 +42,7 @@ class TextProcessConfig(msgspec.Struct):
     `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
     options of llmc-serve. `max_prompt_tokens` is the maximum of one request. `generation` has the
     sampling defaults. `stores`: responses may be stored. `pooling`: None if the model generates.
+    `variables` are the default variables of chat templates.
     """
 
     tokenizer: str | None
@@ -57,6 +58,7 @@ class TextProcessConfig(msgspec.Struct):
     generation: dict[str, Any]
     stores: bool = False
     pooling: Pooling | None = None
+    variables: dict[str, Any] = {}
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """Return the model's default sampling parameters (see sampling_fields.Defaults)."""
