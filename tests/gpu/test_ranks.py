@@ -1,11 +1,15 @@
 """Ranks on two or more GPUs: collectives on random data, small models compared with one rank, ranks that fail.
 
-python tests/gpu/test_ranks.py [MODEL...]                        compile the models (on any machine): build/gpu/ranks
-pytest tests/gpu/test_ranks.py --confcutdir tests/gpu            about a minute for each number of ranks
+python tests/gpu/test_ranks.py [--ranks N...] [--models NAME...]     compile on any machine what is missing
+pytest tests/gpu/test_ranks.py --confcutdir tests/gpu                about a minute for each number of ranks
+
+Models and kernels of collectives are in build/gpu/ranks, a few MB, which can be copied to the machine with the GPUs.
+What is missing there is compiled by the test that needs it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import os
@@ -15,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,9 +81,9 @@ def path_of(name: str, ranks: int) -> Path:
     return FOLDER / f"{name}-{ranks}.llmc"
 
 
-def make(name: str) -> None:
-    """Compile the artifacts of a model that are missing: for one rank, and for several."""
-    missing = [r for r in (1, *RANKS) if not (path_of(name, r) / "manifest.json").is_file()]
+def make(name: str, counts: Sequence[int]) -> None:
+    """Compile the artifacts of a model for these numbers of ranks that are missing."""
+    missing = [r for r in counts if not (path_of(name, r) / "manifest.json").is_file()]
     if not missing:
         return
     import torch
@@ -123,13 +128,13 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @functools.cache
 def work(ranks: int) -> Work:
-    return compile_graph(rank_work.text(ranks), FOLDER.parent / "cache")
+    return compile_graph(rank_work.text(ranks), FOLDER / "cache")
 
 
 @functools.cache
 def in_parts(ranks: int) -> Work:
     """The same, with sums in parts, which two ranks do not need."""
-    return compile_graph(rank_work.text(ranks), FOLDER.parent / "cache", {"parts": ranks})
+    return compile_graph(rank_work.text(ranks), FOLDER / "cache", {"parts": ranks})
 
 
 def test_collectives_on_changing_data(ranks: int) -> None:
@@ -169,7 +174,7 @@ def prompts() -> list[list[int]]:
 @functools.cache
 def outputs(name: str, ranks: int) -> list[Output]:
     """The tokens after each prompt, greedy and drawn, with log-probabilities of the greedy ones."""
-    make(name)
+    make(name, [ranks])
     llm = LLM(path_of(name, ranks), say=lambda text: None)
     try:
         todo = [(p, params) for p in prompts() for params in (GREEDY, DRAWN)]
@@ -223,7 +228,7 @@ def ranks_of(parent: int) -> list[int]:
 
 def test_a_killed_rank_ends_the_group(ranks: int) -> None:
     name = "llama-float32"
-    make(name)
+    make(name, [ranks])
     llm = LLM(path_of(name, ranks), say=lambda text: None)
     others = ranks_of(os.getpid())
     assert len(others) == ranks - 1
@@ -252,7 +257,7 @@ def test_a_killed_rank_ends_the_group(ranks: int) -> None:
 
 def test_a_server_s_engine_starts_again_after_a_rank_was_killed(ranks: int) -> None:
     name = "llama-float32"
-    make(name)
+    make(name, [ranks])
 
     async def answer(llm: AsyncLLM) -> RequestOutput | LlmcError:
         try:
@@ -279,5 +284,11 @@ def test_a_server_s_engine_starts_again_after_a_rank_was_killed(ranks: int) -> N
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or MODELS:
-        make(each)
+    ap = argparse.ArgumentParser(description="Compile what these tests need into build/gpu/ranks.")
+    ap.add_argument("--ranks", type=int, nargs="+", default=RANKS, choices=RANKS, metavar="N", help="(2 4)")
+    ap.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="(all)")
+    asked = ap.parse_args()
+    for count in asked.ranks:
+        work(count), in_parts(count)
+    for each in asked.models:
+        make(each, [1, *asked.ranks])
