@@ -75,9 +75,6 @@ class _Planner:
     def split_attention(self) -> None:
         """Split attention by heads. Raises Diagnostic E437 if they do not divide."""
         for n in self._nodes(*EXPANDED, *LATENT):
-            if n.operand("scales") is not None:
-                cause = "KV pools of 8-bit floats cannot be sharded"
-                raise Diagnostic("E437", cause, "use kv=bf16 in page-attention", node=n)
             relation = heads_of(n, self.ranks)
             if relation is None:
                 heads = int(n.operands[0].type.shape[1])
