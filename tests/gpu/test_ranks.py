@@ -62,6 +62,7 @@ class Model(NamedTuple):
     mean: float
     quant: str = "none"
     routed: float = 0.0
+    kv_cache: str = "auto"
 
 
 MODELS = {
@@ -70,6 +71,7 @@ MODELS = {
     "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06),
     "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.1, routed=0.05),
     "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
+    "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 2.0, 0.2, kv_cache="fp8"),
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 3.0, 0.5, "fp8"),
 }
 STEPS = 24
@@ -99,6 +101,7 @@ def make(name: str, counts: Sequence[int]) -> None:
             options = Options(
                 target="cuda:sm_90", dtype=model.dtype, max_model_len=128, max_num_seqs=20, max_num_batched_tokens=64,
                 cache=FOLDER.parent / "cache", reuse=False, tensor_parallel_size=ranks, quant=model.quant,
+                kv_cache_dtype=model.kv_cache,
             )  # fmt: skip
             compile_model(Path(scratch) / "model", path_of(name, ranks), options, force=True)
 
