@@ -74,6 +74,7 @@ MODELS = {
     "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 2.0, 0.2, kv_cache="fp8"),
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 3.0, 0.5, "fp8"),
 }
+UNIT = 1 / 16  # of weights: files of few different numbers can be compressed
 STEPS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=8)
 DRAWN = SamplingParams(temperature=1, seed=7, max_tokens=STEPS, ignore_eos=True, repetition_penalty=1.2)
@@ -89,14 +90,17 @@ def make(name: str, counts: Sequence[int]) -> None:
     if not missing:
         return
     import torch
-    from models.kit import save
+    from models.kit import build
 
     from llmc.driver import compile_model
     from llmc.options import Options
 
     model = MODELS[name]
     with tempfile.TemporaryDirectory() as scratch:
-        save(model.case, Path(scratch) / "model", 5, getattr(torch, model.dtype))
+        checkpoint = build(model.case, 5, getattr(torch, model.dtype))
+        for weight in checkpoint.parameters():
+            weight.data = (weight.data / UNIT).round() * UNIT
+        checkpoint.save_pretrained(Path(scratch) / "model")
         for ranks in missing:
             options = Options(
                 target="cuda:sm_90", dtype=model.dtype, max_model_len=128, max_num_seqs=20, max_num_batched_tokens=64,
