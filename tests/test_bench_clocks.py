@@ -10,7 +10,7 @@ import pytest
 
 from bench.gpu import nvml
 from bench.gpu.account import Kernel
-from bench.gpu.clocks import Span, beside, described, slowness
+from bench.gpu.clocks import Span, beside, busy, described, lasted, slowness
 from bench.gpu.nvml import Nvml, Sample, Sampler, reasons_of
 
 LIBRARY = """
@@ -82,7 +82,14 @@ def test_slowness_is_beside_the_median_of_each_kernel() -> None:
 
     first, *lines = slowness([k for call, slow in enumerate((1, 1, 5)) for k in graph(call, slow)], 3)
     assert first == "27 kernels, 0 more than 3 prompts of 9"
-    assert [line.split("; ")[1:] for line in lines[1:]] == [
-        ["by quarter, kernels take 1.00 1.00 1.00 1.00 of their medians", "collectives 1.00"],
-        ["by quarter, kernels take 1.00 1.00 5.00 5.00 of their medians", "collectives 5.00"],
-    ]
+    assert lines[1].startswith(
+        "   0.01 ms, of which idle   0.01; by quarter, kernels take 1.00 1.00 1.00 1.00 of their"
+    )
+    assert (
+        "kernels take 1.00 1.00 5.00 5.00 of their medians; collectives 5.00 (median 5.00, longest 0.00 ms)" in lines[2]
+    )
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    kernels = [Kernel("a", 0, 3_000_000, 1), Kernel("b", 1_000_000, 1_000_000, 1), Kernel("c", 5_000_000, 2_000_000, 1)]
+    assert (lasted(kernels), busy(kernels)) == (7.0, 5.0)

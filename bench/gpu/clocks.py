@@ -102,15 +102,37 @@ def slowness(kernels: Sequence[account.Kernel], count: int) -> list[str]:
     usual = [max(1, statistics.median(prompt[i].duration for prompt in prompts)) for i in range(size)]
     lines = [f"{len(ordered)} kernels, {len(ordered) % count} more than {count} prompts of {size}"]
     for prompt in prompts:
-        ratios: dict[bool, list[float]] = {False: [], True: []}
+        parts: dict[bool, list[tuple[float, float]]] = {
+            False: [],
+            True: [],
+        }  # of collectives: duration and median in ns
         for kernel, median in zip(prompt, usual, strict=True):
-            ratios[kernel.name.startswith(COLLECTIVES)].append(kernel.duration / median)
-        ms = (max(k.begin + k.duration for k in prompt) - min(k.begin for k in prompt)) / 1e6
-        part = max(1, len(ratios[False]) // 4)
-        shown = " ".join(f"{statistics.median(ratios[False][i : i + part]):.2f}" for i in range(0, 4 * part, part))
-        sums = f"{statistics.median(ratios[True]):.2f}" if ratios[True] else "-"
-        lines.append(f"{ms:7.2f} ms; by quarter, kernels take {shown} of their medians; collectives {sums}")
+            parts[kernel.name.startswith(COLLECTIVES)].append((kernel.duration, median))
+        ratios = [duration / median for duration, median in parts[False]]
+        part = max(1, len(ratios) // 4)
+        shown = " ".join(f"{statistics.median(ratios[i : i + part]):.2f}" for i in range(0, 4 * part, part))
+        sums = parts[True] or [(0.0, 1.0)]
+        lines.append(
+            f"{lasted(prompt):7.2f} ms, of which idle {lasted(prompt) - busy(prompt):6.2f}; by quarter, kernels take"
+            f" {shown} of their medians; collectives {sum(d for d, _ in sums) / sum(m for _, m in sums):.2f}"
+            f" (median {statistics.median(d / m for d, m in sums):.2f}, longest {max(d for d, _ in sums) / 1e6:.2f} ms)"
+        )
     return lines
+
+
+def lasted(kernels: Sequence[account.Kernel]) -> float:
+    """Return the milliseconds from the first begin to the last end."""
+    return (max(k.begin + k.duration for k in kernels) - min(k.begin for k in kernels)) / 1e6
+
+
+def busy(kernels: Sequence[account.Kernel]) -> float:
+    """Return the milliseconds during which at least one kernel runs."""
+    total, end = 0, 0
+    for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
+        last = kernel.begin + kernel.duration
+        total += max(0, last - max(end, kernel.begin))
+        end = max(end, last)
+    return total / 1e6
 
 
 def kinds_of(session: Session) -> list[list[Span]]:
