@@ -23,5 +23,5 @@ def test_each_engine_gets_as_many_requests_as_one_alone(tmp_path: Path, capsys: 
         out = tmp_path / "rates.json"
         assert instances.main([str(tmp_path / "model.llmc"), *sizes, *words, f"--json={out}"]) == 0
         shown = capsys.readouterr().out
-        assert "1 engines, 3 requests: " in shown and f"2 engines, {of_two} requests: " in shown
+        assert "1 engines, 3 requests (3): " in shown and f"2 engines, {of_two} requests (" in shown
         assert set(json.loads(out.read_text())) == {"1", "2"}

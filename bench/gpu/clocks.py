@@ -8,7 +8,7 @@ time, and of each GPU the lowest and the highest clock (MHz), the highest power 
 case         prompts
 N            one after the other, N ms between the end of one and the next (0: none)
 decode       each after 32 steps of 64 rows
-kernels      none between, rank 0 recorded by CUPTI: how much longer products and collectives take than their median
+kernelsN     as N, with rank 0 recorded by CUPTI: how much longer products and collectives take than their medians
 offline      512 requests of 512 tokens in and 256 out; a line is a kind of step
 """
 
@@ -29,7 +29,7 @@ from bench.gpu.floors import H200
 from bench.gpu.nvml import Sample, Sampler, reasons_of
 from bench.gpu.plan import MODELS
 
-CASES = "300,0,0,5,20,100,decode,kernels,0,offline"
+CASES = "300,0,5,20,100,decode,kernels0,kernels20,0,offline"
 DECODE_ROWS, DECODE_STEPS = 64, 33
 COLLECTIVES = ("llmc_all_reduce", "llmc_all_gather")  # how names of their kernels begin
 
@@ -164,8 +164,9 @@ def measure(session: Session, cases: Sequence[str], count: int, tokens: int) -> 
         with Sampler() as sampler:
             if case == "offline":
                 groups = kinds_of(session)
-            elif case == "kernels":
-                lines = slowness(account.recorded(partial(prompts_of, session, "0", count, tokens)), count)
+            elif case.startswith("kernels"):
+                pause = case.removeprefix("kernels")
+                lines = slowness(account.recorded(partial(prompts_of, session, pause, count, tokens)), count)
             else:
                 groups = [[span] for span in prompts_of(session, case, count, tokens)]
         print(f"-- case {case}, {len(sampler.samples)} samples", flush=True)

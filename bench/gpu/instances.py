@@ -22,11 +22,14 @@ import time
 from pathlib import Path
 
 from llmc_runtime import AsyncLLM, SamplingParams
+from llmc_runtime.engine.instances import MeteredOutputs
 
 
-async def one_round(model: Path, engines: int, requests: int, plan: argparse.Namespace) -> tuple[float, float]:
-    """Return the output tokens per second of all requests, after a few that capture graphs, and the share of one
-    processor that the front took meanwhile."""
+async def one_round(
+    model: Path, engines: int, requests: int, plan: argparse.Namespace
+) -> tuple[float, float, list[int]]:
+    """Return the output tokens per second of all requests, after a few that capture graphs, the share of one processor
+    that the front took meanwhile, and how many requests each of several engines got."""
     more = {"data_parallel_size": engines} if engines > 1 else {}
     async with AsyncLLM(model, enable_prefix_caching=False, **more) as llm:
         vocab = llm.vocab_size
@@ -41,9 +44,15 @@ async def one_round(model: Path, engines: int, requests: int, plan: argparse.Nam
 
         await asyncio.gather(*(request(f"first-{i}", 32) for i in range(requests)))
         begin, used = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(request(f"counted-{i}", plan.output) for i in range(requests)))
+        tasks = [asyncio.create_task(request(f"counted-{i}", plan.output)) for i in range(requests)]
+        shares: list[int] = []
+        while sum(shares) < requests and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+            metered = [engine.outputs for engine in llm.engines if isinstance(engine.outputs, MeteredOutputs)]
+            shares = [outputs.load.sequences for outputs in metered] or [requests]
+        await asyncio.gather(*tasks)
         seconds = time.perf_counter() - begin
-        return requests * plan.output / seconds, (time.process_time() - used) / seconds
+        return requests * plan.output / seconds, (time.process_time() - used) / seconds, shares
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,9 +75,9 @@ def main(argv: list[str]) -> int:
     for _ in range(plan.rounds):
         for engines in plan.engines:
             requests = plan.requests * (engines if plan.each else 1)
-            rate, busy = asyncio.run(one_round(plan.model, engines, requests, plan))
+            rate, busy, shares = asyncio.run(one_round(plan.model, engines, requests, plan))
             found[engines].append(rate)
-            load = f"{engines} engines, {requests} requests"
+            load = f"{engines} engines, {requests} requests ({' + '.join(map(str, shares))})"
             print(f"{load}: {rate:.0f} output tokens/s, front {busy:.0%} of a processor", flush=True)
     base = statistics.median(found[plan.engines[0]])
     print("| engines | output tokens/s, median | rounds | beside the first |\n|---|---|---|---|")
