@@ -60,6 +60,15 @@ def test_parts_of_a_row_keep_its_scale(name: str, tmp_path: Path, monkeypatch: p
         assert sum(n.op.name == "all_reduce" for n in graph.nodes) >= 2
 
 
+@pytest.mark.drawn
+def test_a_projection_whose_tiles_do_not_divide_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """320 rows over two ranks are 2.5 tiles of 64 rows each."""
+    sizes = common.SMALL | HEADS | {"head_dim": 64, "vocab_size": 320}
+    monkeypatch.setattr(common, "BASES", {**common.BASES, "llama": ("llama", sizes)})
+    for _, graph in parts(made(CASES["fp8-embedding"], tmp_path / "model").folder, 320, (2,)):
+        assert not any(n.op.name == "all_gather" for n in graph.nodes)
+
+
 def parts(folder: Path, vocab: int, counts: Sequence[int]) -> Iterator[tuple[int, Graph]]:
     """Compare the ranks of a model, for each number of them, with the whole model; yield the number and the graph."""
     tokens, positions = prompts((9,), vocab)
