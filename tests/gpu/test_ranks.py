@@ -71,8 +71,8 @@ MODELS = {
     "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06),
     "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.1, routed=0.05),
     "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
-    "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 2.0, 0.2, kv_cache="fp8"),
-    "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 3.0, 0.5, "fp8"),
+    "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, kv_cache="fp8"),
+    "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 4.0, 0.8, "fp8"),
 }
 UNIT = 1 / 16  # of weights: files of few different numbers can be compressed
 STEPS = 24
