@@ -56,6 +56,15 @@ class Type:
         size = self.format.block[axis - self.rank + 2]
         return size > 0 and Dim.of(length).divisible(size)
 
+    def can_cut(self, axis: int, at: DimLike) -> bool:
+        """Whether a quantised tensor can be cut in front of element `at` of an axis; true for other tensors.
+
+        It can between two blocks, and anywhere in a block that spans the axis: both parts keep its scale.
+        """
+        if self.format is None or axis < self.rank - 2:
+            return True
+        return self.format.block[axis - self.rank + 2] == 0 or self.whole_blocks(axis, at)
+
     def with_shape(self, *shape: DimLike) -> Type:
         """Return this type with another shape."""
         return Type(self.dtype, tuple(Dim.of(d) for d in shape), self.state, self.format)

@@ -1,11 +1,15 @@
 """Ranks on two or more GPUs: collectives on random data, small models compared with one rank, ranks that fail.
 
-python tests/gpu/test_ranks.py [MODEL...]                        compile the models (on any machine): build/gpu/ranks
-pytest tests/gpu/test_ranks.py --confcutdir tests/gpu            about a minute for each number of ranks
+python tests/gpu/test_ranks.py [--ranks N...] [--models NAME...]     compile on any machine what is missing
+pytest tests/gpu/test_ranks.py --confcutdir tests/gpu                about a minute for each number of ranks
+
+Models and kernels of collectives are in build/gpu/ranks, a few MB, which can be copied to the machine with the GPUs.
+What is missing there is compiled by the test that needs it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import functools
 import os
@@ -15,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +62,7 @@ class Model(NamedTuple):
     mean: float
     quant: str = "none"
     routed: float = 0.0
+    kv_cache: str = "auto"
 
 
 MODELS = {
@@ -65,8 +71,10 @@ MODELS = {
     "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06),
     "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.1, routed=0.05),
     "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
-    "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 3.0, 0.5, "fp8"),
+    "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, kv_cache="fp8"),
+    "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 4.0, 0.8, "fp8"),
 }
+UNIT = 1 / 16  # of weights: files of few different numbers can be compressed
 STEPS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=8)
 DRAWN = SamplingParams(temperature=1, seed=7, max_tokens=STEPS, ignore_eos=True, repetition_penalty=1.2)
@@ -76,24 +84,28 @@ def path_of(name: str, ranks: int) -> Path:
     return FOLDER / f"{name}-{ranks}.llmc"
 
 
-def make(name: str) -> None:
-    """Compile the artifacts of a model that are missing: for one rank, and for several."""
-    missing = [r for r in (1, *RANKS) if not (path_of(name, r) / "manifest.json").is_file()]
+def make(name: str, counts: Sequence[int]) -> None:
+    """Compile the artifacts of a model for these numbers of ranks that are missing."""
+    missing = [r for r in counts if not (path_of(name, r) / "manifest.json").is_file()]
     if not missing:
         return
     import torch
-    from models.kit import save
+    from models.kit import build
 
     from llmc.driver import compile_model
     from llmc.options import Options
 
     model = MODELS[name]
     with tempfile.TemporaryDirectory() as scratch:
-        save(model.case, Path(scratch) / "model", 5, getattr(torch, model.dtype))
+        checkpoint = build(model.case, 5, getattr(torch, model.dtype))
+        for weight in checkpoint.parameters():
+            weight.data = (weight.data / UNIT).round() * UNIT
+        checkpoint.save_pretrained(Path(scratch) / "model")
         for ranks in missing:
             options = Options(
                 target="cuda:sm_90", dtype=model.dtype, max_model_len=128, max_num_seqs=20, max_num_batched_tokens=64,
                 cache=FOLDER.parent / "cache", reuse=False, tensor_parallel_size=ranks, quant=model.quant,
+                kv_cache_dtype=model.kv_cache,
             )  # fmt: skip
             compile_model(Path(scratch) / "model", path_of(name, ranks), options, force=True)
 
@@ -123,13 +135,13 @@ def ranks(request: pytest.FixtureRequest) -> int:
 
 @functools.cache
 def work(ranks: int) -> Work:
-    return compile_graph(rank_work.text(ranks), FOLDER.parent / "cache")
+    return compile_graph(rank_work.text(ranks), FOLDER / "cache")
 
 
 @functools.cache
 def in_parts(ranks: int) -> Work:
     """The same, with sums in parts, which two ranks do not need."""
-    return compile_graph(rank_work.text(ranks), FOLDER.parent / "cache", {"parts": ranks})
+    return compile_graph(rank_work.text(ranks), FOLDER / "cache", {"parts": ranks})
 
 
 def test_collectives_on_changing_data(ranks: int) -> None:
@@ -169,7 +181,7 @@ def prompts() -> list[list[int]]:
 @functools.cache
 def outputs(name: str, ranks: int) -> list[Output]:
     """The tokens after each prompt, greedy and drawn, with log-probabilities of the greedy ones."""
-    make(name)
+    make(name, [ranks])
     llm = LLM(path_of(name, ranks), say=lambda text: None)
     try:
         todo = [(p, params) for p in prompts() for params in (GREEDY, DRAWN)]
@@ -223,7 +235,7 @@ def ranks_of(parent: int) -> list[int]:
 
 def test_a_killed_rank_ends_the_group(ranks: int) -> None:
     name = "llama-float32"
-    make(name)
+    make(name, [ranks])
     llm = LLM(path_of(name, ranks), say=lambda text: None)
     others = ranks_of(os.getpid())
     assert len(others) == ranks - 1
@@ -252,7 +264,7 @@ def test_a_killed_rank_ends_the_group(ranks: int) -> None:
 
 def test_a_server_s_engine_starts_again_after_a_rank_was_killed(ranks: int) -> None:
     name = "llama-float32"
-    make(name)
+    make(name, [ranks])
 
     async def answer(llm: AsyncLLM) -> RequestOutput | LlmcError:
         try:
@@ -279,5 +291,11 @@ def test_a_server_s_engine_starts_again_after_a_rank_was_killed(ranks: int) -> N
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or MODELS:
-        make(each)
+    ap = argparse.ArgumentParser(description="Compile what these tests need into build/gpu/ranks.")
+    ap.add_argument("--ranks", type=int, nargs="+", default=RANKS, choices=RANKS, metavar="N", help="(2 4)")
+    ap.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME", help="(all)")
+    asked = ap.parse_args()
+    for count in asked.ranks:
+        work(count), in_parts(count)
+    for each in asked.models:
+        make(each, [1, *asked.ranks])

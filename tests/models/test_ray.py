@@ -32,7 +32,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 RAY = Path(sys.executable).with_name("ray")
 PROMPT = {"prompt_token_ids": [7, 11, 13, 17]}
 PARAMS = SamplingParams(temperature=1, seed=5, max_tokens=30, ignore_eos=True)
-STARTED = 60.0  # seconds for a node of Ray
+STARTED = 200.0  # seconds for a node of Ray
 
 
 class Cluster:

@@ -33,22 +33,27 @@ graph @main(%x: f32[T, 64], %gu: weight f32[{both}, 64], %d: weight f32[64, {col
 """
 
 
-def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its_pool() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("pool", ["bf16", "f8e4m3"])
+def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its_pool(pool: str, ranks: int) -> None:
+    """Scales of a pool of 8-bit floats, one for each head of the keys and of the values, go with the heads. Four ranks
+    share two of them."""
     registry = load()
     m = parse(TEXT.read_text(), registry.opset())
     ctx = Ctx(registry.opset())
-    run_pipeline(m, parse_pipeline("page-attention{rows=8, max_len=64}", registry.passes), ctx)
+    run_pipeline(m, parse_pipeline(f"page-attention{{rows=8, max_len=64, kv={pool}}}", registry.passes), ctx)
     g = m.graphs["main"]
     inputs = draw(m, g, np.random.default_rng(0))
+    assert (pool == "bf16") != any(v.name == "kv_scales.0" for v in g.inputs)
     want = run(g, [inputs.arrays[v.name] for v in g.inputs], inputs.sizes, exact=True)
-    run_pipeline(m, parse_pipeline("shard{ranks=2}", registry.passes), ctx)
-    pool = inputs.arrays["kv.0"]
-    arrays = [inputs.arrays | {"kv.0": pool[:, :, r : r + 1]} for r in range(2)]
-    both = run_ranks(g, [[own[v.name] for v in g.inputs] for own in arrays], inputs.sizes, exact=True)
-    for got in both:
+    run_pipeline(m, parse_pipeline(f"shard{{ranks={ranks}}}", registry.passes), ctx)
+    whole, heads = inputs.arrays["kv.0"], [r * 2 // ranks for r in range(ranks)]
+    arrays = [inputs.arrays | {"kv.0": whole[:, :, head : head + 1]} for head in heads]
+    found = run_ranks(g, [[own[v.name] for v in g.inputs] for own in arrays], inputs.sizes, exact=True)
+    for head, got in zip(heads, found, strict=True):
         for x, y in zip(got[:-1], want[:-1], strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(np.concatenate([got[-1] for got in both], 2), want[-1], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(got[-1], want[-1][:, :, head : head + 1], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_engines_are_restarted_one_at_a_time_while_the_others_serve() -> None:
         assert not {*before} & {*after} and server.llm.restarts == 0 and server.llm.state == "ready"
         assert restart(server, engine=1).json() == {"restarted": [1]} and server.llm.engines[0].pid == after[0]
         assert restart(server, engine=2).status_code == restart(server, drain=-1).status_code == 400
+        misspelled = restart(server, engines=[1])
+        assert misspelled.status_code == 400 and "there are: engine, drain" in misspelled.json()["error"]["message"]
 
 
 def test_a_restart_of_the_only_engine_refuses_requests_and_ends_those_that_take_too_long() -> None:

@@ -60,7 +60,7 @@ def _slice_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     if start.const is not None and stop.const is not None and start.const > stop.const:
         raise Mismatch(f"start {start} is after stop {stop}")
     ends = [d for d in (start, stop) if d != 0 and d != x.shape[a]]
-    if x.format and not ((step == 1 or x.whole_blocks(a, 1)) and all(x.whole_blocks(a, d) for d in ends)):
+    if not ((step == 1 or x.can_cut(a, 1)) and all(x.can_cut(a, d) for d in ends)):
         raise Mismatch(f"{x} cannot be cut inside of a block")
     return [x.with_shape(*x.shape[:a], (stop - start).ceildiv(step), *x.shape[a + 1 :])]
 

@@ -75,9 +75,6 @@ class _Planner:
     def split_attention(self) -> None:
         """Split attention by heads. Raises Diagnostic E437 if they do not divide."""
         for n in self._nodes(*EXPANDED, *LATENT):
-            if n.operand("scales") is not None:
-                cause = "KV pools of 8-bit floats cannot be sharded"
-                raise Diagnostic("E437", cause, "use kv=bf16 in page-attention", node=n)
             relation = heads_of(n, self.ranks)
             if relation is None:
                 heads = int(n.operands[0].type.shape[1])
@@ -144,7 +141,9 @@ class _Planner:
             relation = relate(n, n.result, Split(last, self.ranks, unit), self.ranks)
             in_groups = self._region(n, relation, gather=False) if relation else ""
             region = region if isinstance(in_groups, str) else in_groups
-        if size % self.ranks and n.operands[1].type.format is not None:
+        weight = n.operands[1].type
+        even = size % self.ranks == 0
+        if weight.format is not None and not (even and (reduced or weight.can_cut(0, size // self.ranks))):
             cause = f"{size} quantised columns do not divide over {self.ranks} ranks"
             if reduced:
                 raise _error(n, cause, _divisors(size))

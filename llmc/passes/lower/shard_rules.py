@@ -152,7 +152,7 @@ def _rope(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 # The axis of the heads of each operand and result of attention: those of the query, or those of the keys and values.
 QUERY_HEADS = MappingProxyType({"q": 1, "rotary": 1, "sinks": 0, "slopes": 0})
-KV_HEADS = MappingProxyType({"k": 1, "v": 1, "kv": 2})
+KV_HEADS = MappingProxyType({"k": 1, "v": 1, "kv": 2, "scales": 0})
 EXPANDED = ("attention", "paged_attention", "alibi_attention", "paged_alibi_attention")  # keys of each head or group
 LATENT = ("latent_attention", "paged_latent_attention")  # all heads share one key: every rank has the whole pool
 
@@ -171,12 +171,14 @@ def kv_parts(n: Node, ranks: int) -> int | None:
 def heads_of(n: Node, ranks: int) -> Relation | None:
     """Return the relation of attention that is split by heads; None if the heads do not divide."""
     parts = kv_parts(n, ranks)
-    if parts is None or n.operands[0].type.shape[1].divide(ranks) is None or n.operand("scales") is not None:
+    if parts is None or n.operands[0].type.shape[1].divide(ranks) is None:
         return None
     splits: dict[str, Split | None] = {name: Split(axis, ranks) for name, axis in QUERY_HEADS.items()}
     splits |= {name: Split(axis, parts) if parts > 1 else None for name, axis in KV_HEADS.items()}
-    names = n.op.places([x.type for x in n.operands])
-    return Relation(tuple(splits.get(name) for name in names), (Split(1, ranks),))
+    at = n.op.places([x.type for x in n.operands])
+    scaled = parts > 1 and n.operand("scales") is not None
+    halves = (at["scales"],) if scaled else ()  # scales of the keys, then of the values
+    return Relation(tuple(splits.get(name) for name in at), (Split(1, ranks),), halves=halves)
 
 
 def _attention(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
@@ -193,10 +195,11 @@ def _head_matmul(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def _kv_append(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    if n.operand("scales") is not None or s.axis != (2 if v.type.state else 1):
+    if s.axis != (2 if v.type.state else 1):
         return None
     pool, heads = Split(2, s.parts), Split(1, s.parts)
-    return Relation((pool, heads, heads, None), (pool,))
+    scales = (Split(0, s.parts),) * (len(n.operands) - 4)
+    return Relation((pool, heads, heads, None, *scales), (pool,), halves=tuple(range(4, len(n.operands))))
 
 
 def experts_of(n: Node, ranks: int, unit: int = 1) -> Relation | None:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,9 +155,16 @@ class Admin:
     async def _read(self, request: Request, kind: type[T]) -> T:
         body = await read_body(request, replace(self.limits, body=_MAX_BODY), self.serving.bodies)
         try:
-            return parse(body.data, kind, self.serving.meters.unknown)
+            return parse(body.data, kind, partial(_refuse_unknown, kind))
         finally:
             body.drop()
+
+
+def _refuse_unknown(kind: type[msgspec.Struct], count: int) -> None:
+    """Raise ApiError 400 for unknown fields: without a misspelled `engine`, a restart would be one of all engines."""
+    if count:
+        known = ", ".join(kind.__struct_fields__)
+        raise ApiError(f"{count} unknown fields; there are: {known}", code="unknown_field")
 
 
 def state_of(serving: Serving) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Embeddings and output projections that a checkpoint stores as codes, divided over ranks."""
+"""Weights that a checkpoint stores as codes, divided over ranks: products, embeddings and output projections."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from quant.test_handmade import CASES, made
 
 from llmc.check.run_ranks import run_ranks
 from llmc.extension import load
+from llmc.ir.graph import Graph
 from llmc.ir.interp import run
 from llmc.ir.text import parse, show
 from llmc.passes.base import Ctx
@@ -40,9 +42,38 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 def test_all_ranks_together_are_the_whole_model(name: str, model: int, tmp_path: Path) -> None:
     """A table that is looked up is divided as numbers, and takes 1/W of the memory; a projection's codes are divided
     where their rows divide."""
-    tokens, positions = prompts((9,), model)
+    for ranks, graph in parts(made(CASES[name], tmp_path / "model").folder, model, (2, 4)):
+        (lookup,) = [n for n in graph.nodes if n.op.name == "take_part"]
+        assert lookup.operands[0].type.shape[0].const == -(-model // ranks)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ["ct-mixed", "ct-order-of-targets", "ct-mixture", "fbgemm", "gptq-8-bit-rows"])
+def test_parts_of_a_row_keep_its_scale(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of products by rows, which have parts of the columns: scales of rows or of the whole tensor, and of groups."""
+    sizes = common.SMALL | HEADS | {"head_dim": 64}
+    experts = {name: common.BASES["qwen3_moe"][1][name] for name in ("num_experts", "num_experts_per_tok")}
+    routed = sizes | experts | {"moe_intermediate_size": 64, "mlp_only_layers": [1]}
+    bases = {"llama": ("llama", sizes), "qwen3_moe": ("qwen3_moe", routed), "mixtral": ("mixtral", sizes | experts)}
+    monkeypatch.setattr(common, "BASES", {**common.BASES, **bases})
+    for _, graph in parts(made(CASES[name], tmp_path / "model").folder, 80, (2,)):
+        assert sum(n.op.name == "all_reduce" for n in graph.nodes) >= 2
+
+
+@pytest.mark.drawn
+def test_a_projection_whose_tiles_do_not_divide_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """320 rows over two ranks are 2.5 tiles of 64 rows each."""
+    sizes = common.SMALL | HEADS | {"head_dim": 64, "vocab_size": 320}
+    monkeypatch.setattr(common, "BASES", {**common.BASES, "llama": ("llama", sizes)})
+    for _, graph in parts(made(CASES["fp8-embedding"], tmp_path / "model").folder, 320, (2,)):
+        assert not any(n.op.name == "all_gather" for n in graph.nodes)
+
+
+def parts(folder: Path, vocab: int, counts: Sequence[int]) -> Iterator[tuple[int, Graph]]:
+    """Compare the ranks of a model, for each number of them, with the whole model; yield the number and the graph."""
+    tokens, positions = prompts((9,), vocab)
     passes, ops = load().passes, load().opset()
-    with opened(made(CASES[name], tmp_path / "model").folder) as checkpoint:
+    with opened(folder) as checkpoint:
         module = checkpoint.traced.module
         use_codes(module, checkpoint, ops)
         run_pipeline(module, parse_pipeline(PASSES, passes), Ctx(ops))
@@ -51,13 +82,12 @@ def test_all_ranks_together_are_the_whole_model(name: str, model: int, tmp_path:
         inputs = [checkpoint.read(v.name) if v.weight else fixed[v.name] for v in graph.inputs]
     (want,) = run(graph, inputs, exact=True)
     whole = show(module)
-    for ranks in (2, 4):
+    for ranks in counts:
         part = parse(whole, ops)
         run_pipeline(part, parse_pipeline(f"shard{{ranks={ranks}}}", passes), Ctx(ops))
-        (lookup,) = [n for n in part.graphs["main"].nodes if n.op.name == "take_part"]
-        assert lookup.operands[0].type.shape[0].const == -(-model // ranks)
         for (got,) in run_ranks(part.graphs["main"], [inputs] * ranks, exact=True):
             assert relative_error(got, want) <= 1e-12
+        yield ranks, part.graphs["main"]
 
 
 @pytest.mark.drawn
