@@ -55,15 +55,23 @@ class KeyBounds(NamedTuple):
 
 
 @triton.jit
-def find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """Return (row of the page table, first token, end of the row's tokens) of this program's tile.
+def find_tile(
+    rows_ptr,
+    starts_ptr,
+    row_count,
+    token_count,
+    TILE_TOKENS: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    AXIS: tl.constexpr = 0,
+):
+    """Return (row of the page table, first token, end of the row's tokens) of this program's tile, by its AXIS.
 
     The first tile of row i has the number starts[i] // TILE_TOKENS + i, so that the tiles of different rows never
     overlap; a program whose tile is behind its row's tokens returns at once. The padding after the last row counts as
     one more row, with the value -1, which is also the value for rows of fewer than MIN_TOKENS tokens. The last tiles,
     whose queries attend to the most keys, run first.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = tl.num_programs(AXIS) - 1 - tl.program_id(AXIS)
     index = tile * 0 - 1
     for first in range(0, row_count + 1, ROWS_PER_STEP):
         candidate = first + tl.arange(0, ROWS_PER_STEP)
@@ -213,6 +221,7 @@ def paged_prefill(
     PART: tl.constexpr,  # keys of a part with a softmax of its own, a multiple of KEYS_PER_TILE; 0: one softmax
     QUERY_ROWS: tl.constexpr,  # rows of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
+    TILE_AXIS: tl.constexpr,  # of the grid; the other one is that of the key heads
     DOT_DTYPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -221,8 +230,8 @@ def paged_prefill(
     wait_for_previous(DEPENDENT_LAUNCH)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP
-    kv_head = tl.program_id(1)
-    row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS)
+    kv_head = tl.program_id(1 - TILE_AXIS)
+    row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS, TILE_AXIS)
     if begin >= stop:
         return
     key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
