@@ -14,16 +14,16 @@ from pathlib import Path
 from bench.gpu import attention as base
 from bench.gpu.attention import Bench, Card, Heads, Launch, Setting, Way, compile_all, entry_path, floor_us, read_entry
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION
+from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.extension import load
 
 SCALE = f"scale={128**-0.5!r}"
-TILES = (
-    (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3),
-    (64, 32, 4, 2), (64, 128, 4, 2),
-)  # fmt: skip
+TILES = ((64, 64, 4, 3), (64, 32, 4, 3))
 SINGLES = ((32, 4, 2), (32, 3, 2), (64, 2, 4))
+MIXED = ((64, 64, 4, 3, 64), (64, 64, 4, 2, 64), (64, 32, 4, 3, 64), (64, 32, 4, 3, 32), (64, 64, 4, 3, 32),
+         (64, 64, 4, 4, 32), (128, 64, 8, 3, 64), (128, 64, 8, 2, 64))  # fmt: skip
 CHUNKS = ((576, 1152, 1100), (576, 1728, 1100), (576, 1728, 2000), (448, 1728, 1600), (704, 1728, 300), (576, 576, 1100))
 for new, total, context in CHUNKS:
     base.CASES[f"{new}-of-{total}-and-64x{context}"] = [*[(1, context)] * 64, (new, total)]
@@ -54,6 +54,11 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
         yield Way(case, "flash + single 32,3,2", (flash, singles[32, 3, 2, 1]))
     for key, single in singles.items():
         yield Way(case, f"single {key}", (single,))
+    every = base.node_of("paged_attention", "T", f"{{{SCALE}}}", s)
+    for rows, keys, warps, stages, single in MIXED:
+        schedule = {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "single": single}
+        mixed = Launch(every, MIXED_ATTENTION.emit(every, schedule, s.target), (*s.operands("paged_attention"), "y"))
+        yield Way(case, f"mixed {rows},{keys},{warps},{stages},{single}", (mixed,))
     for rows, keys, warps, stages in TILES:
         schedule = {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
         source = PREFILL_ATTENTION.emit(many, schedule, s.target)
@@ -88,7 +93,7 @@ def main() -> None:
             for way in some:
                 made = {x.key: read_entry(entry_path(binaries, x.key)) for x in way.launches}
                 error = -1.0
-                if len(way.launches) == 2:
+                if len(way.launches) == 2 or way.name.startswith("mixed"):
                     got = bench.result(way, made)
                     first = want.setdefault("y", got)
                     error = float((got - first).norm() / first.norm())

@@ -16,6 +16,7 @@ from kernels.triton_order import memory_order
 
 from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
 from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
+from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, TritonKernel, float8
@@ -195,7 +196,7 @@ def test_mixtures_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> Non
     run_case(case, DETERMINISTIC)
 
 
-@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION, MIXED_ATTENTION], ids=lambda k: k.name)
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_mixtures(i: int, kernel: TritonKernel) -> None:
     rng = fresh()
@@ -203,7 +204,7 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
         run_case(MIXED[i].case(kernel, rng, schedule))
 
 
-@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION, MIXED_ATTENTION], ids=lambda k: k.name)
 def test_both_directions(kernel: TritonKernel) -> None:
     """At the position of its prompt's last token, each token attends to the whole prompt."""
     case = Paged((8, 2, 64), [(40, 40), (1, 1), None, (17, 17), (3, 3)], behind=2).case(kernel, fresh())
@@ -229,6 +230,7 @@ def test_drawn(_: int) -> None:
     for splits in (0, int(rng.integers(1, 9))):
         run_case(drawn(rng, True).case(DECODE_ATTENTION, rng, at, splits))
     run_case(drawn(rng, False).case(PREFILL_ATTENTION, rng, at))
+    run_case(drawn(rng, False).case(MIXED_ATTENTION, rng, at))
 
 
 def prompt(
