@@ -9,6 +9,8 @@ from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
+MIXED_TOKENS = 768  # tokens of a step up to which one kernel computes prompts and decoding rows
+
 
 @dataclass(frozen=True)
 class SplitSingle(NodePass):
@@ -16,15 +18,22 @@ class SplitSingle(NodePass):
 
     Applies to graphs with any number of tokens per row; paged_attention then skips those rows, also if FlashAttention
     computes it: on an H200, that takes about twice as long for them as a kernel for single tokens.
+
+    Graphs of at most `above` tokens remain as they are: there, one launch computes both kinds of rows at the same time
+    (`triton/mixed_attention`).
     """
 
     name: ClassVar[str] = "split-single"
     ops: ClassVar[tuple[str, ...]] = ("paged_attention",)
 
+    above: int = MIXED_TOKENS
+
     def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
         """Rewrite one node, unless it is split already or every row has one token; return whether it was rewritten."""
         q, kv, pages, rows, starts, positions, *rest = n.operands
         if not _several(m, g, n) or q.type.shape[0] == rows.type.shape[0] or n.attrs["least"] > 1:
+            return False
+        if q.type.shape[0].bounds(m.bounds(g))[1] <= self.above:
             return False
         if not ctx.spend():
             return False

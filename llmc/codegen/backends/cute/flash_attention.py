@@ -16,6 +16,7 @@ from llmc.codegen.emit import Sizes, describe
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
+from llmc.passes.split.split_single import MIXED_TOKENS
 from llmc.targets.target import PDL, Target
 
 FILE = "flash_attention.py"
@@ -29,7 +30,7 @@ SWIZZLE, SWIZZLED = 3, 64  # 128 bytes, which are 64 elements
 ALIGN = 1024  # bytes before the buffers in shared memory, for barriers
 L2 = 50 << 20  # bytes of keys and values that the scheduler of tiles assumes to fit into the L2 cache
 LOG2_E = math.log2(math.e)
-LEAST = 512  # tokens of a step from which the kernel is taken without a measurement
+LEAST = MIXED_TOKENS + 1  # tokens of a step from which the kernel is taken without a measurement
 _RATE, _READS = 0.78, 0.8  # shares of the peak rate of products and of the bandwidth, measured on an H200
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llmc.codegen.backends.triton.decode_attention import OPERANDS, AttentionProblem, reject_attention
-from llmc.codegen.backends.triton.prefill_attention import tiles
+from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION, tiles
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.passes.split.split_single import MIXED_TOKENS
+from llmc.targets.target import PDL, Target
 
 
 class MixedAttention(TritonKernel):
@@ -24,7 +27,22 @@ class MixedAttention(TritonKernel):
         p = AttentionProblem.of(node)
         wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
         found = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
-        return [{**s, "keys": max(s["keys"], p.min_keys), "single": max(s["keys"], p.min_keys)} for s in found]
+        # Tiles of few rows and warps leave room for single tokens on each multiprocessor.
+        small = [s for s in found if s["warps"] <= 4]
+        return [{**s, "keys": max(s["keys"], p.min_keys), "single": max(s["keys"], p.min_keys)} for s in small]
+
+    def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
+        """Whether the node has prompts and decoding rows, and so few tokens that `split-single` does not apply.
+
+        `bench.gpu.pairs` compares the kernel with two launches.
+        """
+        tokens, rows = node.operands[0].type.shape[0], node.operands[3].type.shape[0]
+        several = tokens != rows and rows.const is None
+        return several and (tokens.subs(env).const or 0) <= MIXED_TOKENS and target.has(PDL) and not target.deterministic
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict the time of prefill attention with the same tiles."""
+        return PREFILL_ATTENTION.cost_us(node, schedule, target, env)
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
