@@ -13,7 +13,6 @@ from pathlib import Path
 
 from bench.gpu import attention as base
 from bench.gpu.attention import Bench, Card, Heads, Launch, Setting, Way, compile_all, entry_path, floor_us, read_entry
-from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION
 from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
@@ -47,18 +46,8 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
             source = SINGLE_TOKEN_ATTENTION.emit(one, {"keys": keys, "stages": stages, "warps": warps, "settled": settled}, s.target)
             singles[keys, stages, warps, settled] = Launch(one, source, (*s.operands("paged_attention_single"), "y"))
     first = singles[32, 4, 2, 1]
-    for schedule in FLASH_ATTENTION.schedules(many, s.target)[:1]:
-        flash = Launch(many, FLASH_ATTENTION.emit(many, schedule, s.target), (*s.operands("paged_attention"), "y"))
-        yield Way(case, "flash", (flash,))
-        yield Way(case, "flash + single", (flash, first))
-        yield Way(case, "flash + single 32,3,2", (flash, singles[32, 3, 2, 1]))
     for key, single in singles.items():
         yield Way(case, f"single {key}", (single,))
-    every = base.node_of("paged_attention", "T", f"{{{SCALE}}}", s)
-    for rows, keys, warps, stages, single in MIXED:
-        schedule = {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "single": single}
-        mixed = Launch(every, MIXED_ATTENTION.emit(every, schedule, s.target), (*s.operands("paged_attention"), "y"))
-        yield Way(case, f"mixed {rows},{keys},{warps},{stages},{single}", (mixed,))
     for rows, keys, warps, stages in TILES:
         schedule = {"rows": rows, "keys": keys, "warps": warps, "stages": stages}
         source = PREFILL_ATTENTION.emit(many, schedule, s.target)
@@ -70,6 +59,11 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
         yield Way(case, f"{name} new + single 32,3,2", (launch, singles[32, 3, 2, 1]))
         yield Way(case, f"{name} new + single 64,2,4", (launch, singles[64, 2, 4, 1]))
         yield Way(case, f"{name} new + single, waits", (launch, singles[32, 4, 2, 0]))
+    every = base.node_of("paged_attention", "T", f"{{{SCALE}}}", s)
+    for rows, keys, warps, stages, single in MIXED:
+        schedule = {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "single": single}
+        mixed = Launch(every, MIXED_ATTENTION.emit(every, schedule, s.target), (*s.operands("paged_attention"), "y"))
+        yield Way(case, f"mixed {rows},{keys},{warps},{stages},{single}", (mixed,))
 
 
 def main() -> None:

@@ -173,7 +173,7 @@ def test_a_preferred_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "tokens", "leads"),
     [
-        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 512, True), ({}, 256, False),
+        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 1024, True), ({}, 768, False),
         ({"attrs": "scale=0.1, window=64"}, 4096, False), ({"attrs": "scale=0.1, softcap=9.0"}, 4096, False),
         ({"sinks": True}, 4096, False), ({"dtype": "f16"}, 4096, False),
     ],
@@ -222,7 +222,7 @@ def test_a_compile_without_the_packages_says_what_it_did_without(monkeypatch: py
     ctx = Ctx(registry.opset(), sm_90(), registry.kernels)
     Select(prefer=("cute/flash_attention",)).run(made, ctx)
     (chosen,) = made.graphs["step"].nodes
-    assert chosen.choice["kernel"] == "triton/prefill_attention"
+    assert chosen.choice["kernel"] == "triton/mixed_attention"
     (note,) = [n for n in ctx.notes if "without the kernel" in n]
     assert "cute/flash_attention: flash-attn-4 is not installed; " in note and "[flash]" in note
     (row,) = ctx.choices

@@ -368,11 +368,14 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(DECODE_ATTENTION, rng, 0, on=target)
         yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
+            yield p.case(MIXED_ATTENTION, rng, schedule, on=target)
+        for schedule in range(3):
             yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
     for i in range(24):
         yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
         yield drawn(rng, True).case(DECODE_ATTENTION, rng, i, i % 9, target)
         yield drawn(rng, False).case(PREFILL_ATTENTION, rng, i, on=target)
+        yield drawn(rng, False).case(MIXED_ATTENTION, rng, i, on=target)
     yield from prompts(rng, target)
     yield from combines(rng, target)
 
@@ -385,6 +388,7 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
     cases = [
         PINNED[0].case(DECODE_ATTENTION, rng, int(rng.integers(6)), 4, target),
         MIXED[1].case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        MIXED[1].case(MIXED_ATTENTION, rng, int(rng.integers(3)), on=target),
         drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),
