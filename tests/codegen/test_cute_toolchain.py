@@ -173,7 +173,7 @@ def test_a_preferred_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "tokens", "leads"),
     [
-        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 1024, True), ({}, 768, False),
+        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 1024, True), ({"attrs": "scale=0.1, least=2"}, 768, False),
         ({"attrs": "scale=0.1, window=64"}, 4096, False), ({"attrs": "scale=0.1, softcap=9.0"}, 4096, False),
         ({"sinks": True}, 4096, False), ({"dtype": "f16"}, 4096, False),
     ],
