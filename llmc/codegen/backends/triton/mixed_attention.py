@@ -37,8 +37,9 @@ class MixedAttention(TritonKernel):
         `bench.gpu.pairs` compares the kernel with two launches.
         """
         tokens, rows = node.operands[0].type.shape[0], node.operands[3].type.shape[0]
-        several = tokens != rows and rows.const is None
-        return several and (tokens.subs(env).const or 0) <= MIXED_TOKENS and target.has(PDL) and not target.deterministic
+        if tokens == rows or rows.const is not None or not target.has(PDL) or target.deterministic:
+            return False
+        return (tokens.subs(env).const or 0) <= MIXED_TOKENS
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the time of prefill attention with the same tiles."""
