@@ -16,7 +16,7 @@ from llmc.codegen.emit import Sizes, describe
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
-from llmc.passes.split.split_single import MIXED_TOKENS
+from llmc.passes.split.split_single import in_one_launch
 from llmc.targets.target import PDL, Target
 
 FILE = "flash_attention.py"
@@ -30,7 +30,7 @@ SWIZZLE, SWIZZLED = 3, 64  # 128 bytes, which are 64 elements
 ALIGN = 1024  # bytes before the buffers in shared memory, for barriers
 L2 = 50 << 20  # bytes of keys and values that the scheduler of tiles assumes to fit into the L2 cache
 LOG2_E = math.log2(math.e)
-LEAST = MIXED_TOKENS + 1  # tokens of a step from which the kernel is taken without a measurement
+LEAST = 512  # tokens of a step from which the kernel is taken without a measurement
 _RATE, _READS = 0.78, 0.8  # shares of the peak rate of products and of the bandwidth, measured on an H200
 
 
@@ -111,7 +111,8 @@ class FlashAttention(Kernel):
         plain = not a["window"] and not a["softcap"] and node.operand("sinks") is None
         plain = plain and node.operands[0].type.dtype == "bf16"
         tokens = p.tokens.subs(env).const or 0
-        return plain and p.tokens != p.rows and tokens >= LEAST and not target.deterministic
+        plain = plain and p.tokens != p.rows and not in_one_launch(node, tokens)
+        return plain and tokens >= LEAST and not target.deterministic
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of tiles at a share of the peak, or the bytes of the keys that are seen."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.decode_attention import OPERANDS, AttentionProblem, reject_attention
-from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION, tiles
+from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION, WARP_ROWS, shared, tiles
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
-from llmc.passes.split.split_single import MIXED_TOKENS
+from llmc.passes.split.split_single import in_one_launch
 from llmc.targets.target import PDL, Target
+
+LARGE_ROWS, SINGLE_KEYS = 64, 64
 
 
 class MixedAttention(TritonKernel):
@@ -27,19 +29,21 @@ class MixedAttention(TritonKernel):
         p = AttentionProblem.of(node)
         wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
         found = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
-        # Tiles of few rows and warps leave room for single tokens on each multiprocessor.
-        small = [s for s in found if s["warps"] <= 4]
-        return [{**s, "keys": max(s["keys"], p.min_keys), "single": max(s["keys"], p.min_keys)} for s in small]
+        # Programs of 4 warps and tiles of 32 keys use 168 registers, so that three of them share a multiprocessor.
+        small = [s for s in found if s["warps"] <= 4 and s["keys"] <= 32]
+        return [{**s, "keys": max(s["keys"], p.min_keys), "single": self._single_keys(p, s, target)} for s in small]
+
+    def _single_keys(self, p: AttentionProblem, tile: Schedule, target: Target) -> int:
+        """Return the keys of the tiles of a single token: SINGLE_KEYS where a large tile of a prompt fits."""
+        if tile["rows"] < LARGE_ROWS:
+            return max(tile["keys"], p.min_keys)
+        nbytes = shared(WARP_ROWS, SINGLE_KEYS, tile["stages"], p.padded_dim, max(2, p.item_bytes), target)
+        return SINGLE_KEYS if nbytes <= target.limits.shared else max(tile["keys"], p.min_keys)
 
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
-        """Whether the node has prompts and decoding rows, and so few tokens that `split-single` does not apply.
-
-        `bench.gpu.pairs` compares the kernel with two launches.
-        """
-        tokens, rows = node.operands[0].type.shape[0], node.operands[3].type.shape[0]
-        if tokens == rows or rows.const is not None or not target.has(PDL) or target.deterministic:
-            return False
-        return (tokens.subs(env).const or 0) <= MIXED_TOKENS
+        """Whether `split-single` does not apply to the node. `bench.gpu.pairs` compares the kernel with two launches."""
+        tokens = node.operands[0].type.shape[0].subs(env).const or 0
+        return target.has(PDL) and not target.deterministic and in_one_launch(node, tokens)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the time of prefill attention with the same tiles."""
