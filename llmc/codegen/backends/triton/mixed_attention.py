@@ -41,7 +41,7 @@ class MixedAttention(TritonKernel):
         return SINGLE_KEYS if nbytes <= target.limits.shared else max(tile["keys"], p.min_keys)
 
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
-        """Whether `split-single` does not apply to the node. `bench.gpu.pairs` compares the kernel with two launches."""
+        """Whether `split-single` does not apply to the node. `bench.gpu.pairs` compares it with two launches."""
         tokens = node.operands[0].type.shape[0].subs(env).const or 0
         return target.has(PDL) and not target.deterministic and in_one_launch(node, tokens)
 
