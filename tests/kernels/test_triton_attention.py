@@ -29,16 +29,10 @@ from llmc.passes.split import split_kv
 from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
+# h, g, d
 SHAPES = (
-    (4, 4, 64),
-    (14, 2, 64),
-    (8, 1, 80),
-    (6, 2, 96),
-    (10, 2, 128),
-    (4, 2, 256),
-    (3, 1, 40),
-    (12, 2, 72),
-)  # h, g, d
+    (4, 4, 64), (14, 2, 64), (8, 1, 80), (6, 2, 96), (10, 2, 128), (4, 2, 256), (3, 1, 40), (12, 2, 72),
+)  # fmt: skip
 F8 = "f8e4m3"
 DETERMINISTIC = replace(INTERPRETED, deterministic=True)
 # A bfloat16 softmax; Triton's interpreter cuts where others round.
@@ -369,7 +363,6 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
             yield p.case(MIXED_ATTENTION, rng, schedule, on=target)
-        for schedule in range(3):
             yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
     for i in range(24):
         yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
