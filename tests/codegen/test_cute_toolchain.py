@@ -173,7 +173,7 @@ def test_a_preferred_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "tokens", "leads"),
     [
-        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 512, True), ({}, 256, False),
+        ({}, 4096, True), ({"attrs": "scale=0.1, least=2"}, 512, True), ({"attrs": "scale=0.1, least=2"}, 256, False),
         ({"attrs": "scale=0.1, window=64"}, 4096, False), ({"attrs": "scale=0.1, softcap=9.0"}, 4096, False),
         ({"sinks": True}, 4096, False), ({"dtype": "f16"}, 4096, False),
     ],
@@ -208,6 +208,21 @@ def test_single_tokens_beside_prompts_have_a_kernel_of_their_own(why: str, monke
     assert (best.kernel is FLASH_ATTENTION) == (not why)
 
 
+@pytest.mark.parametrize(("size", "tokens", "one"), [(128, 768, True), (128, 769, False), (256, 640, False)])
+def test_small_steps_have_one_kernel(size: int, tokens: int, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For prompts and for the rows that decode beside them, unless heads are large."""
+    lacking(monkeypatch, "")
+    registry = load()
+    module = module_of(size=size, attrs="scale=0.1")
+    (graph,) = module.graphs.values()
+    graph.ranges["T"] = (1, tokens)
+    assert SplitSingle().run(module, Ctx(registry.opset(), sm_90(), registry.kernels)) == (not one)
+    best, *_ = candidates(next(iter(graph.nodes)), registry.kernels, sm_90(), {**ENV, "T": tokens}, shipped())
+    assert (best.kernel.name == "triton/mixed_attention") == one
+    other = candidates(node(), registry.kernels, replace(sm_90(), deterministic=True), {**ENV, "T": tokens}, shipped())
+    assert "triton/mixed_attention" not in [o.kernel.name for o in other]
+
+
 def test_single_tokens_are_not_taken_by_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking(monkeypatch, "")
     decode = node(tokens="R")
@@ -222,7 +237,7 @@ def test_a_compile_without_the_packages_says_what_it_did_without(monkeypatch: py
     ctx = Ctx(registry.opset(), sm_90(), registry.kernels)
     Select(prefer=("cute/flash_attention",)).run(made, ctx)
     (chosen,) = made.graphs["step"].nodes
-    assert chosen.choice["kernel"] == "triton/prefill_attention"
+    assert chosen.choice["kernel"] == "triton/mixed_attention"
     (note,) = [n for n in ctx.notes if "without the kernel" in n]
     assert "cute/flash_attention: flash-attn-4 is not installed; " in note and "[flash]" in note
     (row,) = ctx.choices

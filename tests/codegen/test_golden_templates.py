@@ -19,7 +19,7 @@ from llmc.targets.gpu_targets import sm_90
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = (
     "decode_attention", "attention_combine", "attention_parts", "join_parts",
-    "single_token_attention", "prefill_attention", "packed_attention",
+    "single_token_attention", "prefill_attention", "mixed_attention", "packed_attention",
     "latent_decode", "latent_prefill",
     "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
     "row_begin", "row_tokens", "row_last", "row_commit", "row_accept", "row_propose", "row_rewind",

@@ -39,6 +39,7 @@ ROUGH = (
     "cpu/latent_attention",
     "triton/decode_attention",
     "triton/prefill_attention",
+    "triton/mixed_attention",
     "triton/attention_parts",
     "triton/latent_decode",
     "triton/latent_prefill",

@@ -51,6 +51,12 @@ _ATTENTION = {
             "paged_alibi_attention {scale=0.088}", "bf16[T, 32, 128]",
         ),
     ),
+    "mixed_attention": (
+        Text(
+            f"bf16[T, 32, 128]; {KV}; {PAGES}; i32[R]; i32[R+1]; i32[T]", "paged_attention {scale=0.088}",
+            "bf16[T, 32, 128]",
+        ),
+    ),
     "latent_decode": (
         Text(
             f"bf16[R, 128, 512]; bf16[R, 128, 64]; {LATENTS}; {PAGES}; i32[R]; i32[R]",

@@ -82,7 +82,8 @@ def test_decode(interpreter: Any, splits: int) -> None:
         torch.testing.assert_close(out[i], attention(query[i], kv, table[i].long(), n), rtol=1e-5, atol=1e-5)
 
 
-def test_prefill_and_single(interpreter: Any) -> None:
+@pytest.mark.parametrize("axis", [0, 1])
+def test_prefill_and_single(interpreter: Any, axis: int) -> None:
     """Rows of 1 and 20 tokens: prefill handles the longer one and leaves zeros for the other, which single handles."""
     import triton.language as tl
 
@@ -97,9 +98,10 @@ def test_prefill_and_single(interpreter: Any) -> None:
     query, out = torch.randn(21, HEADS, HEAD_DIM), torch.full((21, HEADS, HEAD_DIM), torch.nan)
     rows, starts = i32(0, 1), i32(0, 1, 21)
     sizes = {"row_count": 2, "token_count": 21, "table_width": table.shape[1], "DOT_DTYPE": tl.float32}
-    prefill.paged_prefill[(21 // 8 + 3, KV_HEADS)](
-        query, kv, table, rows, starts, positions, None, None, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2, PART=0
-    )
+    prefill.paged_prefill[(21 // 8 + 3, KV_HEADS)[:: -1 if axis else 1]](
+        query, kv, table, rows, starts, positions, None, None, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2, PART=0,
+        TILE_AXIS=axis,
+    )  # fmt: skip
     assert (out[0] == 0).all()
     single.single_token_attention[(2, KV_HEADS)](
         query, kv, table, rows, starts, positions, out, None, None, out, **sizes, **CONSTANTS, INPUTS_SETTLED=False

@@ -16,6 +16,7 @@ from kernels.triton_order import memory_order
 
 from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
 from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
+from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, TritonKernel, float8
@@ -28,16 +29,10 @@ from llmc.passes.split import split_kv
 from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
+# h, g, d
 SHAPES = (
-    (4, 4, 64),
-    (14, 2, 64),
-    (8, 1, 80),
-    (6, 2, 96),
-    (10, 2, 128),
-    (4, 2, 256),
-    (3, 1, 40),
-    (12, 2, 72),
-)  # h, g, d
+    (4, 4, 64), (14, 2, 64), (8, 1, 80), (6, 2, 96), (10, 2, 128), (4, 2, 256), (3, 1, 40), (12, 2, 72),
+)  # fmt: skip
 F8 = "f8e4m3"
 DETERMINISTIC = replace(INTERPRETED, deterministic=True)
 # A bfloat16 softmax; Triton's interpreter cuts where others round.
@@ -195,7 +190,7 @@ def test_mixtures_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> Non
     run_case(case, DETERMINISTIC)
 
 
-@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION, MIXED_ATTENTION], ids=lambda k: k.name)
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_mixtures(i: int, kernel: TritonKernel) -> None:
     rng = fresh()
@@ -203,7 +198,7 @@ def test_mixtures(i: int, kernel: TritonKernel) -> None:
         run_case(MIXED[i].case(kernel, rng, schedule))
 
 
-@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", [DECODE_ATTENTION, PREFILL_ATTENTION, MIXED_ATTENTION], ids=lambda k: k.name)
 def test_both_directions(kernel: TritonKernel) -> None:
     """At the position of its prompt's last token, each token attends to the whole prompt."""
     case = Paged((8, 2, 64), [(40, 40), (1, 1), None, (17, 17), (3, 3)], behind=2).case(kernel, fresh())
@@ -229,6 +224,7 @@ def test_drawn(_: int) -> None:
     for splits in (0, int(rng.integers(1, 9))):
         run_case(drawn(rng, True).case(DECODE_ATTENTION, rng, at, splits))
     run_case(drawn(rng, False).case(PREFILL_ATTENTION, rng, at))
+    run_case(drawn(rng, False).case(MIXED_ATTENTION, rng, at))
 
 
 def prompt(
@@ -366,11 +362,13 @@ def gpu_cases(target: Target) -> Iterator[Case]:
         yield p.case(DECODE_ATTENTION, rng, 0, on=target)
         yield p.case(PREFILL_ATTENTION, rng, 1, on=target, least=2)
         for schedule in range(3):
+            yield p.case(MIXED_ATTENTION, rng, schedule, on=target)
             yield p.case(SINGLE_TOKEN_ATTENTION, rng, schedule, on=target)
     for i in range(24):
         yield drawn(rng, False).case(SINGLE_TOKEN_ATTENTION, rng, i, on=target)
         yield drawn(rng, True).case(DECODE_ATTENTION, rng, i, i % 9, target)
         yield drawn(rng, False).case(PREFILL_ATTENTION, rng, i, on=target)
+        yield drawn(rng, False).case(MIXED_ATTENTION, rng, i, on=target)
     yield from prompts(rng, target)
     yield from combines(rng, target)
 
@@ -383,6 +381,7 @@ def test_compiles(target: Target, tmp_path: Path) -> None:
     cases = [
         PINNED[0].case(DECODE_ATTENTION, rng, int(rng.integers(6)), 4, target),
         MIXED[1].case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
+        MIXED[1].case(MIXED_ATTENTION, rng, int(rng.integers(3)), on=target),
         drawn(rng, False, codes).case(PREFILL_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, True, codes).case(DECODE_ATTENTION, rng, int(rng.integers(6)), on=target),
         drawn(rng, False, codes).case(SINGLE_TOKEN_ATTENTION, rng, int(rng.integers(6)), on=target),

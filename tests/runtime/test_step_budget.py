@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
-from llmc_runtime.sched.step_budget import FEWEST, FIRST, STRETCH, StepBudget, StepTimer, step_seconds
+from llmc_runtime.sched.step_budget import FEWEST, FIRST, PROBE, STRETCH, StepBudget, StepTimer, step_seconds
 
 from tests.runtime.rig import Rig
 
@@ -91,6 +91,7 @@ def test_steps_of_one_kind_have_no_budget() -> None:
     assert budget.tokens([], True) == LIMIT
     running = decoding(4)
     assert budget.tokens(running, False) == LIMIT, "nothing but decoding, perhaps with drafts"
+    assert budget.tokens(running, True) == 4 + 1, "decoding was never measured"
     assert budget.tokens(running, True) == (4 + FIRST) // 64 * 64
     running[0].num_total = 500
     assert budget.tokens(running, False) == (3 + FIRST) // 64 * 64
@@ -104,11 +105,24 @@ def test_steps_of_one_kind_have_no_budget() -> None:
     assert budget.tokens(decoding(1), True) == (1 + FIRST) // 64 * 64
 
 
+def test_decoding_is_measured_while_prompts_follow_each_other() -> None:
+    """The time of decoding would count as that of the prompts' tokens: 60 of them would take all of the target."""
+    random.seed(1)
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(6e-3, 1e-3, 2e-5)
+    steps = [step(budget, machine, 64, LIMIT) for _ in range(3 * PROBE)]
+    assert [i for i, (tokens, _) in enumerate(steps) if tokens == 1] == [0, PROBE + 1, 2 * PROBE + 2]
+    assert sum(tokens for tokens, _ in steps[PROBE:]) / (2 * PROBE) > 500
+    machine.decode = 9e-3  # the contexts have grown
+    for _ in range(4 * PROBE):
+        step(budget, machine, 64, LIMIT)
+    assert budget.expected([Work(0, 1, True)]) == pytest.approx(machine.decode, rel=0.15)
+
+
 def test_large_steps_fill_tiles_of_128_tokens() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(5e-3, 0.0, 2e-5)
     random.seed(1)
     sizes = [3 + step(budget, machine, 3, 0 if i < 5 else LIMIT)[0] for i in range(100)]
-    assert set(sizes[50:]) <= {640, 768}, "750 tokens of prompts fit the target"
+    assert set(sizes[50:]) <= {640, 768, 4}, "750 tokens of prompts fit the target, and a step measures decoding"
 
 
 @dataclass
@@ -205,6 +219,7 @@ def test_a_request_whose_last_token_is_in_flight_does_not_decode() -> None:
     for request in ending:
         request.limit = request.num_total
     prompt.num_total = 100
+    budget.tokens([*decoding(1), prompt], False)  # measures decoding
     assert budget.tokens([*ending, prompt], False) == LIMIT, "no request decodes beside the prompt"
     assert budget.tokens([*decoding(5), *ending], False) == LIMIT, "no request computes a prompt"
     assert budget.tokens([*decoding(5), *ending, prompt], False) == budget.tokens([*decoding(5), prompt], False)

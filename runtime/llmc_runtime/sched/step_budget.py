@@ -7,6 +7,10 @@ steps. The budget is the number of prompt tokens that fits the target. Steps in 
 Kernels compute tiles of tokens, and other sizes run other kernels, so that the time of large steps grows in stairs: the
 budget of a large step is a whole number of tiles, and a size that was measured to miss the target is left out.
 
+While one prompt follows the other, no step only decodes, and what decoding takes would be counted as time of the
+prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
+after every PROBE of them.
+
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
 EASE times as long as one that only decodes, but at least SHORTEST times the target.
 """
@@ -22,7 +26,8 @@ from llmc_runtime.sched.step import Work
 STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
 EASE = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
 SHORTEST = 0.4  # but at least this share of the target
-FEWEST = 16  # prompt tokens that every step may compute
+FEWEST = 16  # prompt tokens that every step may compute, but for those that measure decoding
+PROBE = 64  # steps with prompts in a row, after which decoding is measured
 FIRST = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
 _ROUND = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
@@ -30,6 +35,7 @@ _TOLERANCE = 1.05  # steps of a size miss the target if they take this many time
 _RETRY = 0.999  # factor for the time of a size each time that it is left out: it is tried again after some 100 steps
 _TRIAL = 1.5  # a measured time of a size counts as at most this many times the known one
 _WEIGHT = 0.2  # of a measurement in a running mean
+_RARE = 0.5  # of one after PROBE steps without any
 _OUTLIER = 4.0  # a measurement counts as at most this many times the mean, and at least the mean divided by this
 _SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
 
@@ -81,6 +87,8 @@ class StepBudget:
     def __init__(self, target: float, limit: int) -> None:
         self.target, self.limit = target, limit
         self.latest = limit  # the last budget
+        self._mixed = PROBE  # steps with prompts that were planned since decoding was measured
+        self._stale = False  # whether a step was planned to measure decoding again
         self._decode = _Mean()  # seconds of a step that only decodes
         self._token = _Mean()  # further seconds for each prompt token
         self._sizes: dict[int, _Size] = {}  # further seconds of large steps, by their tokens
@@ -91,6 +99,10 @@ class StepBudget:
         rows = num_decoding(running) if prompts else 0
         if not rows:
             return self.limit
+        self._mixed += 1
+        if self._mixed > PROBE:
+            self._mixed, self._stale = 0, True
+            return min(self.limit, rows + 1)  # a step gives the first prompt a token
         prompt = self._prompt_tokens()
         total = rows + prompt
         total -= next((total % size for least, size in _ROUND if prompt >= least), 0)
@@ -107,7 +119,8 @@ class StepBudget:
         """
         prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
         if not prompts:
-            self._decode.add(seconds)
+            self._decode.add(seconds, _RARE if self._stale else _WEIGHT)
+            self._mixed, self._stale = 0, False
         elif len(prompts) < len(work) and (prompt := sum(prompts)) >= self._prompt_tokens() // 2:
             further = seconds - self._decode.value
             self._learn_size(sum(item.num_tokens for item in work), further, prompt * self._token.value)
@@ -154,12 +167,12 @@ class _Mean:
     def __init__(self) -> None:
         self.value = 0.0
 
-    def add(self, measured: float) -> None:
+    def add(self, measured: float, weight: float = _WEIGHT) -> None:
         """Take a measurement."""
         measured = max(measured, _SMALLEST)
         if self.value:
             measured = min(max(measured, self.value / _OUTLIER), self.value * _OUTLIER)
-            self.value += _WEIGHT * (measured - self.value)
+            self.value += weight * (measured - self.value)
         else:
             self.value = measured
 

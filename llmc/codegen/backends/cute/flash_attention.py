@@ -16,6 +16,7 @@ from llmc.codegen.emit import Sizes, describe
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
+from llmc.passes.split.split_single import in_one_launch
 from llmc.targets.target import PDL, Target
 
 FILE = "flash_attention.py"
@@ -110,7 +111,8 @@ class FlashAttention(Kernel):
         plain = not a["window"] and not a["softcap"] and node.operand("sinks") is None
         plain = plain and node.operands[0].type.dtype == "bf16"
         tokens = p.tokens.subs(env).const or 0
-        return plain and p.tokens != p.rows and tokens >= LEAST and not target.deterministic
+        plain = plain and p.tokens != p.rows and not in_one_launch(node, tokens)
+        return plain and tokens >= LEAST and not target.deterministic
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of tiles at a share of the peak, or the bytes of the keys that are seen."""

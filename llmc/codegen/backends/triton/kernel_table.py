@@ -34,6 +34,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/scaled_moe_down": f"{_HERE}.scaled_moe:SCALED_DOWN",
         "triton/norm_gemv": f"{_HERE}.gemv:NORM_GEMV",
         "triton/prefill_attention": f"{_HERE}.prefill_attention:PREFILL_ATTENTION",
+        "triton/mixed_attention": f"{_HERE}.mixed_attention:MIXED_ATTENTION",
         "triton/packed_attention": f"{_HERE}.prefill_attention:PACKED_ATTENTION",
         "triton/reduce": f"{_HERE}.reduce:REDUCE",
         "triton/argmax": f"{_HERE}.reduce:ARGMAX",

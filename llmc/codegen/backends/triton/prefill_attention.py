@@ -118,9 +118,12 @@ class PrefillAttention(TritonKernel):
         n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
         grid = (tokens.ceildiv(s["rows"] // p.group_size) + count + 1, p.kv_heads)
+        # Where another kernel computes rows of one token, their tiles are empty. Those of the other rows start first,
+        # for all heads: programs start in the order of the first axis.
+        apart = n.attrs.get("least", 1) > 1
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
-            grid,
+            grid[::-1] if apart else grid,
             **pointers(u, OPERANDS),
             row_count=u.sizes(count),
             token_count=u.sizes(tokens),
@@ -130,6 +133,7 @@ class PrefillAttention(TritonKernel):
             PART=fixed_part(n.operands[1], n.operands[2]) if u.target.deterministic else 0,
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
+            TILE_AXIS=int(apart),
             INTERPRET=u.interpret,
         )
 

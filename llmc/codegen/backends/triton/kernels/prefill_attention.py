@@ -55,15 +55,15 @@ class KeyBounds(NamedTuple):
 
 
 @triton.jit
-def find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """Return (row of the page table, first token, end of the row's tokens) of this program's tile.
+def row_of_tile(
+    tile, rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS: tl.constexpr, MIN_TOKENS: tl.constexpr
+):
+    """Return (row of the page table, first token, end of the row's tokens) of a tile.
 
     The first tile of row i has the number starts[i] // TILE_TOKENS + i, so that the tiles of different rows never
     overlap; a program whose tile is behind its row's tokens returns at once. The padding after the last row counts as
-    one more row, with the value -1, which is also the value for rows of fewer than MIN_TOKENS tokens. The last tiles,
-    whose queries attend to the most keys, run first.
+    one more row, with the value -1, which is also the value for rows of fewer than MIN_TOKENS tokens.
     """
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     index = tile * 0 - 1
     for first in range(0, row_count + 1, ROWS_PER_STEP):
         candidate = first + tl.arange(0, ROWS_PER_STEP)
@@ -78,6 +78,23 @@ def find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS: tl.cons
     stop = tl.where(index < row_count, stop, token_count)
     begin = start + (tile - start // TILE_TOKENS - index) * TILE_TOKENS
     return row, begin, stop
+
+
+@triton.jit
+def find_tile(
+    rows_ptr,
+    starts_ptr,
+    row_count,
+    token_count,
+    TILE_TOKENS: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    AXIS: tl.constexpr = 0,
+):
+    """Return `row_of_tile` of this program's tile, by its AXIS. The last tiles, whose queries attend to the most keys,
+    run first.
+    """
+    tile = tl.num_programs(AXIS) - 1 - tl.program_id(AXIS)
+    return row_of_tile(tile, rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS)
 
 
 @triton.jit
@@ -187,6 +204,63 @@ def attend_keys(queries: Queries, pool: KeyPool, options: AttentionOptions, valu
 
 
 @triton.jit
+def attend_tile(
+    query_ptr,
+    kv_ptr,
+    page_table_ptr,
+    positions_ptr,
+    scales_ptr,
+    sinks_ptr,
+    slopes_ptr,
+    out_ptr,
+    table_width,
+    row,
+    begin,
+    stop,
+    kv_head,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PART: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    KEYS_PER_TILE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Store the attention of the tile of `row` that begins with the token `begin`. For the arguments see
+    `paged_prefill`."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP
+    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
+    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
+    member = tl.arange(0, QUERY_ROWS)
+    token, query_head = begin + member // GROUP, kv_head * GROUP + member % GROUP
+    exists = (member < TILE_TOKENS * GROUP) & (token < stop)
+    position = tl.where(row >= 0, tl.load(positions_ptr + token, mask=exists, other=-1), -1)
+    slopes = tl.load(slopes_ptr + query_head) if slopes_ptr is not None else None
+    head = token.to(tl.int64) * HEADS + query_head
+    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
+    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
+    state = attend_keys(
+        Queries(to_factor(query, DOT_DTYPE), position, exists, slopes),
+        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
+        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), value_scale, PART,
+    )  # fmt: skip
+    if sinks_ptr is not None:
+        state = softmax_add_sink(state, tl.load(sinks_ptr + query_head))
+    out = softmax_mean(state)
+    if not PART:
+        out *= value_scale
+    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def paged_prefill(
     query_ptr,  # [token_count, HEADS, HEAD_DIM]
     kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
@@ -213,6 +287,7 @@ def paged_prefill(
     PART: tl.constexpr,  # keys of a part with a softmax of its own, a multiple of KEYS_PER_TILE; 0: one softmax
     QUERY_ROWS: tl.constexpr,  # rows of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
+    TILE_AXIS: tl.constexpr,  # of the grid; the other one is that of the key heads
     DOT_DTYPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -221,29 +296,12 @@ def paged_prefill(
     wait_for_previous(DEPENDENT_LAUNCH)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP
-    kv_head = tl.program_id(1)
-    row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS)
+    kv_head = tl.program_id(1 - TILE_AXIS)
+    row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS, TILE_AXIS)
     if begin >= stop:
         return
-    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
-    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
-    member = tl.arange(0, QUERY_ROWS)
-    token, query_head = begin + member // GROUP, kv_head * GROUP + member % GROUP
-    exists = (member < TILE_TOKENS * GROUP) & (token < stop)
-    position = tl.where(row >= 0, tl.load(positions_ptr + token, mask=exists, other=-1), -1)
-    slopes = tl.load(slopes_ptr + query_head) if slopes_ptr is not None else None
-    head = token.to(tl.int64) * HEADS + query_head
-    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    state = attend_keys(
-        Queries(to_factor(query, DOT_DTYPE), position, exists, slopes),
-        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), value_scale, PART,
+    attend_tile(
+        query_ptr, kv_ptr, page_table_ptr, positions_ptr, scales_ptr, sinks_ptr, slopes_ptr, out_ptr, table_width, row,
+        begin, stop, kv_head, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, PART,
+        QUERY_ROWS, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
-    if sinks_ptr is not None:
-        state = softmax_add_sink(state, tl.load(sinks_ptr + query_head))
-    out = softmax_mean(state)
-    if not PART:
-        out *= value_scale
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
