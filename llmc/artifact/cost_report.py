@@ -71,8 +71,8 @@ def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str,
 
 
 def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -> dict[str, Any]:
-    """Return report/memory.json: bytes of weights, arenas and states, of one KV page, of a snapshot of a row's states of
-    recurrent layers, and of the memory through which ranks exchange results.
+    """Return report/memory.json: bytes of weights, arenas and states, of one KV page, of a snapshot of a row's
+    recurrent states, and of the memory through which ranks exchange results.
     """
     paged = [s for s in states if any("P" in size.symbols for size in s.shape)]
     fixed = {s.name: s.nbytes({}) for s in states if s not in paged}

@@ -153,8 +153,8 @@ class EngineOptions(metaclass=KeywordChecks):
         check=_optional_switch, engine=True,
     )  # fmt: skip
     state_snapshots: int | None = option(
-        None, "number of snapshots of the states of recurrent layers, at which prefixes can be reused (default: two per "
-        "sequence, in up to a quarter of the KV cache's memory; 0: no prefix caching of such a model)",
+        None, "number of snapshots of the states of recurrent layers, at which prefixes can be reused (default: two "
+        "per sequence, in up to a quarter of the KV cache's memory; 0: no prefix caching of such a model)",
         commands=_SERVE, read=int, metavar="N", check=_integer("E201", 0, 1 << 20), engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(

@@ -1,4 +1,4 @@
-"""Prefix caching of models with recurrent layers: tokens are those without it, and the counts are those of snapshots."""
+"""Prefix caching of models with recurrent layers: tokens are those without it, and snapshots determine the counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> tupl
 
 @pytest.mark.parametrize(("name", "speculate"), KINDS)
 def test_conversations_go_on_from_snapshots(name: str, speculate: int, tmp_path: Path) -> None:
-    """Each turn starts with the ones before it, and follows transformers; the last full page before a turn is cached."""
+    """Each turn starts with the ones before it, and follows transformers; all full pages before a turn are cached."""
     print(f"seed {SEED}")
     model, out = artifact(named(name), tmp_path, speculate=speculate, max_num_batched_tokens=24)
     with LLM(out, say=quiet, speculate="ngram:4" if speculate else None) as llm:
@@ -54,7 +54,7 @@ def test_conversations_go_on_from_snapshots(name: str, speculate: int, tmp_path:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba"])
 def test_company_drafts_and_preemption_change_nothing(name: str, tmp_path: Path) -> None:
-    """Twice the same mixture of requests gets the tokens that it gets without prefix caching, with few snapshots too."""
+    """Twice the same mixture of requests gets the tokens that it gets without prefix caching, also with 3 snapshots."""
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128, "speculate": 4}
     _, out = artifact(named(name), tmp_path, **limits)
     prompts, params = requests()

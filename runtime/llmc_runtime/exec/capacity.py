@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 
-
 SNAPSHOTS_PER_ROW = 2  # by default
 _SNAPSHOT_SHARE = 4  # the default number takes at most one part of so many of the KV cache's memory
 
@@ -112,8 +111,8 @@ def plan_kv(
 
 
 def _snapshots(manifest: Manifest, asked: int | None, available: int, share: float, kv_bytes: int | None) -> int:
-    """Return the number of snapshots, `asked` or the default, for `available` bytes. Raises LlmcError E205 if the number
-    that is asked for does not fit.
+    """Return the number of snapshots, `asked` or the default, for `available` bytes. Raises LlmcError E205 if those
+    that are asked for do not fit.
     """
     each, most = manifest.bytes_per_snapshot, int(max(0, available) * share)
     if not each:

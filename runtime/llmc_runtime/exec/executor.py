@@ -72,8 +72,8 @@ class Executor:
 
     `kv_bytes` is the KV cache's budget in bytes (None: the device's share of the free memory, limited to what the rows
     can use); `capacity` is the resulting size. Up to `depth` steps may be in flight. `max_drafts` is the maximum number
-    of drafted tokens that a step verifies per row, and `max_entries` the maximum number of rows of logits. `snapshots` is
-    the number of snapshots of recurrent layers' states (None: the default, see plan_kv).
+    of drafted tokens that a step verifies per row, and `max_entries` the maximum number of rows of logits. `snapshots`
+    is the number of snapshots of recurrent layers' states (None: the default, see plan_kv).
 
     Raises LlmcError E107, E111, E112, E113, E202, E203 or E205 if it cannot be built.
     """

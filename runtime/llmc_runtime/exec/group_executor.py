@@ -19,9 +19,9 @@ from llmc_runtime.signals import uninterrupted
 class GroupExecutor(Executor):
     """An Executor whose device is rank 0 of `group`; the arguments are those of Executor.
 
-    All ranks have the numbers of KV pages and snapshots that rank 0 computes, and sample the same tokens. When a rank fails, ends or
-    samples another token, the call that notices it raises LlmcError, and so do all calls after it. Raises the errors of
-    Executor, of any rank.
+    All ranks have the numbers of KV pages and snapshots that rank 0 computes, and sample the same tokens. When a rank
+    fails, ends or samples another token, the call that notices it raises LlmcError, and so do all calls after it.
+    Raises the errors of Executor, of any rank.
     """
 
     def __init__(

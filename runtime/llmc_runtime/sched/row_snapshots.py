@@ -7,7 +7,7 @@ A prefix can be reused up to the last of its pages at whose end a snapshot was t
   beginning finds it;
 - of a request that decodes, every DECODE_PAGES pages, in place of the last one of this kind.
 Chunks of prompts end there. A snapshot is kept when the step that writes it is committed. The device copies in the
-order in which steps were planned, so an entry can be reserved again by the next plan, even if a step in flight reads it.
+order in which steps were planned, so the next plan can reserve an entry again, even if a step in flight reads it.
 """
 
 from __future__ import annotations
