@@ -70,7 +70,6 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
         "recurrent_gemma": GATED,
         **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA1),
         **dict.fromkeys(("glm5_next", "kimi_linear"), CHANNELS),
-        "minimax": "its lightning attention is written out in the model's code",
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )

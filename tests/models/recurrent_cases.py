@@ -39,6 +39,11 @@ ZAMBA2 = SMALL | {
     "attention_head_dim": 32,
 }  # fmt: skip
 
+LIGHTNING = SMALL | EXPERTS | {
+    "num_hidden_layers": 4, "block_size": 8, "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
+
 RECURRENT = (
     Case("qwen3_next", "qwen3_next", GDN_EXPERTS, (70, 1, 13)),
     Case("qwen3_5_text", "qwen3_5_text", GDN, (3, 66)),
@@ -55,4 +60,5 @@ RECURRENT = (
     Case("granitemoehybrid-mamba", "granitemoehybrid", GRANITE, (21, 16)),
     Case("nemotron_h", "nemotron_h", NEMOTRON, (21, 16)),
     Case("zamba2", "zamba2", ZAMBA2, (21, 16)),
+    Case("minimax", "minimax", LIGHTNING, (21, 16)),
 )
