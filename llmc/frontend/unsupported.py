@@ -59,17 +59,13 @@ HEADS: Mapping[str, str] = MappingProxyType(
 )
 WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it has recurrent layers only, and no attention, whose pages count the tokens of a sequence"
-MAMBA1 = "its layers are of Mamba-1, whose states decay at a rate for each pair of channel and state"
 GATED = "its recurrence (RG-LRU) is written out in the model's code"
-CHANNELS = "its linear attention has a decay for each channel of a key"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         "doge": WEIGHED,
-        **dict.fromkeys(("mamba2", "rwkv", "xlstm"), RECURRENT),
+        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), RECURRENT),
         "recurrent_gemma": GATED,
-        **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA1),
-        **dict.fromkeys(("glm5_next", "kimi_linear"), CHANNELS),
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )
