@@ -66,7 +66,7 @@ TESTED = (
     "perception_lm", "phi4_multimodal", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7",
     "video_llama_3",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe",
-    "bamba", "falcon_h1", "nemotron_h", "zamba2", "minimax",
+    "bamba", "falcon_h1", "nemotron_h", "zamba2", "minimax", "kimi_linear", "jamba",
     "audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
     "musicflamingo", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral",
     "openai-gpt",

@@ -60,12 +60,14 @@ HEADS: Mapping[str, str] = MappingProxyType(
 WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it has recurrent layers only, and no attention, whose pages count the tokens of a sequence"
 GATED = "its recurrence (RG-LRU) is written out in the model's code"
+SHARED = "layers share its attention, which has no number of its own"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         "doge": WEIGHED,
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), RECURRENT),
         "recurrent_gemma": GATED,
+        "zamba": SHARED,
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )

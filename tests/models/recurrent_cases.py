@@ -47,10 +47,6 @@ JAMBA = SMALL | {
     "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
     "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 12, "mamba_dt_rank": 8,
 }  # fmt: skip
-ZAMBA = SMALL | {
-    "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 12,
-    "n_mamba_heads": 2, "num_key_value_heads": 4, "attention_head_dim": 32, "mamba_dt_rank": 8,
-}  # fmt: skip
 KIMI = MLA | {
     "q_lora_rank": None, "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "moe_intermediate_size": 24, "linear_head_dim": 12, "linear_num_heads": 4,
@@ -77,5 +73,4 @@ RECURRENT = (
     Case("minimax", "minimax", LIGHTNING, (21, 16)),
     Case("kimi_linear", "kimi_linear", KIMI, (70, 1, 13)),
     Case("jamba", "jamba", JAMBA, (21, 16)),
-    Case("zamba", "zamba", ZAMBA, (21, 16)),
 )

@@ -198,7 +198,7 @@ ODD = {
     "big_bird": (SMALL | {"is_decoder": True}, "bypasses"),
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no logits_to_keep"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
-    "jamba": (SMALL, "Mamba-1"),
+    "zamba": (SMALL, "layers share its attention"),
     "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),
 }  # fmt: skip
 

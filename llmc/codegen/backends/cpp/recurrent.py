@@ -81,7 +81,7 @@ class RowRecurrence(_Recurrent):
         return (
             f"{pointers(node)}\n{self.step(of, sizes)}\n"
             f"const recurrence_args<{ctype(of['q'][1].type)}> a = {{y0, y1, {operands}, step}};\n"
-            f"recurrence<{g}, {h}, {d}, {e}, {n}, {factors // h}, {vectors}>(ctx, a);"
+            f"recurrence<{g}, {h}, {d}, {e}, {n}, {int(factors) // int(h)}, {vectors}>(ctx, a);"
         )
 
 
