@@ -61,6 +61,8 @@ WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it has recurrent layers only, and no attention, whose pages count the tokens of a sequence"
 GATED = "its recurrence (RG-LRU) is written out in the model's code"
 SHARED = "layers share its attention, which has no number of its own"
+INDEXED = "an indexer of its own selects the keys of its attention, beside layers that mix several residual streams"
+NGRAMS = "its embeddings depend on the tokens before each one (n-grams)"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
@@ -68,6 +70,8 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), RECURRENT),
         "recurrent_gemma": GATED,
         "zamba": SHARED,
+        **dict.fromkeys(("glm5_next", "glm5_next_text"), INDEXED),
+        **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), NGRAMS),
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
     }
 )
