@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from llmc_runtime.format.manifest import State
+from llmc_runtime.format.manifest import RECURRENT, State, in_snapshot
 from llmc_runtime.format.program import GROUP, Launch, Program
 
 from llmc.ir.ops.comm import COLLECTIVES
@@ -71,8 +71,8 @@ def _launch(p: Program, x: Launch, peaks: Mapping[str, Any], sizes: Mapping[str,
 
 
 def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -> dict[str, Any]:
-    """Return report/memory.json: bytes of weights, arenas and states, of one KV page, and of the memory through which
-    ranks exchange results.
+    """Return report/memory.json: bytes of weights, arenas and states, of one KV page, of a snapshot of a row's
+    recurrent states, and of the memory through which ranks exchange results.
     """
     paged = [s for s in states if any("P" in size.symbols for size in s.shape)]
     fixed = {s.name: s.nbytes({}) for s in states if s not in paged}
@@ -81,6 +81,7 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
         "arena_bytes": {p.name: p.arena_bytes for p in programs},
         "state_bytes": fixed,
         "kv_bytes_per_page": sum(s.nbytes({"P": 1}) for s in paged),
+        "bytes_per_snapshot": sum(in_snapshot(s) for s in states if s.role == RECURRENT),
         "group_bytes": max((b.bytes({}) for p in programs for b in p.buffers if b.kind == GROUP), default=0),
     }
 

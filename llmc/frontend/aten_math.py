@@ -141,9 +141,11 @@ def mm(c: Call, x: Value, w: Value) -> Value:
 
 
 def matmul(c: Call, x: Value, y: Value) -> Value:
-    """Lower matmul: with a rank-2 right operand as `linear`, otherwise as a batched product of equal ranks."""
+    """Lower matmul: with a rank-2 operand as `linear`, otherwise as a batched product of equal ranks."""
     if y.type.rank == 2 and x.type.rank >= 2:
         return c.b.linear(x, c.transpose(y, (1, 0)))
+    if x.type.rank == 2 and y.type.rank == 3:  # a weight times columns
+        return c.transpose(c.b.linear(c.transpose(y, (0, 2, 1)), x), (0, 2, 1))
     if x.type.rank != y.type.rank or x.type.rank < 3:
         raise Unsupported(f"matmul of ranks {x.type.rank} and {y.type.rank}")
     batch = c.shape[:-2]

@@ -16,11 +16,17 @@ def causal_conv(c: Call, x: Value, weight: Value, bias: Value | None = None) -> 
 def linear_recurrence(
     c: Call, q: Value, k: Value, v: Value, decay: Value, beta: Value | None = None, scale: float = 1.0, eps: float = 0.0
 ) -> Value:
-    """Lower a recurrence of [1, T, H, D]; queries and keys that are repeated for each head are read once."""
+    """Lower a recurrence of [1, T, H, D]; queries and keys that are repeated for each head are read once.
+
+    `decay` is [1, T, H], or [1, T, H, D] with a factor for each channel of a key.
+    """
     once = [_unrepeated(c, x) for x in (q, k)]
     if once[0].type.shape[2] == once[1].type.shape[2]:
         q, k = once
     flat = [c.reshape(x, x.type.shape[1:]) for x in (q, k, v, decay, *(() if beta is None else (beta,)))]
+    if flat[3].type.rank == 3:
+        tokens, heads, size = flat[3].type.shape
+        flat[3] = c.reshape(flat[3], (tokens, heads * size))
     q, k, v, decay = _normal(c, flat[0], scale, eps), _normal(c, flat[1], 1.0, eps), flat[2], flat[3]
     return c.reshape(c.b.linear_recurrence(q, k, v, decay, c.positions, *flat[4:], layer=0), c.shape)
 

@@ -1,7 +1,7 @@
 """Methods of transformers' modules that cannot be traced, and methods that compute the same.
 
 They make tensors of Python numbers while they run, which have no values on the meta device; depend on the number of
-tokens; or write attention out in products.
+tokens; or write attention, or a recurrence, out in products.
 """
 
 from __future__ import annotations
@@ -64,12 +64,27 @@ def _xglm_attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
+def _lightning(module: Any) -> Callable[..., tuple[Tensor, None]]:
+    """Linear attention whose state decays at a fixed rate per head; a head's query, key and value are adjacent."""
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        heads, size = module.num_attention_heads, module.head_dim
+        each = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))
+        rates = module.slope_rate.float().flatten().expand(*hidden_states.shape[:2], heads)
+        out = torch.ops.llmc.linear_recurrence(*each.split(size, -1), -rates)
+        gate = torch.sigmoid(module.output_gate(hidden_states))
+        return module.out_proj(gate * module.norm(out.flatten(2))), None
+
+    return forward
+
+
 METHODS: Mapping[str, Mapping[str, Callable[[Any], Callable[..., Any]]]] = MappingProxyType(
     {
         "AXK2Indexer": {"forward": _every_key},
         "DeepseekV32Indexer": {"forward": _every_key},
         "GlmMoeDsaIndexer": {"forward": _every_key},
         "HYV4Indexer": {"forward": _every_key},
+        "MiniMaxLightningAttention": {"forward": _lightning},
         "MiniMaxM3VLIndexer": {"forward": _every_key},
         "Gemma3nTextMLP": {"_gaussian_topk": _sparse},
         "XGLMAttention": {"forward": _xglm_attention},

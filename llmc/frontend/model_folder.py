@@ -67,7 +67,7 @@ TESTED = (
     "video_llama_3", "minicpmv4_6",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe",
     "lfm2_vl",
-    "bamba", "falcon_h1", "nemotron_h", "zamba2",
+    "bamba", "falcon_h1", "nemotron_h", "zamba2", "minimax", "kimi_linear", "jamba",
     "audioflamingo3", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
     "musicflamingo", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral",
     "openai-gpt",

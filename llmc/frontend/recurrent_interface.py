@@ -49,7 +49,7 @@ def linear_recurrence(
     scale: float = 1.0,
     eps: float = 0.0,
 ) -> Tensor:
-    """q and k [1,T,G,D], v [1,T,H,E], decay and beta [1,T,H] in f32 -> [1,T,H,E].
+    """q and k [1,T,G,D], v [1,T,H,E], decay [1,T,H] or [1,T,H,D] and beta [1,T,H] in f32 -> [1,T,H,E].
 
     With eps > 0, q and k are divided by the root of their sum of squares and eps. q is multiplied by `scale`.
     """
@@ -74,7 +74,9 @@ def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
     **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The gated delta rule of query and key [1,T,G,D], value [1,T,H,E], g and beta [1,T,H]; no state is returned."""
+    """The gated delta rule of query and key [1,T,G,D], value [1,T,H,E], g [1,T,H] or, for each channel of a key,
+    [1,T,H,D], and beta [1,T,H]; no state is returned.
+    """
     k, v = key.to(query.dtype), value.to(query.dtype)
     eps, scale = EPS if use_qk_l2norm_in_kernel else 0.0, query.shape[-1] ** -0.5
     return torch.ops.llmc.linear_recurrence(query, k, v, g.float(), beta.float(), scale, eps), None
@@ -97,15 +99,38 @@ def _mamba2(
     return out if D is None else out + D[..., None] * x
 
 
+def _mamba1(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **more: Any,
+) -> Tensor:  # fmt: skip
+    """The scan of Mamba-1: hidden_states, dt and z [1,H,T], A [H,N], B and C [1,N,T], D and delta_bias [H] -> [1,H,T].
+
+    Each channel is a head with one value and N elements of a key, each of which decays at a rate of its own.
+    """
+    dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
+    dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
+    dtype, x, dt = hidden_states.dtype, hidden_states.transpose(1, 2), dt.transpose(1, 2).float()
+    q, k = (each.transpose(1, 2).unsqueeze(2).to(dtype) for each in (C, B))
+    v = (x.float() * dt).to(dtype).unsqueeze(-1)
+    out = torch.ops.llmc.linear_recurrence(q, k, v, dt[..., None] * A.float()).squeeze(-1)
+    if D is not None:
+        out = out + x * D
+    if z is not None:
+        out = out * torch.nn.functional.silu(z.transpose(1, 2))
+    return out.transpose(1, 2)
+
+
 # By the name of a function of modelling modules: the function that replaces it.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "causal_conv1d_fn": _conv,
+        "chunk_kimi_delta_attention": _delta_rule,
         "mamba2_chunk_scan": _mamba2,
+        "mamba_selective_scan": _mamba1,
         "torch_chunk_gated_delta_rule": _delta_rule,
     }
 )
-IGNORED = "chunk_size"  # the argument that does not change results
+IGNORED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"})  # arguments that do not change results
 
 
 @contextmanager
@@ -129,7 +154,7 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(expected.bind(*args, **kwargs).arguments)
         given |= given.pop(rest, {})
         if surplus := sorted(
-            k for k, x in given.items() if k not in known | {IGNORED} and x is not None and x is not False
+            k for k, x in given.items() if k not in known | IGNORED and x is not None and x is not False
         ):
             cause = f"{name} is called with {', '.join(surplus)}"
             raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")

@@ -59,22 +59,22 @@ HEADS: Mapping[str, str] = MappingProxyType(
 )
 WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it has recurrent layers only, and no attention, whose pages count the tokens of a sequence"
-MAMBA1 = "its layers are of Mamba-1, whose states decay at a rate for each pair of channel and state"
 GATED = "its recurrence (RG-LRU) is written out in the model's code"
-CHANNELS = "its linear attention has a decay for each channel of a key"
+SHARED = "layers share its attention, which has no number of its own"
+INDEXED = "an indexer of its own selects the keys of its attention, beside layers that mix several residual streams"
+NGRAMS = "its embeddings depend on the tokens before each one (n-grams), and its indexer selects blocks of averaged keys"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
         "doge": WEIGHED,
-        **dict.fromkeys(("mamba2", "rwkv", "xlstm"), RECURRENT),
+        **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), RECURRENT),
         "recurrent_gemma": GATED,
-        **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA1),
-        **dict.fromkeys(("glm5_next", "kimi_linear"), CHANNELS),
-        "minimax": "its lightning attention is written out in the model's code",
+        "zamba": SHARED,
+        **dict.fromkeys(("glm5_next", "glm5_next_text"), INDEXED),
+        **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), NGRAMS),
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
         "xlnet": "its attention follows a permutation of the tokens",
         "reformer": "its attention is over buckets of hashed keys",
-        **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "its indexer selects blocks of averaged keys"),
         "cpmant": "its attention adds a learned bias of segments and distances",
     }
 )

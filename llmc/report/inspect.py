@@ -166,7 +166,7 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     part = f", ONLY {source['part']}" if source["part"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
-    arena = max(mem["arena_bytes"].values(), default=0)
+    arena, snapshot = max(mem["arena_bytes"].values(), default=0), mem["bytes_per_snapshot"]
     return [
         f"{data['artifact']}: {source['name']}{revision}{part}, {size_text(data['bytes'])}, "
         f"digest {data['digest'][:16]}",
@@ -174,7 +174,8 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
         f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens per step; vocabulary {data['vocab_size']}",
         f"  weights   {weights['mode']}, {size_text(weights['bytes'])} in {files} file{'s' * (files != 1)}",
-        f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool",
+        f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool"
+        f"{f' and snapshots of {size_text(snapshot)}' if snapshot else ''}",
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
         f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "
         f"{kv['full_sequences']:g} full sequences",

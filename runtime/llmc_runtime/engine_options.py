@@ -149,8 +149,13 @@ class EngineOptions(metaclass=KeywordChecks):
         read=int, metavar="N", check=_seed, engine=True,
     )  # fmt: skip
     enable_prefix_caching: bool | None = option(
-        None, "reuse the KV cache of common prefixes (default: unless the model has recurrent layers)",
-        commands=_SERVE, read=None, negated=True, check=_optional_switch, engine=True,
+        None, "reuse the KV cache of common prefixes (default: on)", commands=_SERVE, read=None, negated=True,
+        check=_optional_switch, engine=True,
+    )  # fmt: skip
+    state_snapshots: int | None = option(
+        None, "number of snapshots of the states of recurrent layers, at which prefixes can be reused (default: two "
+        "per sequence, in up to a quarter of the KV cache's memory; 0: no prefix caching of such a model)",
+        commands=_SERVE, read=int, metavar="N", check=_integer("E201", 0, 1 << 20), engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs", "order in which waiting requests run: by arrival (fcfs) or by their priority, smaller first",

@@ -22,6 +22,7 @@ CAPACITY, DEFERRED = "capacity", "deferred"  # why requests wait: for rows and p
 _GAUGES: Mapping[str, Stat] = MappingProxyType(
     {
         "num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0, "step_token_budget": 0,
+        "num_state_snapshots": 0,
         "num_requests_waiting_by_reason": {CAPACITY: 0, DEFERRED: 0},
     }
 )  # fmt: skip
@@ -78,6 +79,7 @@ class Counters:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens looked up, at every admission
     prefix_cache_hits: int = 0  # tokens found
+    state_snapshots_saved: int = 0  # of the states of recurrent layers
     request_success: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0)
     )  # requests that ended, by reason

@@ -14,6 +14,8 @@ from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import Need, plan_kv
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.expr import parse as parse_size
+from llmc_runtime.format.manifest import RECURRENT, State
 from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
 
 from llmc.artifact.write import write_artifact
@@ -72,6 +74,27 @@ def test_the_pool_of_a_device_with_memory_of_its_own(tmp_path: Path) -> None:
             plan_kv(m, kv_bytes, free, 0.9, need)
     with pytest.raises(LlmcError, match="E202"):
         plan_kv(m, 5, 1 << 40, 0.9, need)
+
+
+def test_the_memory_of_snapshots(tmp_path: Path) -> None:
+    """By default two per row, in a quarter of what is left; they are subtracted before the KV cache."""
+    state = State("row.memory.0", "f32", tuple(parse_size(str(n)) for n in (tiny.ROWS, 1 << 18)), RECURRENT)
+    parts = tiny.parts(tmp_path)
+    write_artifact(tmp_path / "toy.llmc", replace(parts, states=(*parts.states, state)))
+    m = open_artifact(tmp_path / "toy.llmc").manifest
+    m, need = replace(m, kv=replace(m.kv, bytes_per_page=1 << 20)), Need(50 << 20, 10 << 20, 4 << 20)
+    assert m.bytes_per_snapshot == 1 << 20
+    for kv_bytes, free, asked, snapshots, pages in (
+        (None, 84, None, 4, 14), (None, 84, 0, 0, 18), (None, 84, 9, 9, 9), (None, 1 << 20, None, 2 * tiny.ROWS, None),
+        (17 << 20, 84, None, 3, 17), (20 << 20, 84, None, 0, 20),
+    ):  # fmt: skip
+        found = plan_kv(m, kv_bytes, free << 20, 0.9, need, asked)
+        assert (found.snapshots, found.pages) == (snapshots, pages or tiny.ROWS * tiny.M)
+        assert found.snapshot_bytes == snapshots << 20
+    with pytest.raises(LlmcError, match=r"(?s)E205: 19 state snapshots need 19.0 MiB.* less than 18"):
+        plan_kv(m, None, 84 << 20, 0.9, need, 19)
+    with pytest.raises(LlmcError, match=r"(?s)E205.*state snapshots 9.0 MiB"):
+        plan_kv(m, 12 << 20, 84 << 20, 0.9, need, 9)
 
 
 def test_tickets_on_a_device_of_depth_one(tmp_path: Path) -> None:

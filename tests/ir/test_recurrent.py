@@ -14,11 +14,11 @@ LENGTHS = {2: 13, 0: 7}  # tokens of each device row
 T, G, H, D, E, C, W = 20, 2, 4, 5, 3, 6, 4
 
 
-def _tokens(rng: np.random.Generator, delta: bool) -> dict[str, Any]:
+def _tokens(rng: np.random.Generator, delta: bool, factors: int = H) -> dict[str, Any]:
     k = rng.standard_normal((T, G, D))
     x = {
         "q": rng.standard_normal((T, G, D)), "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
-        "v": rng.standard_normal((T, H, E)), "decay": -rng.random((T, H)), "x": rng.standard_normal((T, C)),
+        "v": rng.standard_normal((T, H, E)), "decay": -rng.random((T, factors)), "x": rng.standard_normal((T, C)),
     }  # fmt: skip
     return x | ({"beta": rng.random((T, H))} if delta else {})
 
@@ -39,9 +39,10 @@ def _step(parts: list[tuple[int, int, int]]) -> tuple[Any, dict[str, Any]]:
 STEPS = [[(2, 0, 5)], [(2, 5, 6), (0, 0, 3)], [(0, 3, 4), (2, 6, 8), (2, 8, 9)], [(2, 9, 13), (0, 4, 7)]]
 
 
+@pytest.mark.parametrize("factors", [H, H * D])
 @pytest.mark.parametrize("delta", [False, True])
-def test_rows_compute_what_prompts_do(delta: bool) -> None:
-    x = _tokens(rng := generator(), delta)
+def test_rows_compute_what_prompts_do(delta: bool, factors: int) -> None:
+    x = _tokens(rng := generator(), delta, factors)
     beta = [x["beta"]] if delta else []
     want = OPS["linear_recurrence"].ref(x["q"], x["k"], x["v"], x["decay"], POSITIONS, *beta, layer=0)
     memory, got = rng.standard_normal((3, H, D, E)), np.zeros_like(want)
@@ -68,13 +69,25 @@ def test_convolutions_of_rows_are_those_of_prompts() -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_rejected_tokens_leave_no_trace(delta: bool) -> None:
+def test_channels_with_one_rate_are_heads(delta: bool) -> None:
+    x = _tokens(generator(), delta)
+    beta = [x["beta"]] if delta else []
+    found = [
+        OPS["linear_recurrence"].ref(x["q"], x["k"], x["v"], decay, POSITIONS, *beta, layer=0)
+        for decay in (x["decay"], np.repeat(x["decay"], D, 1))
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-12)
+
+
+@pytest.mark.parametrize("factors", [H, H * D])
+@pytest.mark.parametrize("delta", [False, True])
+def test_rejected_tokens_leave_no_trace(delta: bool, factors: int) -> None:
     """Each step of one row ends with tokens that the next step computes again, from other inputs."""
-    x, n = _tokens(rng := generator(), delta), 3
+    x, n = _tokens(rng := generator(), delta, factors), 3
     beta = [x["beta"]] if delta else []
     want = OPS["linear_recurrence"].ref(x["q"], x["k"], x["v"], x["decay"], POSITIONS, *beta, layer=0)
     memory, base = rng.standard_normal((3, H, D, E)), np.array([9, 9, 9], np.int32)
-    log = rng.standard_normal((3, n, G * D + H * E + 2 * H))
+    log = rng.standard_normal((3, n, G * D + H * E + factors + H))
     weight, recent = rng.standard_normal((C, W)), rng.standard_normal((3, W - 1 + n, C))
     conv = OPS["causal_conv"].ref(x["x"], weight, POSITIONS, layer=0)
     steps = [(0, 1, 1), (1, 5, 2), (2, 6, 6), (6, 10, 7), (7, 11, 8), (8, 9, 9), (9, 13, 12), (12, 13, 13)]

@@ -18,7 +18,7 @@ ROWS = 6  # device rows
 class Shape:
     """One recurrence: dtype, key heads, value heads, elements of a key and a value, whether it is the delta rule.
 
-    n: tokens that may be rejected.
+    n: tokens that may be rejected. channels: whether each channel of a key decays at a rate of its own.
     """
 
     name: str
@@ -29,6 +29,17 @@ class Shape:
     e: int
     delta: bool = True
     n: int = 3
+    channels: bool = False
+
+    @property
+    def factors(self) -> int:
+        """The decays of a token."""
+        return self.h * (self.d if self.channels else 1)
+
+    @property
+    def width(self) -> int:
+        """The numbers of a token in the log."""
+        return self.g * self.d + self.h * self.e + self.factors + self.h
 
 
 @dataclass(frozen=True)
@@ -97,11 +108,10 @@ def conv_inputs(g: Graph, step: Step, rng: np.random.Generator) -> list[np.ndarr
 def recurrence_graph(s: Shape, op: str) -> Graph:
     """A graph of row_recurrence, row_recurrence_draft or row_log."""
     g = Graph("test")
-    width = s.g * s.d + s.h * s.e + 2 * s.h
     kinds = {
         "q": tensor(s.dtype, "T", s.g, s.d), "k": tensor(s.dtype, "T", s.g, s.d), "v": tensor(s.dtype, "T", s.h, s.e),
-        "decay": tensor("f32", "T", s.h), "memory": state("f32", ROWS, s.h, s.d, s.e), "base": state("i32", ROWS),
-        "log": state("f32", ROWS, s.n, width), **dict(STEP), "beta": tensor("f32", "T", s.h),
+        "decay": tensor("f32", "T", s.factors), "memory": state("f32", ROWS, s.h, s.d, s.e), "base": state("i32", ROWS),
+        "log": state("f32", ROWS, s.n, s.width), **dict(STEP), "beta": tensor("f32", "T", s.h),
     }  # fmt: skip
     names = [slot.name for slot in OPS[op].operands if s.delta or slot.name != "beta"]
     g.outputs = list(g.add(OPS[op], [g.input(name, kinds[name]) for name in names], {}).results)
@@ -114,9 +124,9 @@ def recurrence_inputs(g: Graph, s: Shape, step: Step, rng: np.random.Generator) 
     keys = rng.standard_normal((t, s.g, s.d))
     made: dict[str, Any] = {
         "q": rng.standard_normal((t, s.g, s.d)), "k": keys / np.linalg.norm(keys, axis=-1, keepdims=True),
-        "v": rng.standard_normal((t, s.h, s.e)), "decay": -rng.exponential(0.5, (t, s.h)),
+        "v": rng.standard_normal((t, s.h, s.e)), "decay": -rng.exponential(0.5, (t, s.factors)),
         "memory": np.full((ROWS, s.h, s.d, s.e), np.nan), "beta": rng.random((t, s.h)),
-        "base": rng.integers(0, 300, ROWS), "log": np.full((ROWS, s.n, s.g * s.d + s.h * s.e + 2 * s.h), np.nan),
+        "base": rng.integers(0, 300, ROWS), "log": np.full((ROWS, s.n, s.width), np.nan),
         **dict(zip(("rows", "starts", "positions"), step.operands, strict=True)),
     }  # fmt: skip
     for row, first in step.first.items():
@@ -126,7 +136,7 @@ def recurrence_inputs(g: Graph, s: Shape, step: Step, rng: np.random.Generator) 
         made["base"][row] = rng.integers(max(0, first - s.n), first + 1)
         logged = np.arange(made["base"][row], first) % s.n
         tokens = rng.standard_normal((len(logged), made["log"].shape[2])) / s.d**0.5
-        tokens[:, -2 * s.h :] = rng.random((len(logged), 2 * s.h))
-        tokens[:, -2 * s.h : -s.h] *= -1
+        tokens[:, -s.factors - s.h :] = rng.random((len(logged), s.factors + s.h))
+        tokens[:, -s.factors - s.h : -s.h] *= -1
         made["log"][row, logged] = tokens
     return [made[v.name].astype(np.int32 if v.type.dtype == "i32" else np.float32) for v in g.inputs]

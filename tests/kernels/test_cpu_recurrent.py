@@ -28,6 +28,8 @@ SHAPES = (
     Shape("mamba2", "f32", 1, 3, 16, 64, delta=False, n=5),
     Shape("one", "f16", 1, 1, 33, 17, n=1),
     Shape("wide", "bf16", 2, 2, 20, 150, delta=False),
+    Shape("kimi", "bf16", 4, 4, 20, 24, channels=True),
+    Shape("mamba1", "f32", 1, 37, 16, 1, delta=False, channels=True),
 )
 CONVS = (
     ("bf16", 96, 4, 4, False), ("f32", 37, 3, 7, True), ("f16", 5, 2, 3, True), ("f32", 64, 1, 1, False),

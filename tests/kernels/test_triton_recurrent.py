@@ -23,6 +23,7 @@ from kernels.recurrent_cases import (
 from kernels.triton_harness import INTERPRETED, run_case
 
 from llmc.codegen.backends.triton.recurrent import ROW_CONV, ROW_LOG, ROW_RECURRENCE
+from llmc.codegen.backends.triton.recurrent_channels import ROW_CHANNELS
 from llmc.codegen.kernel import Kernel
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph
@@ -32,6 +33,8 @@ SHAPES = (
     Shape("sum", "f16", 1, 3, 20, 37, delta=False, n=1),
     Shape("exact", "f32", 3, 3, 8, 5, n=2),
     Shape("tall", "bf16", 1, 1, 100, 33),
+    Shape("kimi", "bf16", 2, 2, 20, 37, channels=True),
+    Shape("mamba1", "f16", 1, 5, 12, 1, delta=False, n=2, channels=True),
 )
 CONVOLUTIONS = (("f32", 37, 4, 4, True), ("bf16", 300, 3, 6, False), ("f16", 8, 2, 2, True), ("bf16", 5, 1, 1, False))
 OPS: dict[str, Kernel] = {"row_recurrence": ROW_RECURRENCE, "row_recurrence_draft": ROW_RECURRENCE, "row_log": ROW_LOG}
@@ -62,6 +65,7 @@ def _graphs() -> Iterator[tuple[str, Kernel, Graph, Any]]:
         yield f"row_conv-{sizes[0]}-{sizes[1]}", ROW_CONV, conv_graph(*sizes), conv_inputs
     for shape in SHAPES:
         for op, kernel in OPS.items():
+            kernel = ROW_CHANNELS if shape.channels and kernel is ROW_RECURRENCE else kernel
             graph = recurrence_graph(shape, op)
             yield f"{op}-{shape.name}", kernel, graph, lambda g, step, rng, s=shape: recurrence_inputs(g, s, step, rng)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.cases import EXPERTS, SEEN, SMALL, TINY_VISION, Case
+from models.cases import EXPERTS, MLA, SEEN, SMALL, TINY_VISION, Case
 
 GDN: dict[str, Any] = SMALL | {
     "num_hidden_layers": 4,
@@ -39,6 +39,21 @@ ZAMBA2 = SMALL | {
     "attention_head_dim": 32,
 }  # fmt: skip
 
+LIGHTNING = SMALL | EXPERTS | {
+    "num_hidden_layers": 4, "block_size": 8, "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
+JAMBA = SMALL | {
+    "num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 12, "mamba_dt_rank": 8,
+}  # fmt: skip
+KIMI = MLA | {
+    "q_lora_rank": None, "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 24, "linear_head_dim": 12, "linear_num_heads": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}  # fmt: skip
+
 RECURRENT = (
     Case("qwen3_next", "qwen3_next", GDN_EXPERTS, (70, 1, 13)),
     Case("qwen3_5_text", "qwen3_5_text", GDN, (3, 66)),
@@ -56,4 +71,7 @@ RECURRENT = (
     Case("granitemoehybrid-mamba", "granitemoehybrid", GRANITE, (21, 16)),
     Case("nemotron_h", "nemotron_h", NEMOTRON, (21, 16)),
     Case("zamba2", "zamba2", ZAMBA2, (21, 16)),
+    Case("minimax", "minimax", LIGHTNING, (21, 16)),
+    Case("kimi_linear", "kimi_linear", KIMI, (70, 1, 13)),
+    Case("jamba", "jamba", JAMBA, (21, 16)),
 )

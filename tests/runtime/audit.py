@@ -19,6 +19,7 @@ def audit(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expect
     """Raise AssertionError if pages, rows, queues or the device's state do not follow from the live requests."""
     audit_pages(scheduler.pool, [request.pages for request in scheduler.running])
     audit_prefixes(scheduler)
+    audit_snapshots(scheduler)
     audit_queues(scheduler, expected)
     audit_device(scheduler, device, expected)
 
@@ -60,6 +61,22 @@ def audit_prefixes(scheduler: Scheduler) -> None:
             if page in held:
                 own = tuple(request.tokens[index * size : (index + 1) * size])
                 assert held[page] == (request.chain[index + 1], own), f"{request.id}: page {page} holds another prefix"
+
+
+def audit_snapshots(scheduler: Scheduler) -> None:
+    """Check that every snapshot is free, kept at the end of a cached prefix or written by a step in flight, and that
+    those are pinned from which rows will start.
+    """
+    if scheduler.snapshots is None:
+        assert not any(request.snapshot >= 0 or request.marks for request in scheduler.requests.values())
+        return
+    pool, kept = scheduler.snapshots.pool, scheduler.snapshots.pool.content()
+    assert kept.keys() <= scheduler.prefix._page.keys(), "a snapshot without its pages"
+    written = [save.entry for step, _ in scheduler._in_flight for save in step.saves]
+    assert sorted([*pool._free, *kept.values(), *written]) == list(range(pool.count)), "entries"
+    pins = Counter(request.snapshot for request in scheduler.running if request.snapshot >= 0)
+    assert +pool._pins == pins, f"pinned: {+pool._pins}, rows start from {pins}"
+    assert not any(r.marks or r.snapshot >= 0 for r in scheduler.requests.values() if r.status is not Status.RUNNING)
 
 
 def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
@@ -146,7 +163,8 @@ def audit_device(scheduler: Scheduler, device: FakeExecutor, expected: dict[str,
 
 def idle(engine: Engine) -> bool:
     """Whether an engine's gauges show no request and no page in use."""
-    return not any(value for name, value in engine.stats().items() if name != "step_token_budget")
+    kept = ("step_token_budget", "num_state_snapshots")
+    return not any(value for name, value in engine.stats().items() if name not in kept)
 
 
 def check_logprobs(delta: RequestDelta, most: int | None) -> None:

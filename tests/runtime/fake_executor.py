@@ -6,7 +6,8 @@ the chain at one earlier position, and on the row's parameters. A page, row, chu
 mixed up anywhere therefore yields a wrong token, and errors that are visible at once (lengths, positions, page tables,
 `emit` flags) raise Mismatch. At depth 2 and more, execution is deferred: a launched step takes effect at a random
 moment before it is waited for, in launch order, and an open step not before it is guided. Drafted tokens are accepted
-at random; the KV slot of a rejected one then contains garbage.
+at random; the KV slot of a rejected one then contains garbage. With recurrent layers, tokens depend on the row's states
+instead (fake_states).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+from tests.runtime.fake_states import FakeStates
 from tests.runtime.step_reply import reply
 
 ROOT = 0x6C6C6D63  # the chain of the empty prefix
@@ -40,6 +42,7 @@ class StepLike(Protocol):
     pages: list[Any]
     drafts: list[Any]
     masks: list[Any]
+    saves: list[Any]
     work: list[Any]
     open: bool
     plain: bool
@@ -105,8 +108,11 @@ class FakeExecutor:
         logits: int = 0,
         head: bool = False,
         stops: bool = False,
+        snapshots: int | None = None,
+        rejectable: int = 0,
     ) -> None:
-        """head: drafts are those of a head, whose KV every step computes. stops: it may stop drafting."""
+        """head: drafts are those of a head, whose KV every step computes. stops: it may stop drafting. snapshots,
+        rejectable: see FakeStates."""
         self.depth, self._rng, self._logits, self._head, self._stops = depth, rng, logits or rows, head, stops
         self._drafts = rng and random.Random(rng.getrandbits(64))  # draws in the order of the steps, whenever they run
         self._queue: deque[StepLike] = deque()  # launched, not run
@@ -119,6 +125,7 @@ class FakeExecutor:
         self._kv = [0] * (num_pages * page_size)
         self._drafted = [0] * (num_pages * page_size)  # the KV of a draft model
         self._position = [-1] * (num_pages * page_size)  # the sequence position stored in each slot
+        self._states = FakeStates(rows, snapshots, rejectable)
 
     rejection = 0.4  # probability that a draft is rejected
 
@@ -184,6 +191,7 @@ class FakeExecutor:
             self.rows[init.row] = row = _Row(init)
             for position in range(0, init.computed, self.page_size):
                 self._read(row, position)
+            self._states.restore(init.row, init.snapshot)
         for grow in step.pages:
             table = self._row(grow.row).table
             self._check_pages(grow.pages)
@@ -201,13 +209,20 @@ class FakeExecutor:
         _require(sum(item.num_tokens for item in work) <= self.max_tokens, "more tokens than the program serves")
         _require(sum(item.rows for item in work) <= self._logits, "more rows of logits than the program has")
         scores: dict[int, Any] = {i: [] for i, item in enumerate(work) if item.score}
-        runs = [self._run(item) if item.drafts else [self._work(item, scores.get(i))] for i, item in enumerate(work)]
+        runs = []
+        for i, item in enumerate(work):
+            first = self._row(item.row).length
+            runs.append(self._run(item) if item.drafts else [self._work(item, scores.get(i))])
+            self._states.settle(item.row, first, first + item.num_tokens, self._row(item.row).length)
         rows = [[(token, self._logprobs(item.row, token)) for token in run] for item, run in zip(work, runs)]
         accepted = {i: run[1:] for i, (item, run) in enumerate(zip(work, rows)) if item.drafts}
         proposed = [self._propose(item) for item in work]
         for item in work:
             _require(not (step.plain and (item.propose or item.fill)), f"row {item.row}: drafts after a plain step")
         likely = {i: made for i, item in enumerate(work) if (made := self._draft(item, proposed[i]))}
+        for save in step.saves:
+            _require(any(item.row == save.row for item in work), f"row {save.row} is saved and not computed")
+            self._states.save(save.row, save.entry)
         looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
         return reply(
             [run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked, likely
@@ -333,13 +348,17 @@ class FakeExecutor:
         _require(start < stop <= len(row.tokens), f"row {item.row}: {start} to {stop} of {len(row.tokens)} tokens")
         _require(stop <= len(row.table) * size, f"row {item.row}: {stop} tokens on {len(row.table)} pages")
         head = self._read(row, start - 1) if start else ROOT
+        seen = self._states.before(item.row, start, head)
         kv, positions, table, tokens = self._kv, self._position, row.table, row.tokens
         for position in range(start, stop):
             slot = table[position // size] * size + position % size
-            kv[slot] = head = hash((head, tokens[position]))
+            kv[slot] = head = link(head, tokens[position])
+            seen = link(seen, tokens[position])
+            self._states.put(item.row, position + 1, seen)
             positions[slot] = position
             if scores is not None and position + 1 < row.num_prompt:
-                scores.append(score(head, tokens[position + 1], self.vocab_size))
+                scores.append(score(seen, tokens[position + 1], self.vocab_size))
+        head = seen
         row.length = stop
         _require(scores is None or row.params.want_logprobs, f"row {item.row}: it wants no log-probabilities")
         _require(item.emit == (stop == len(tokens)), f"row {item.row}: emit is {item.emit} at {stop} of {len(tokens)}")

@@ -321,7 +321,8 @@ def make_device(config: SchedulerConfig, depth: int = 1, rng: random.Random | No
     sizes = config.max_num_seqs, config.num_pages, config.page_size, config.vocab_size, config.max_model_len
     head = config.speculation is not None and bool(config.speculation.head)
     stops = depth == 1 and config.speculation is not None and config.speculation.stops
-    return FakeExecutor(*sizes, config.max_num_batched_tokens, depth, rng, config.logits, head, stops)
+    states = config.snapshots, config.speculation.num_tokens if config.speculation else 0
+    return FakeExecutor(*sizes, config.max_num_batched_tokens, depth, rng, config.logits, head, stops, *states)
 
 
 def simulate(seed: int, steps: int, stride: int = 1, depth: int | None = None) -> Counter[str]:
@@ -355,6 +356,7 @@ def summary(episode: Episode) -> Counter[str]:
         generated=episode.generated,
         preemptions=counters.num_preemptions,
         hits=counters.prefix_cache_hits,
+        restored=0 if episode.world.config.snapshots is None else counters.prefix_cache_hits,
         drafts=counters.spec_decode_num_draft_tokens,
         accepted=counters.spec_decode_num_accepted_tokens,
         **{f"ended by {reason}": count for reason, count in episode.ended.items()},

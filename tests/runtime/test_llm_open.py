@@ -126,22 +126,31 @@ def test_without_prefix_caching_nothing_is_found(toy: Path) -> None:
             assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens == found
 
 
-def test_models_with_recurrent_layers_have_no_prefix_caching(tmp_path: Path) -> None:
-    """The start says so, a request for it is an error, and their states take memory besides the KV cache."""
+def test_models_with_recurrent_layers_reuse_prefixes_at_snapshots(tmp_path: Path) -> None:
+    """The start says how many there are, or that prefixes are not reused; their states take memory, too."""
     files = textkit.write_folder(tmp_path / "t", textkit.small(), {"eos_token": "B", "bos_token": None})
     plain = replace(tiny.parts(tmp_path), tokenizer=sorted(files.iterdir()))
     state = State("row.memory.0", "f32", tuple(parse_size(n) for n in ("4", "3", "8", "8")), RECURRENT)
     write_artifact(tmp_path / "a.llmc", replace(plain, states=(*plain.states, state)))
     said: list[str] = []
-    with LLM(tmp_path / "a.llmc", say=said.append) as llm:
-        assert any("no prefix caching (recurrent layers)" in line for line in said)
-        for _ in range(2):
-            assert llm.generate(list(range(4, 14)), GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    for more, words, found in (
+        ({}, "8 state snapshots (6.0 KiB)", 8), ({"state_snapshots": 3}, "3 state snapshots", 8),
+        ({"state_snapshots": 0}, "no prefix caching", 0), ({"enable_prefix_caching": False}, "no prefix caching", 0),
+    ):  # fmt: skip
+        said.clear()
+        with LLM(tmp_path / "a.llmc", say=said.append, **more) as llm:
+            assert any(words in line for line in said), (more, said)
+            for cached in (0, found):
+                assert llm.generate(list(range(4, 14)), GREEDY, use_tqdm=False)[0].num_cached_tokens == cached
     with pytest.raises(LlmcError, match=r"E204: enable_prefix_caching: .* recurrent layers(?s:.*)leave"):
-        quiet(tmp_path / "a.llmc", enable_prefix_caching=True)
-    with quiet(tmp_path / "a.llmc", enable_prefix_caching=False):
-        pass
+        quiet(tmp_path / "a.llmc", enable_prefix_caching=True, state_snapshots=0)
+    with pytest.raises(LlmcError, match=r"E205: 1048576 state snapshots need(?s:.*)--state-snapshots"):
+        big = replace(state, shape=tuple(parse_size(n) for n in ("4", "64", "64", "1024")))
+        write_artifact(tmp_path / "big.llmc", replace(plain, states=(*plain.states, big)))
+        quiet(tmp_path / "big.llmc", state_snapshots=1 << 20)
     write_artifact(tmp_path / "plain.llmc", plain)
+    with pytest.raises(LlmcError, match="E204: state_snapshots = 2, and the model has no recurrent layers"):
+        quiet(tmp_path / "plain.llmc", state_snapshots=2)
     with_states, without = (need_of(open_artifact(tmp_path / f"{name}.llmc")).states for name in ("a", "plain"))
     assert with_states - without >= 4 * 3 * 8 * 8 * 4
 

@@ -14,6 +14,7 @@ from tests.runtime.bugs import BUGS, OVERLAPS
 from tests.runtime.draft_bugs import DRAFT_BUGS
 from tests.runtime.fake_ranks import FAULTS
 from tests.runtime.simulator import Episode, SimulationFailure, simulate
+from tests.runtime.snapshot_bugs import SNAPSHOT_BUGS
 from tests.runtime.world import World, draw_world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ def test_a_sample_covers_every_kind_of_event() -> None:
     total = simulate(1, 20_000)
     assert total["guided"] and total["scored"] and total["shared"] and total["ended by error"], total
     assert total["accepted"] and total["accepted"] < total["drafts"], total
+    assert total["restored"], total
     assert 0 < total["overlapped"] < total["steps"], "both depths are sampled"
 
 
@@ -57,9 +59,14 @@ def name(bug: Any) -> str:
     return inner.__name__
 
 
+ALL_BUGS = (*BUGS, *DRAFT_BUGS, *SNAPSHOT_BUGS)
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("owner", "method", "bug"), (*BUGS, *DRAFT_BUGS), ids=[name(bug) for _, _, bug in (*BUGS, *DRAFT_BUGS)]
+    ("owner", "method", "bug"),
+    ALL_BUGS,
+    ids=[name(bug) for _, _, bug in ALL_BUGS],
 )
 def test_a_bug_is_seen(owner: Any, method: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     see(owner, method, bug, None, monkeypatch)

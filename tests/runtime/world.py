@@ -155,6 +155,7 @@ def draw_world(seed: int) -> World:
         max_num_logits=rng.choice((0, 2 * rows, 6 * rows)),
         max_masks=rng.choice((1, 1 + drafts, 1 + drafts)),
         target_itl=rng.choice((0.0, 0.0, 1.0, 9.0)),
+        snapshots=random.Random(f"{seed} states").choice((None, None, None, 0, 1, 2, 8)),
     )
     habits = (rng.choice(KINDS), rng.choice((20, 50, 1000)), rng.choice((2, 8, 16, 32)), longest)
     world = World(rng, config, *habits, depth=rng.choice((1, 1, 1, 2, 2, 2, 3)), guides=rng.choice((0, 0, 0.05, 0.3)))

@@ -39,10 +39,10 @@ def _base(d: Drawing, shape: Shape) -> Any:
 
 def _log(d: Drawing, shape: Shape) -> Any:
     """Keys, values, decays and factors of the rows' last tokens."""
-    (_, g, size), h = d.shapes["k"], d.shapes["v"][1]
+    (_, g, size), h, factors = d.shapes["k"], d.shapes["v"][1], d.shapes["decay"][1]
     out = d.rng.standard_normal(shape)
     out[..., : g * size] = _unit(d, (*shape[:2], g, size)).reshape(*shape[:2], -1)
-    out[..., -2 * h : -h] = _decay(d, (*shape[:2], h))
+    out[..., -factors - h : -h] = _decay(d, (*shape[:2], factors))
     out[..., -h:] = d.rng.random((*shape[:2], h))
     return out
 
@@ -55,7 +55,7 @@ HOLDS: Mapping[str, Content] = MappingProxyType(
         "recent": contents.row_numbers, "memory": contents.row_numbers,
     }
 )  # fmt: skip
-_SIZES: Mapping[str, Any] = MappingProxyType({"t": 9, "g": 2, "h": 4, "d": 8, "e": 6})
+_SIZES: Mapping[str, Any] = MappingProxyType({"t": 9, "g": 2, "h": 4, "d": 8, "e": 6, "c": 32})
 
 
 def sequences(pos: Any) -> Iterator[slice]:
@@ -90,7 +90,7 @@ def _recur(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
     q, k = (np.repeat(x, share, 1) for x in (q, k))
     out = np.zeros_like(v)
     for t in range(len(v)):
-        state *= np.exp(decay[t])[:, None, None]
+        state *= np.exp(decay[t]).reshape(len(state), -1, 1)
         u = v[t]
         if beta is not None:
             u = beta[t][:, None] * (u - np.einsum("hde,hd->he", state, k[t]))
@@ -116,7 +116,7 @@ def causal_conv(x: Any, weight: Any, pos: Any, bias: Any = None, *, layer: int) 
 
 
 @op(
-    "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, h], pos: i[t], beta?: f32[t, h]) -> q[t, h, e]",
+    "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, c], pos: i[t], beta?: f32[t, h]) -> q[t, h, e]",
     flops="7*t*h*d*e", holds=HOLDS, example={**_SIZES, "layer": 0},
 )  # fmt: skip
 def linear_recurrence(q: Any, k: Any, v: Any, decay: Any, pos: Any, beta: Any = None, *, layer: int) -> Any:
@@ -124,7 +124,9 @@ def linear_recurrence(q: Any, k: Any, v: Any, decay: Any, pos: Any, beta: Any = 
 
     h is a multiple of g: key head j serves the value heads from j * h / g. Each head has a state S [d, e] in f32, zero
     at first. For each token, S is multiplied by exp(decay); u = beta * (v - S^T k) with beta (the gated delta rule) or
-    u = v without it; S += k u^T; the result is S^T q. The scale and norm of q and k are not part of the op.
+    u = v without it; S += k u^T; the result is S^T q. `decay` has a factor for each head (c = h), or one for each
+    channel of a key, that is, for each row of the state (c = h * d). Mamba-1 has such rates, with e = 1. The scale and
+    norm of q and k are not part of the op.
     """
     out = np.zeros_like(v)
     for span in sequences(pos):
@@ -157,10 +159,11 @@ def row_conv(x: Any, weight: Any, recent: Any, rows: Any, starts: Any, positions
 
 
 @op(
-    "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, h], memory: state f32[m, h, d, e], rows: i32[r],"
+    "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, c], memory: state f32[m, h, d, e], rows: i32[r],"
     " starts: i32[r+1], positions: i32[t], beta?: f32[t, h]) -> (y: q[t, h, e], s: state f32[m, h, d, e])",
     writes=("memory",), flops="7*t*h*d*e",
-    bytes="8*r*h*d*e + 2*t*g*d*bytes_q + 2*t*h*e*bytes_q + 8*t*h", holds=HOLDS, example={**_SIZES, "m": 4, "r": 4},
+    bytes="8*r*h*d*e + 2*t*g*d*bytes_q + 2*t*h*e*bytes_q + 4*t*h + 4*t*c", holds=HOLDS,
+    example={**_SIZES, "m": 4, "r": 4},
 )  # fmt: skip
 def row_recurrence(
     q: Any, k: Any, v: Any, decay: Any, memory: Any, rows: Any, starts: Any, positions: Any, beta: Any = None
@@ -178,11 +181,11 @@ def row_recurrence(
 
 
 @op(
-    "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, h], memory: state f32[m, h, d, e],"
-    " base: state i32[m], log: state f32[m, n, g*d+h*e+2*h], rows: i32[r], starts: i32[r+1], positions: i32[t],"
+    "(q: f[t, g, d], k: q[t, g, d], v: q[t, h, e], decay: f32[t, c], memory: state f32[m, h, d, e],"
+    " base: state i32[m], log: state f32[m, n, g*d+h*e+h+c], rows: i32[r], starts: i32[r+1], positions: i32[t],"
     " beta?: f32[t, h]) -> (y: q[t, h, e], s: state f32[m, h, d, e])",
     writes=("memory",), flops="7*t*h*d*e + 5*r*n*h*d*e",
-    bytes="8*r*h*d*e + 4*r*n*(g*d + h*e + 2*h) + 2*t*g*d*bytes_q + 2*t*h*e*bytes_q + 8*t*h", holds=HOLDS,
+    bytes="8*r*h*d*e + 4*r*n*(g*d + h*e + h + c) + 2*t*g*d*bytes_q + 2*t*h*e*bytes_q + 4*t*h + 4*t*c", holds=HOLDS,
     example={**_SIZES, "m": 4, "n": 3, "r": 4},
 )  # fmt: skip
 def row_recurrence_draft(
@@ -212,10 +215,10 @@ def row_recurrence_draft(
 
 
 @op(
-    "(k: f[t, g, d], v: k[t, h, e], decay: f32[t, h], base: state i32[m], log: state f32[m, n, g*d+h*e+2*h],"
+    "(k: f[t, g, d], v: k[t, h, e], decay: f32[t, c], base: state i32[m], log: state f32[m, n, g*d+h*e+h+c],"
     " rows: i32[r], starts: i32[r+1], positions: i32[t], beta?: f32[t, h])"
-    " -> (b: state i32[m], ring: state f32[m, n, g*d+h*e+2*h])",
-    writes=("base", "log"), bytes="r*n*(g*d + h*e)*(4 + bytes_k) + 16*r*n*h", holds=HOLDS,
+    " -> (b: state i32[m], ring: state f32[m, n, g*d+h*e+h+c])",
+    writes=("base", "log"), bytes="r*n*(g*d + h*e)*(4 + bytes_k) + 8*r*n*(h + c)", holds=HOLDS,
     example={**_SIZES, "m": 4, "n": 3, "r": 4},
 )  # fmt: skip
 def row_log(
@@ -227,7 +230,7 @@ def row_log(
     """
     base, log = base.copy(), log.copy()
     n = log.shape[1]
-    factor = np.zeros_like(decay) if beta is None else beta
+    factor = np.zeros(v.shape[:2], decay.dtype) if beta is None else beta
     tokens = np.concatenate([k.reshape(len(k), -1), v.reshape(len(v), -1), decay, factor], 1)
     for row, span, first in runs(rows, starts, positions):
         base[row] = kept = _kept(first, span, n)
@@ -243,7 +246,7 @@ def _kept(first: int, span: slice, n: int) -> int:
 def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:
     """Return q (zeros), k, v, decay and beta (None without the delta rule) of the logged tokens [i, width]."""
     (_, g, d), (_, h, e) = k.shape, v.shape
-    keys, values, decay, beta = np.split(log, np.cumsum([g * d, h * e, h]), 1)
+    keys, values, decay, beta = np.split(log, [g * d, g * d + h * e, log.shape[1] - h], 1)
     keys = keys.reshape(-1, g, d)
     return np.zeros_like(keys), keys, values.reshape(-1, h, e), decay, beta if delta else None
 

@@ -53,7 +53,9 @@ class RecurrentRows:
             y, memory = b.row_recurrence(q, k, v, decay, memory, *self.step, *beta)
             return y, [memory]
         base = self.g.input(f"{BASE}{layer}", state("i32", self.count))
-        log = self.g.input(f"{LOG}{layer}", state("f32", self.count, self.speculate, g * d + h * e + h * 2))
+        log = self.g.input(
+            f"{LOG}{layer}", state("f32", self.count, self.speculate, g * d + h * e + h + decay.type.shape[1])
+        )
         y, memory = b.row_recurrence_draft(q, k, v, decay, memory, base, log, *self.step, *beta)
         return y, [memory, *b.row_log(k, v, decay, base, log, *self.step, *beta)]
 

@@ -63,6 +63,10 @@ class CpuDevice(Device):
         """Zero the bytes [begin, end)."""
         memory.host[begin:end] = 0
 
+    def copy(self, target: Memory, at: int, source: Memory, begin: int, nbytes: int) -> None:
+        """Copy bytes from one memory to another."""
+        target.host[at : at + nbytes] = source.host[begin : begin + nbytes]
+
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
         """Fill the memory with repetitions of `tile`, starting at byte `at` of the tile."""
         out, done = memory.host, 0

@@ -99,6 +99,10 @@ class Device(ABC):
         """Zero the bytes [begin, end)."""
 
     @abstractmethod
+    def copy(self, target: Memory, at: int, source: Memory, begin: int, nbytes: int) -> None:
+        """Copy `nbytes` bytes of `source`, from byte `begin` on, to byte `at` of `target`. They must not overlap."""
+
+    @abstractmethod
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
         """Fill the memory with repetitions of `tile`, u8[n], starting at its byte `at`. The tile must not change
         later.

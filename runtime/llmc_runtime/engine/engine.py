@@ -178,14 +178,17 @@ class Engine:
         """Return gauges.
 
         These are running and waiting requests, the share of the KV cache in use (0 to 1), and the maximum number of
-        tokens of a step in which some requests decode and others compute their prompts.
+        tokens of a step in which some requests decode and others compute their prompts, and the snapshots of states
+        of recurrent layers.
         """
         scheduler, budget = self.scheduler, self.scheduler.step_budget
+        snapshots = scheduler.snapshots
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
             "kv_cache_usage_perc": scheduler.pool.num_used / scheduler.pool.num_pages,
             "step_token_budget": budget.latest if budget else scheduler.config.max_num_batched_tokens,
+            "num_state_snapshots": snapshots.pool.num_used if snapshots else 0,
         }
 
     def _end(self, cause: BaseException) -> list[RequestDelta]:

@@ -18,6 +18,7 @@ from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.canary import require
+from llmc_runtime.exec.capacity import human
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
@@ -91,7 +92,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         member = group.member if group else None
         device = open_device(artifact, threads, index=number, engines=options.data_parallel_size, member=member)
         marks.append(("device", time.monotonic()))
-        executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes)
+        snapshots = snapshots_of(manifest, options.enable_prefix_caching, options.state_snapshots)
+        executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes, snapshots)
         marks.append(("weights", time.monotonic()))
         if options.canary:
             require(executor)
@@ -131,7 +133,7 @@ def _summary(
         f"{target} on {device.name}" if device.separate else target,
         ranks,
         str(capacity),
-        "no prefix caching (recurrent layers)" if manifest.recurrent else "",
+        "no prefix caching" if manifest.recurrent and not config.prefix_caching else "",
         f"prompts in steps of {1e3 * config.target_itl:g} ms" if config.target_itl else "",
         f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else "",
         device.upload_summary,
@@ -145,6 +147,12 @@ def _scheduler_config(
     """Return the sizes of the scheduler. Raises LlmcErrors E2xx."""
     manifest = artifact.manifest
     pooling = manifest.pooling
+    caching, snapshots = _prefix_caching(manifest, options.enable_prefix_caching), executor.capacity.snapshots
+    if manifest.recurrent and not snapshots:
+        if options.enable_prefix_caching:
+            cause = f"enable_prefix_caching: no state snapshot of {human(manifest.bytes_per_snapshot)} fits"
+            raise LlmcError("E205", cause, "leave enable_prefix_caching out, or stop other programs on the device")
+        caching = False
     ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
     return SchedulerConfig(
         num_pages=executor.capacity.pages,
@@ -153,7 +161,8 @@ def _scheduler_config(
         vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
         eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
         policy=options.scheduling_policy,
-        prefix_caching=_prefix_caching(manifest, options.enable_prefix_caching),
+        prefix_caching=caching,
+        snapshots=snapshots if manifest.recurrent else None,
         context=artifact.digest,
         speculation=speculation_of(
             options.speculate,
@@ -170,18 +179,23 @@ def _scheduler_config(
 
 
 def _prefix_caching(manifest: Manifest, requested: bool | None) -> bool:
-    """Return whether the KV cache of common prefixes is reused. Raises LlmcError E204 if it is requested in vain.
+    """Return whether the KV cache of common prefixes is reused."""
+    return requested is not False and not (manifest.pooling and manifest.pooling.whole)
 
-    The state of a recurrent layer is that after a row's last token, and not kept for its prefixes.
+
+def snapshots_of(manifest: Manifest, caching: bool | None, requested: int | None) -> int | None:
+    """Return the number of snapshots of recurrent layers' states, None for the default; prefixes are reused only at
+    snapshots. `caching` and `requested` are the options `enable_prefix_caching` and `state_snapshots`.
+
+    Raises LlmcError E204 if they contradict each other or the model.
     """
-    if not manifest.recurrent:
-        return requested is not False and not (manifest.pooling and manifest.pooling.whole)
-    if requested:
-        cause = (
-            "enable_prefix_caching: the model has recurrent layers, whose states at the end of a prefix are not kept"
-        )
-        raise LlmcError("E204", cause, "leave enable_prefix_caching out")
-    return False
+    if requested and not manifest.recurrent:
+        cause = f"state_snapshots = {requested}, and the model has no recurrent layers"
+        raise LlmcError("E204", cause, "leave state_snapshots out")
+    if requested == 0 and caching and manifest.recurrent:
+        cause = "enable_prefix_caching: the model has recurrent layers, and state_snapshots = 0 keeps no states of them"
+        raise LlmcError("E204", cause, "leave state_snapshots or enable_prefix_caching out")
+    return requested if _prefix_caching(manifest, caching) else 0
 
 
 def speculation_of(

@@ -105,6 +105,7 @@ class Ready(_Message):
     vocab_size: int
     summary: str
     prefix_caching: bool = False
+    snapshots: int | None = None
     stages: dict[str, float] = {}  # seconds of each part of opening
     threads: int = 0  # compute threads on the CPU; 0 on other devices
 

@@ -30,10 +30,10 @@ def need_of(artifact: Artifact) -> Need:
     return Need(files, states, _round(_arena(artifact), _GRAIN) + io + _round(_group(artifact), _GRAIN))
 
 
-def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None) -> KvCapacity:
+def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None, snapshots: int | None = 0) -> KvCapacity:
     """Return the size of the KV cache of an artifact on a device (see plan_kv). Raises LlmcError E202 or E205."""
     need = need_of(artifact) if device.separate else NOTHING
-    return plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share, need)
+    return plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share, need, snapshots)
 
 
 def weights_of(artifact: Artifact) -> dict[str, Buffer]:
@@ -45,15 +45,16 @@ class Layout:
     """The memory of one artifact on one device, allocated on construction. Raises LlmcError E107, E112 or E203.
 
     `inputs` holds, for each role of programs, the arrays rows, qlens and emit, i32, at a distance of `strides` bytes,
-    so that one write updates all of them. `outputs` maps names to memory.
+    so that one write updates all of them. `outputs` maps names to memory. `snapshots` has `snapshot_bytes` bytes.
     """
 
-    def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int]) -> None:
+    def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int], snapshot_bytes: int = 0) -> None:
         self._artifact, self._device = artifact, device
         self._random: Mapping[str, Memory] = {}  # keeps random weights alive: on the CPU their arrays own the memory
         with ThreadPoolExecutor(2) as pool:  # load kernels and allocate states while weights are read
             loading, placing = pool.submit(device.load, artifact), pool.submit(self._place_weights)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
+            self.snapshots = device.alloc(snapshot_bytes) if snapshot_bytes else None
             self._arena = device.alloc(_arena(artifact))
             shared = _group(artifact)
             self._group = device.group_memory(shared) if shared else None

@@ -1,21 +1,28 @@
-"""Computes how many KV pages fit into a byte budget, from the manifest."""
+"""Computes how many KV pages and snapshots of recurrent layers' states fit into memory, from the manifest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 
+SNAPSHOTS_PER_ROW = 2  # by default
+_SNAPSHOT_SHARE = 4  # the default number takes at most one part of so many of the KV cache's memory
+
 
 @dataclass(frozen=True)
 class KvCapacity:
-    """The size of the KV cache: `pages` of `page_size` tokens, and `bytes_per_page` summed over all layers."""
+    """The size of the KV cache: `pages` of `page_size` tokens, and `bytes_per_page` summed over all layers; and the
+    number of snapshots of recurrent layers' states, of `bytes_per_snapshot` each.
+    """
 
     pages: int
     page_size: int
     bytes_per_page: int
     max_model_len: int
+    snapshots: int = 0
+    bytes_per_snapshot: int = 0
 
     @property
     def tokens(self) -> int:
@@ -27,13 +34,21 @@ class KvCapacity:
         """The size of the cache in bytes."""
         return self.pages * self.bytes_per_page
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """The size of all snapshots in bytes."""
+        return self.snapshots * self.bytes_per_snapshot
+
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages for this many tokens."""
         return -(-tokens // self.page_size)
 
     def __str__(self) -> str:
         size = f"{self.tokens} tokens in {self.pages} pages of {self.page_size} ({human(self.nbytes)})"
-        return f"KV cache: {size}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
+        text = f"KV cache: {size}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
+        if self.snapshots:
+            text += f", {self.snapshots} state snapshots ({human(self.snapshot_bytes)})"
+        return text
 
 
 @dataclass(frozen=True)
@@ -43,30 +58,39 @@ class Need:
     weights: int
     states: int
     arena: int
+    snapshots: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all parts, in bytes."""
-        return self.weights + self.states + self.arena
+        return self.weights + self.states + self.arena + self.snapshots
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "rows": self.states, "intermediate results": self.arena}
+        if self.snapshots:
+            parts["state snapshots"] = self.snapshots
         return ", ".join(f"{name} {human(size)}" for name, size in parts.items())
 
 
 NOTHING = Need(0, 0, 0)
 
 
-def plan_kv(manifest: Manifest, kv_bytes: int | None, free: int, share: float, need: Need) -> KvCapacity:
-    """Compute the size of the KV cache.
+def plan_kv(
+    manifest: Manifest, kv_bytes: int | None, free: int, share: float, need: Need, snapshots: int | None = 0
+) -> KvCapacity:
+    """Compute the size of the KV cache, and the number of snapshots of recurrent layers' states beside it.
 
     `kv_bytes` is the budget. The default is the size that all rows of maximum length can use, limited to the fraction
     `share` of the remaining memory. `free` is the free memory in bytes before anything is allocated, from which `need`
-    is subtracted first. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
+    and the snapshots are subtracted first. `snapshots` is their number; None: SNAPSHOTS_PER_ROW for each row, if these
+    fit. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
     """
-    kv, limits = manifest.kv, manifest.limits
+    kv, limits, each = manifest.kv, manifest.limits, manifest.bytes_per_snapshot
     useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)
-    available = free - need.total
+    count = _snapshots(manifest, snapshots, free - need.total, share, kv_bytes)
+    if need.total:
+        need = replace(need, snapshots=count * each)
+    available = free - need.total - (0 if need.total else count * each)
     budget = max(0, int(available * share)) if kv_bytes is None else kv_bytes
     pages = min(useful, budget // kv.bytes_per_page) if kv.bytes_per_page else useful
     sequence_bytes = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
@@ -83,7 +107,23 @@ def plan_kv(manifest: Manifest, kv_bytes: int | None, free: int, share: float, n
         cause = f"the KV cache needs {human(budget)}; {human(available)} of {human(free)} are left beside {need}"
         tokens = available // kv.bytes_per_page * kv.page_size
         raise LlmcError("E205", cause, f"set at most {human(available)}, enough for {tokens} tokens")
-    return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len)
+    return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len, count, each)
+
+
+def _snapshots(manifest: Manifest, asked: int | None, available: int, share: float, kv_bytes: int | None) -> int:
+    """Return the number of snapshots, `asked` or the default, for `available` bytes. Raises LlmcError E205 if those
+    that are asked for do not fit.
+    """
+    each, most = manifest.bytes_per_snapshot, int(max(0, available) * share)
+    if not each:
+        return 0
+    if asked is None:
+        room = most // _SNAPSHOT_SHARE if kv_bytes is None else min(most // _SNAPSHOT_SHARE, available - kv_bytes)
+        return min(SNAPSHOTS_PER_ROW * manifest.limits.max_num_seqs, max(0, room) // each)
+    if asked * each > most:
+        cause = f"{asked} state snapshots need {human(asked * each)}; {human(most)} are left for them and the KV cache"
+        raise LlmcError("E205", cause, f"set --state-snapshots to less than {most // each}")
+    return asked
 
 
 def _too_little(need: Need, free: int, sequence_bytes: int, length: int) -> LlmcError:

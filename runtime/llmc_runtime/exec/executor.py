@@ -18,10 +18,12 @@ from llmc_runtime.exec.device_rows import ROLES, Rows
 from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.exec.entry_points import Bound, Columns, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
+from llmc_runtime.exec.state_snapshots import StateSnapshots
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import RECURRENT
 from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import RANK, Program
-from llmc_runtime.sched.step import RowMasks, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowMasks, RowSave, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
 
@@ -35,7 +37,7 @@ class Ticket:
     log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if none
     are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for tokens
     of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it. `likely`: see
-    StepOutput.
+    StepOutput. `saves`: see Step.
     """
 
     work: list[Work]
@@ -51,6 +53,7 @@ class Ticket:
     plain: bool = False
     looked: dict[int, np.ndarray] = field(default_factory=dict)
     likely: dict[int, list[float]] = field(default_factory=dict)
+    saves: Sequence[RowSave] = ()
 
 
 class _Entries(NamedTuple):
@@ -69,21 +72,24 @@ class Executor:
 
     `kv_bytes` is the KV cache's budget in bytes (None: the device's share of the free memory, limited to what the rows
     can use); `capacity` is the resulting size. Up to `depth` steps may be in flight. `max_drafts` is the maximum number
-    of drafted tokens that a step verifies per row, and `max_entries` the maximum number of rows of logits.
+    of drafted tokens that a step verifies per row, and `max_entries` the maximum number of rows of logits. `snapshots`
+    is the number of snapshots of recurrent layers' states (None: the default, see plan_kv).
 
     Raises LlmcError E107, E111, E112, E113, E202, E203 or E205 if it cannot be built.
     """
 
-    def __init__(self, artifact: Artifact, device: Device, kv_bytes: int | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact, device: Device, kv_bytes: int | None = None, snapshots: int | None = 0
+    ) -> None:
         self.artifact = artifact
         self.device = device
         self.depth = device.depth
         manifest = artifact.manifest
         if manifest.weights.mode == "none":
             raise LlmcError("E111", f"{artifact.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
-        self.capacity = kv_capacity(artifact, device, kv_bytes)
+        self.capacity = kv_capacity(artifact, device, kv_bytes, snapshots)
         self._env = {"P": self.capacity.pages, **({RANK: artifact.rank} if manifest.ranks > 1 else {})}
-        self._layout = Layout(artifact, device, self._env)
+        self._layout = Layout(artifact, device, self._env, self.capacity.snapshot_bytes)
         self._steps = EntryPoints(artifact, device, self._layout, self._env, "")
         by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role in ROLES}
         self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
@@ -97,6 +103,10 @@ class Executor:
         self.max_entries = self._steps.max_entries or manifest.limits.max_num_seqs
         self._proposed = self._layout.output("proposed") if self.max_drafts else None
         self._outputs = () if self._width else tuple(self._layout.output(name) for name, _ in _LOGPROBS)
+        self._snapshots: StateSnapshots | None = None
+        if self._layout.snapshots is not None:
+            states = [(s, self._layout.states[s.name]) for s in manifest.states if s.role == RECURRENT]
+            self._snapshots = StateSnapshots(device, self._layout.snapshots, states)
         self._open: deque[Ticket] = deque()
         self._entries = _Entries(
             work=[], entries=[], columns=([], [], []), verifies=False, needed=[]
@@ -120,6 +130,8 @@ class Executor:
             raise RuntimeError(f"{len(self._open)} steps are in flight, the maximum of this device")
         for init in step.inits:
             self.rows.init(init)
+            if self._snapshots is not None and init.snapshot >= 0:
+                self._snapshots.restore(init.snapshot, init.row)
         if step.pages:
             self.rows.grow(step.pages)
         for drafts in step.drafts:
@@ -221,7 +233,9 @@ class Executor:
         bound = self._steps.ready(columns, verifies, step.plain)
         self._last = bound.program, count
         looks = [masks for masks in step.masks if masks.look]
-        ticket = Ticket(work, entries, needs_logprobs=needed, width=bound.width, looks=looks, plain=step.plain)
+        ticket = Ticket(
+            work, entries, needs_logprobs=needed, width=bound.width, looks=looks, plain=step.plain, saves=step.saves
+        )
         if step.open:
             first, ticket.rest = self._halves(bound)
             first()
@@ -251,6 +265,9 @@ class Executor:
         if ticket.needs_logprobs:
             each = (4, 4, 4 * width, 4 * width)
             ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
+        if self._snapshots is not None:
+            for save in ticket.saves:
+                self._snapshots.save(save.row, save.entry)
         if not ticket.plain and self.draft_model:
             ticket.likely = self.draft_model.run(ticket.work, _found(ticket))
         for look in ticket.looks:

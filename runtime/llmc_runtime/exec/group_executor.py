@@ -19,17 +19,24 @@ from llmc_runtime.signals import uninterrupted
 class GroupExecutor(Executor):
     """An Executor whose device is rank 0 of `group`; the arguments are those of Executor.
 
-    All ranks have the number of KV pages that rank 0 computes, and sample the same tokens. When a rank fails, ends or
-    samples another token, the call that notices it raises LlmcError, and so do all calls after it. Raises the errors of
-    Executor, of any rank.
+    All ranks have the numbers of KV pages and snapshots that rank 0 computes, and sample the same tokens. When a rank
+    fails, ends or samples another token, the call that notices it raises LlmcError, and so do all calls after it.
+    Raises the errors of Executor, of any rank.
     """
 
-    def __init__(self, artifact: Artifact, device: Device, group: RankGroup, kv_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: Device,
+        group: RankGroup,
+        kv_bytes: int | None = None,
+        snapshots: int | None = 0,
+    ) -> None:
         self.group = group
         self._failure: LlmcError | None = None
-        capacity = kv_capacity(artifact, device, kv_bytes)
-        group.join(capacity.nbytes)
-        super().__init__(artifact, device, capacity.nbytes)
+        capacity = kv_capacity(artifact, device, kv_bytes, snapshots)
+        group.join(capacity.nbytes, capacity.snapshots)
+        super().__init__(artifact, device, capacity.nbytes, capacity.snapshots)
         handles = [device.group_handle, *group.await_joined()]
         group.send(Meet(handles))
         device.connect(handles)

@@ -57,13 +57,15 @@ def start_ranks(
     return RankGroup(artifact, threads, verify, ray=ray, engine=engine, heartbeat_timeout=heartbeat_timeout)
 
 
-def make_executor(artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None) -> Executor:
+def make_executor(
+    artifact: Artifact, device: Device, group: RankGroup | None, kv_bytes: int | None, snapshots: int | None = 0
+) -> Executor:
     """Load the artifact onto the device and onto those of the other ranks. Raises the LlmcErrors of `Executor`."""
     if group is None:
-        return Executor(artifact, device, kv_bytes)
+        return Executor(artifact, device, kv_bytes, snapshots)
     from llmc_runtime.exec.group_executor import GroupExecutor
 
-    return GroupExecutor(artifact, device, group, kv_bytes)
+    return GroupExecutor(artifact, device, group, kv_bytes, snapshots)
 
 
 def release(device: Device | None, group: RankGroup | None) -> None:

@@ -120,13 +120,13 @@ class RankGroup:
         """The ids of the processes."""
         return [p.pid for p in self._processes]
 
-    def join(self, kv_bytes: int) -> None:
-        """Let every process open the artifact, with a KV cache of this size."""
+    def join(self, kv_bytes: int, snapshots: int) -> None:
+        """Let every process open the artifact, with a KV cache of this size and this number of snapshots."""
         path = quote_from_bytes(os.fsencode(self._artifact.root.resolve()))
         for p in self._processes:
             call = Join(
                 path, self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
-                self._verify, self._engine,
+                self._verify, self._engine, snapshots,
             )  # fmt: skip
             self._send(p, p.link.encode(call))
 

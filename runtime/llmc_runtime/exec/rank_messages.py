@@ -35,6 +35,7 @@ class Join(_Message):
     limit:     seconds that a rank waits for the others
     verify:    whether to check the hashes of the weights
     engine:    number of the engine, whose ranks these are
+    snapshots: number of snapshots of recurrent layers' states
     """
 
     path: str
@@ -46,6 +47,7 @@ class Join(_Message):
     limit: float
     verify: bool
     engine: int = 0
+    snapshots: int = 0
 
 
 class Meet(_Message):

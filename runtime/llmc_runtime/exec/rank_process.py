@@ -52,7 +52,7 @@ def open_rank(join: Join, memory: int) -> Executor:
     member = Member(join.rank, join.ranks, memory, join.limit)
     device = open_device(artifact, join.threads, index=join.engine, member=member)
     try:
-        return Executor(artifact, device, join.kv_bytes)
+        return Executor(artifact, device, join.kv_bytes, join.snapshots)
     except BaseException:
         device.close()
         raise

@@ -113,6 +113,7 @@ class KernelFile(Record):
 
 
 RECURRENT = "recurrent"  # the role of states of recurrent layers
+_SNAPSHOT_ALIGN = 256  # bytes; of each state in a snapshot
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,16 @@ class State(Record):
         for d in self.shape:
             total *= d(env)
         return -(-total // 8)
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of one row in bytes, of a state whose first axis is the device rows."""
+        return self.nbytes({}) // self.shape[0]({})
+
+
+def in_snapshot(state: State) -> int:
+    """Return the bytes that a recurrent layer's state takes in a snapshot of one row."""
+    return -(-state.row_bytes // _SNAPSHOT_ALIGN) * _SNAPSHOT_ALIGN
 
 
 @dataclass(frozen=True)
@@ -251,6 +262,11 @@ class Manifest(Record):
     def recurrent(self) -> bool:
         """Whether the model has recurrent layers."""
         return any(s.role == RECURRENT for s in self.states)
+
+    @property
+    def bytes_per_snapshot(self) -> int:
+        """The size of a snapshot of one row's states of recurrent layers, in bytes; 0 without such layers."""
+        return sum(in_snapshot(s) for s in self.states if s.role == RECURRENT)
 
     def validate(self, where: str) -> None:
         """See Record: every referenced file is listed exactly once, with its hash."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llmc_runtime.kv.pages import PageError, PagePool
 
@@ -22,6 +22,7 @@ class PrefixCache:
         self._context = context
         self._page: dict[bytes, int] = {}  # digest -> the page that holds it
         self._content: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # page -> its digest and tokens
+        self.forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that is evicted
         pool.forget = self._forget
 
     def __len__(self) -> int:
@@ -86,6 +87,8 @@ class PrefixCache:
         digest, _ = self._content.pop(page)
         if self._page.pop(digest) != page:
             raise PageError(f"page {page} held a prefix that was published elsewhere")
+        if self.forgotten is not None:
+            self.forgotten(digest)
 
     def content(self) -> dict[int, tuple[bytes, tuple[int, ...]]]:
         """Return a copy of the cache's content, page -> (digest, tokens); for audits."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.kv.pages import PagePool
@@ -15,14 +18,16 @@ from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, RequestDelta, Status
 from llmc_runtime.sched.row_shares import ROW_WAIT, row_to_share
+from llmc_runtime.sched.row_snapshots import RowSnapshots
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step
 from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
-from llmc_runtime.sched.waiting_queue import WaitingQueue
+from llmc_runtime.sched.waiting_queue import WaitingQueue, prompt_service
 
 # A step is planned so many seconds, and at least this share of the duration of the step that runs, before that ends.
 AHEAD, AHEAD_SHARE = 0.002, 0.25
+_KEY = attrgetter("key")
 
 
 class LiveRequests:
@@ -31,8 +36,8 @@ class LiveRequests:
     Invariant: a running request has a row and pages, any other has none.
     """
 
-    def __init__(self, config: SchedulerConfig, draft: Draft | None = None) -> None:
-        self.config = config
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], draft: Draft | None = None) -> None:
+        self.config, self.clock = config, clock
         self.counters = Counters()
         self.requests: dict[str, Request] = {}  # live requests by id
         self.waiting = WaitingQueue()
@@ -107,13 +112,18 @@ class LiveRequests:
         if self.pool.num_used:
             return False
         self.prefix.reset()
+        if self.snapshots is not None:
+            self.snapshots.pool.drop_all()
         return True
 
     def _reset(self) -> None:
         """Free all pages and rows, empty the cache, drop the steps in flight."""
         config = self.config
         self.pool = PagePool(config.num_pages)
-        self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.prefix_caching)
+        self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.reuses_prefixes)
+        self.snapshots: RowSnapshots | None = None  # if the model has recurrent layers, and prefixes are reused
+        if config.snapshots and config.reuses_prefixes:
+            self.snapshots = RowSnapshots(config.snapshots, self.prefix, self.counters)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._in_flight.clear()
         self.timer.forget()
@@ -127,6 +137,59 @@ class LiveRequests:
         if self.planner is not None:
             self.planner.taken(pages)
         return pages
+
+    def _fit(self, request: Request, reserve: int) -> tuple[list[int], int] | None:
+        """Take pages for all tokens of a waiting request. Return them, and how many of them are computed already; None
+        if not `reserve` pages more are free than it needs.
+        """
+        pool, known = self.pool, request.tokens
+        if request.scores is not None:
+            known = known[: len(request.scores) + 1]
+        hits = self.prefix.match(request.chain, known)
+        if self.snapshots is not None:
+            hits = self.snapshots.usable(request, hits)
+        fresh = self.config.pages_for(len(request.tokens)) - len(hits)
+        idle = sum(1 for page in hits if not pool.refs[page])
+        if fresh + idle + reserve > pool.num_free:
+            return None
+        for page in hits:
+            pool.share(page)
+        return hits + self._take(fresh), len(hits)
+
+    def _start(self, request: Request, pages: list[int], hits: int) -> None:
+        """Make a waiting request a running one. The first `hits` of its pages are computed already."""
+        counters = self.counters
+        cached = hits * self.config.page_size
+        counters.prefix_cache_queries += len(request.tokens)
+        counters.prefix_cache_hits += cached
+        if request.num_cached is None:
+            request.num_cached, request.started = cached, self.clock()
+            request.account.service += prompt_service(request, cached)
+            counters.prompt_tokens += request.num_prompt
+            counters.prompt_tokens_cached += cached
+        request.start(self.free_rows.pop(), pages, hits, cached)
+        if self.snapshots is not None:
+            self.snapshots.start(request, hits)
+        if self.planner is not None:
+            self.planner.cached(request, pages[:hits])
+        if self.running and request.key < self.running[-1].key:
+            insort(self.running, request, key=_KEY)
+        else:
+            self.running.append(request)
+
+    def _rebuild(self, request: Request) -> None:
+        """Drop the tokens of a request's step in flight, all of which lack their masks, and compute them again.
+
+        The states of recurrent layers include them already, and start from a snapshot or from the first token.
+        """
+        request.restart()
+        if self.config.snapshots is None or request.status is not Status.RUNNING:
+            return
+        self._preempt(request, self.clock())
+        fit = self._fit(request, 0)
+        if fit is not None:
+            self.waiting.remove(request)
+            self._start(request, *fit)
 
     def _publish(self, request: Request, full: int) -> None:
         """Publish the first `full` pages of a running request, which are computed."""
@@ -152,6 +215,9 @@ class LiveRequests:
     def _drop_in_flight(self, now: float) -> None:
         """Forget the steps in flight, and let their running requests wait again, and those behind them in line."""
         dropped = [request for _, planned in self._in_flight for request in planned]
+        if self.snapshots is not None:
+            for step, _ in self._in_flight:
+                self.snapshots.drop(step)
         self._in_flight.clear()
         for request in dropped:
             request.num_masked = None
@@ -184,11 +250,19 @@ class LiveRequests:
         self.counters.request_success[reason] += 1
 
     def _free(self, request: Request) -> None:
+        if self.snapshots is not None:
+            self.snapshots.stop(request)
         self.pool.release(reversed(request.pages))
         request.pages = []
         request.num_planned = request.num_computed = request.num_published = 0
         self.free_rows.append(request.row)
         request.row = -1
+
+    def _end_pooled(self, request: Request, pooled: bytes) -> RequestDelta:
+        """End a request of a model that pools."""
+        times = (request.started - request.arrived, self.clock() - request.started)
+        self._finish(request, "stop")
+        return RequestDelta(request.id, [], "stop", num_cached=request.num_cached or 0, times=times, pooled=pooled)
 
     def _computes(self, leader: Request, request: Request) -> bool:
         """Whether the leader will soon publish full pages of the prompt that `request` can share."""

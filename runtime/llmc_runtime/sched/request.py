@@ -69,6 +69,10 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     chain: list[bytes] = field(default_factory=list, init=False)  # prefix digests of its tokens so far
     row: int = field(default=-1, init=False)
+    branch: int = field(default=0, init=False)  # cached pages of its prompt, with and without a snapshot
+    snapshot: int = field(default=-1, init=False)  # the snapshot that its row starts from, until that is planned
+    marks: list[int] = field(default_factory=list, init=False)  # positions at which snapshots are to be taken, in order
+    decoded: bytes = field(default=b"", init=False)  # digest of the last snapshot that was taken while it decoded
     decode: Work = field(default_factory=lambda: Work(-1, 1, emit=True), init=False)  # computes one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
     bans: Bans | None = field(default=None, init=False)
@@ -143,7 +147,7 @@ class Request:
         """Return the data that builds the row of this running request."""
         self.needs_init = False
         tokens, computed = list(self.tokens), self.num_computed
-        return RowInit(self.row, tokens, computed, self.num_prompt, self.row_params, list(self.pages))
+        return RowInit(self.row, tokens, computed, self.num_prompt, self.row_params, list(self.pages), self.snapshot)
 
     def restart(self) -> None:
         """Drop the tokens of the step in flight that are not appended: the row, if there is one, is rebuilt without."""

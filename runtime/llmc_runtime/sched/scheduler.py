@@ -34,6 +34,8 @@ applies the changes and the work of all steps in the order in which they were pl
   The pages of a running request cover them, too.
 - A head's entry of a position depends on the token that follows. A step writes that of the position before its first
   token, perhaps in a published page that other requests share. Only drafts depend on it.
+- A recurrent layer has one state per row, which cannot go back (see row_snapshots): of a step whose tokens are dropped
+  because its mask was late, the row starts from a snapshot or from its first token again.
 - rollback() returns every request of the steps in flight to `waiting`: nothing relies on changes that were dropped.
 """
 
@@ -42,10 +44,8 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from bisect import insort
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.deltas import add_scores, delta_of, extend
@@ -58,9 +58,8 @@ from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, prompt_service
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT
 
-_KEY = attrgetter("key")
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
 
@@ -80,8 +79,8 @@ class Scheduler(LiveRequests):
         clock: Callable[[], float] = time.monotonic,
         draft: Draft | None = None,
     ) -> None:
-        super().__init__(config, draft)
-        self.depth, self.clock = 1, clock
+        super().__init__(config, clock, draft)
+        self.depth = 1
         self._seeds = seeds or partial(secrets.randbits, 64)
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
@@ -124,6 +123,8 @@ class Scheduler(LiveRequests):
         if self.guided:
             self.guided.fill(step, planned, self._proposals, self._anything)
         if planned:
+            if self.snapshots is not None:
+                self.snapshots.plan(step, planned)
             step.plain = self.planner is None or self.planner.speculation.plain(step.work)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
@@ -157,6 +158,7 @@ class Scheduler(LiveRequests):
                 add_scores(planned[index], work[index], scores)
         size, append, scheduled = self.config.page_size, self._append, 0
         deltas: list[RequestDelta] = []
+        saves = [] if self.snapshots is None else self.snapshots.begin(step, planned)
         seconds = self.timer.ended(self.clock())
         if self.step_budget is not None:
             self.step_budget.learn(step.work, seconds)
@@ -165,7 +167,7 @@ class Scheduler(LiveRequests):
         for index, (request, item, token, row_logprobs) in enumerate(zip(planned, work, tokens, logprobs)):
             scheduled += item.num_tokens
             if request.num_masked == 0:  # its mask was late
-                request.restart()
+                self._rebuild(request)
                 continue
             if request.status is _FINISHED:
                 continue  # it ended while the step ran
@@ -186,6 +188,8 @@ class Scheduler(LiveRequests):
                 )
                 if request.guide is not None:
                     take_drafts(request, item, output, self._proposals)
+        if self.snapshots is not None:
+            self.snapshots.commit(saves)
         self.counters.step(scheduled)
         return deltas
 
@@ -281,7 +285,7 @@ class Scheduler(LiveRequests):
 
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
         """Admit waiting requests in order, up to the first one that does not fit."""
-        config, pool, waiting, self._short = self.config, self.pool, self.waiting, False
+        config, waiting, self._short = self.config, self.waiting, False
         max_chunk = budget if config.whole_prompts else config.long_prefill_threshold or budget
         while budget and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
@@ -291,17 +295,12 @@ class Scheduler(LiveRequests):
             if config.whole_prompts and len(request.tokens) > budget:
                 break
             request.inherit(config.page_size)
-            known = request.tokens if request.scores is None else request.tokens[: len(request.scores) + 1]
-            hits = self.prefix.match(request.chain, known)
-            fresh = config.pages_for(len(request.tokens)) - len(hits)
-            idle = sum(1 for page in hits if not pool.refs[page])
-            if fresh + idle + (self._reserve if self.running else 0) > pool.num_free:
+            fit = self._fit(request, self._reserve if self.running else 0)
+            if fit is None:
                 self._short = True
                 break
-            for page in hits:
-                pool.share(page)
             waiting.remove(request)
-            self._start(request, hits + self._take(fresh), len(hits))
+            self._start(request, *fit)
             self._spare -= 1
             item = self._chunk(request, request.num_total - request.num_planned, min(max_chunk, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:
@@ -321,6 +320,8 @@ class Scheduler(LiveRequests):
     def _chunk(self, request: Request, missing: int, max_tokens: int) -> Work:
         """Return work for the next of `missing` tokens. The request has one row of logits already."""
         count, start, score = min(missing, max_tokens), request.num_planned, False
+        if request.marks:
+            count = min(count, request.marks[0] - start)
         if request.scores is not None and start < request.num_prompt - 1:
             scored = len(request.scores)
             score = start >= scored
@@ -328,25 +329,6 @@ class Scheduler(LiveRequests):
             count = min(count, 1 + spare if score else scored - start)
             self._spare -= count - 1 if score else 0
         return Work(request.row, count, count == missing, score)
-
-    def _start(self, request: Request, pages: list[int], hits: int) -> None:
-        """Make a waiting request a running one. The first `hits` of its pages are computed already."""
-        counters = self.counters
-        cached = hits * self.config.page_size
-        counters.prefix_cache_queries += len(request.tokens)
-        counters.prefix_cache_hits += cached
-        if request.num_cached is None:
-            request.num_cached, request.started = cached, self.clock()
-            request.account.service += prompt_service(request, cached)
-            counters.prompt_tokens += request.num_prompt
-            counters.prompt_tokens_cached += cached
-        request.start(self.free_rows.pop(), pages, hits, cached)
-        if self.planner is not None:
-            self.planner.cached(request, pages[:hits])
-        if self.running and request.key < self.running[-1].key:
-            insort(self.running, request, key=_KEY)
-        else:
-            self.running.append(request)
 
     def _append_run(
         self, request: Request, item: Work, run: list[tuple[int | None, TokenLogprobs | None]]
@@ -389,9 +371,3 @@ class Scheduler(LiveRequests):
             delta.finish_reason, delta.stop_reason = end
             self._finish(request, end[0])
         return delta
-
-    def _end_pooled(self, request: Request, pooled: bytes) -> RequestDelta:
-        """End a request of a model that pools."""
-        times = (request.started - request.arrived, self.clock() - request.started)
-        self._finish(request, "stop")
-        return RequestDelta(request.id, [], "stop", num_cached=request.num_cached or 0, times=times, pooled=pooled)

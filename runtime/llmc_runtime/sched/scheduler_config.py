@@ -38,6 +38,7 @@ class SchedulerConfig:
     speculation:             how tokens are drafted; None: they are not
     max_num_logits:          maximum number of rows of logits in a step; 0: max_num_seqs
     max_masks:               number of masks that a device row has room for
+    snapshots:               number of snapshots of the states of recurrent layers; None: the model has no such layers
     pooling:                 of a model that pools: requests end with their prompts, which may be as long as
                              max_model_len; None: it generates
     """
@@ -59,6 +60,7 @@ class SchedulerConfig:
     max_masks: int = 1
     pooling: Pooling | None = None
     target_itl: float = 0.0
+    snapshots: int | None = None
 
     def __post_init__(self) -> None:
         sizes = "num_pages", "page_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "vocab_size"
@@ -79,6 +81,11 @@ class SchedulerConfig:
     def pool_tokens(self) -> int:
         """Capacity of the KV cache in tokens."""
         return self.num_pages * self.page_size
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether the KV cache of common prefixes is reused."""
+        return self.prefix_caching and self.snapshots != 0
 
     @property
     def whole_prompts(self) -> bool:

@@ -1,9 +1,9 @@
 """Step and StepOutput: the scheduler's message to an executor for one step, and the executor's result.
 
 A device row holds the state of one request: its page table, tokens, length (tokens whose KV is written), sampling
-parameters and counts. The host sends only changes. An executor applies a Step in this order: `inits` (rebuild a row
-from host data), `pages` (extend a row's page table), `drafts` (place drafted tokens), `masks` (restrict a row's next
-tokens), `work` (compute tokens).
+parameters, counts, and the states of recurrent layers. The host sends only changes. An executor applies a Step in this
+order: `inits` (rebuild a row from host data), `pages` (extend a row's page table), `drafts` (place drafted tokens),
+`masks` (restrict a row's next tokens), `work` (compute tokens), `saves` (copy states of recurrent layers).
 An open step computes logits and samples later, when its remaining masks are known.
 """
 
@@ -82,6 +82,8 @@ class RowInit:
     computed:    the KV of this many first tokens is in `pages` already
     num_prompt:  this many first tokens are the prompt: they set the `seen` bitmap, the others the output counts
     pages:       cover all tokens
+    snapshot:    copy the states of recurrent layers from this entry; -1: leave them (they are not read if `computed` is
+                 0, and else those of the same request)
     """
 
     row: int
@@ -90,6 +92,7 @@ class RowInit:
     num_prompt: int
     params: RowParams
     pages: list[int]
+    snapshot: int = -1
 
 
 @dataclass(slots=True)
@@ -154,6 +157,19 @@ class Work:
         return self.num_tokens if self.score or self.drafts else 1
 
 
+@dataclass(slots=True)
+class RowSave:
+    """After the step's work, copy the states of a row's recurrent layers to the snapshot `entry`.
+
+    `position` is the number of tokens after which a row can go on from there. If drafts are verified, it may be any
+    after the step's first token.
+    """
+
+    row: int
+    entry: int
+    position: int
+
+
 class TokenLogprobs(NamedTuple):
     """The (natural) log-probability of a token, its rank (1: most likely), and the most likely ids with theirs."""
 
@@ -203,6 +219,7 @@ class Step:
     open: bool = False
     drafts: list[RowDrafts] = field(default_factory=list)
     plain: bool = False
+    saves: list[RowSave] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -227,7 +227,7 @@ class Endpoints(Endpoint):
                 "data_parallel_size": len(self.serving.llm.engines), "max_model_len": config.max_model_len,
                 "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
                 "block_size": config.page_size, "num_blocks": config.num_pages, "vocab_size": config.vocab_size,
-                "enable_prefix_caching": config.prefix_caching,
+                "enable_prefix_caching": config.prefix_caching, "num_state_snapshots": config.snapshots or 0,
                 "tool_call_parser": None if calls is None else calls.name,
                 "separates_reasoning": self.serving.formats.reasoning is not None,
                 "stores_responses": self.serving.stored.enabled,

@@ -11,7 +11,7 @@ from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.device.device import kv_share
-from llmc_runtime.engine.loader import limits_of
+from llmc_runtime.engine.loader import limits_of, snapshots_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import human, plan_kv
@@ -74,6 +74,8 @@ def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
     if kv is not None:
         cache = f"{kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} ({human(kv['bytes'])}); "
         cache += f"{kv['concurrency_at_max_model_len']} sequences of maximum length at a time"
+        if kv["state_snapshots"]:
+            cache += f"; {kv['state_snapshots']} state snapshots ({human(kv['snapshot_bytes'])})"
     lines = [
         f"  model     {report['source']}, for {report['target']}, digest {report['digest'][:16]}",
         f"  memory    weights {human(memory['weights'])}, rows {human(memory['rows'])}, "
@@ -112,17 +114,20 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
         return report | {"why": "no GPU is visible; --kv-cache-memory-bytes sets the size of the KV cache without one"}
     try:
         share = kv_share(not on_cpu, engines * m.ranks)
-        kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need)
+        snapshots = snapshots_of(m, engine.get("enable_prefix_caching"), engine.get("state_snapshots"))
+        kv = plan_kv(m, kv_bytes, (1 << 60) if free is None else free, share, need, snapshots)
     except LlmcError as e:
         return report | {"fits": False, "why": f"{e.cause}. Try: {e.remedy}"}
     pages_per_sequence = -(-limits["max_model_len"] // kv.page_size)
     report["kv"] = {
         "bytes": kv.nbytes, "pages": kv.pages, "page_size": kv.page_size, "tokens": kv.tokens,
         "concurrency_at_max_model_len": min(limits["max_num_seqs"], kv.pages // pages_per_sequence),
+        "state_snapshots": kv.snapshots, "snapshot_bytes": kv.snapshot_bytes,
     }  # fmt: skip
-    total = need.total + kv.nbytes  # of one device
+    caches = kv.nbytes + kv.snapshot_bytes
+    total = need.total + caches  # of one device
     if on_cpu:  # all engines use the same memory, and share the weights
-        total += (engines - 1) * (need.total - need.weights + kv.nbytes)
+        total += (engines - 1) * (need.total - need.weights + caches)
     if free is None:
         return report | {"why": f"{human(total)} are needed, and no GPU is visible"}
     return report | {"fits": total <= free, "why": f"{human(total)} of {human(free)}"}

@@ -59,6 +59,12 @@ class RowConv(_Recurrent):
 class RowRecurrence(_Recurrent):
     """Linear recurrence; threads divide the heads and the columns of their states."""
 
+    def reject(self, node: Node, target: Target) -> str | None:
+        if reason := super().reject(node, target):
+            return reason
+        (_, h, d, _), factors = node.operands[4].type.shape, node.operands[3].type.shape[1]
+        return None if factors in (h, h * d) else f"{factors} decays of {h} heads with {d} channels"
+
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         if "log" not in self.named(node):
             return D(0)
@@ -67,7 +73,7 @@ class RowRecurrence(_Recurrent):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         of = self.named(node)
-        _, h, d, e = of["memory"][1].type.shape
+        (_, h, d, e), factors = of["memory"][1].type.shape, of["decay"][1].type.shape[1]
         g, n = of["k"][1].type.shape[1], of["log"][1].type.shape[1] if "log" in of else 0
         names = ("q", "k", "v", "decay", "beta", "base", "log")
         operands = ", ".join(of[name][0] if name in of else "nullptr" for name in names)
@@ -75,7 +81,7 @@ class RowRecurrence(_Recurrent):
         return (
             f"{pointers(node)}\n{self.step(of, sizes)}\n"
             f"const recurrence_args<{ctype(of['q'][1].type)}> a = {{y0, y1, {operands}, step}};\n"
-            f"recurrence<{g}, {h}, {d}, {e}, {n}, {vectors}>(ctx, a);"
+            f"recurrence<{g}, {h}, {d}, {e}, {n}, {int(factors) // int(h)}, {vectors}>(ctx, a);"
         )
 
 
@@ -87,7 +93,7 @@ class RowLog(_Recurrent):
         (_, g, d), (_, h, e) = of["k"][1].type.shape, of["v"][1].type.shape
         beta = of["beta"][0] if "beta" in of else "(const float*)nullptr"
         n, step = of["log"][1].type.shape[1], self.step(of, sizes)
-        numbers = f"{g * d}, {h * e}, {h}, {n}"
+        numbers = f"{g * d}, {h * e}, {of['decay'][1].type.shape[1]}, {h}, {n}"
         return f"{pointers(node)}\n{step}\nrow_log(ctx, y0, y1, x0, x1, x2, {beta}, step, {numbers});"
 
 

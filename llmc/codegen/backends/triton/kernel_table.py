@@ -75,6 +75,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_advance": f"{_HERE}.row_state:ADVANCE",
         "triton/row_conv": f"{_HERE}.recurrent:ROW_CONV",
         "triton/row_recurrence": f"{_HERE}.recurrent:ROW_RECURRENCE",
+        "triton/row_channels": f"{_HERE}.recurrent_channels:ROW_CHANNELS",
         "triton/row_log": f"{_HERE}.recurrent:ROW_LOG",
         "triton/row_accept": f"{_HERE}.row_state:ACCEPT",
         "triton/row_propose": f"{_HERE}.row_state:PROPOSE",

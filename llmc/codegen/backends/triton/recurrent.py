@@ -76,6 +76,8 @@ class RowRecurrence(TritonKernel):
     """row_recurrence and row_recurrence_draft: a program has one run, one head and a block of the state's columns."""
 
     def reject(self, node: Node, target: Target) -> str | None:
+        if node.operands[3].type.shape[1] != node.operands[2].type.shape[1]:
+            return "a decay for each channel of a key"
         if next_power_of_2(int(node.operands[1].type.shape[2])) * min(BLOCKS) > LARGEST_STATE:
             return f"keys of {node.operands[1].type.shape[2]} elements"
         return unsupported(node, (*FLOATS, "i32"), target)
@@ -145,7 +147,7 @@ class RowLog(TritonKernel):
         return cost_us(node, target, env, programs, 4)
 
     def code(self, u: Unit) -> Code:
-        k, v, log, rows = (u.node.operands[i].type.shape for i in (0, 1, 4, 5))
+        k, v, decay, log, rows = (u.node.operands[i].type.shape for i in (0, 1, 2, 4, 5))
         return u.launch(
             Template("row_conv", "row_log"),
             (rows[0], self._columns(u.node).ceildiv(COLUMNS)),
@@ -154,6 +156,7 @@ class RowLog(TritonKernel):
             token_count=u.sizes(k[0]),
             KEYS=int(k[1] * k[2]),
             VALUES=int(v[1] * v[2]),
+            FACTORS=int(decay[1]),
             HEADS=int(v[1]),
             TOKENS=int(log[1]),
             COLUMNS=COLUMNS,

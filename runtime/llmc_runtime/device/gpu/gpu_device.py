@@ -166,6 +166,11 @@ class GpuDevice(Device):
         if end > begin:
             self._driver.zero(memory.address + begin, end - begin, self._stream)
 
+    def copy(self, target: Memory, at: int, source: Memory, begin: int, nbytes: int) -> None:
+        """Copy bytes within the GPU's memory, in the stream."""
+        self._enter()
+        self._copy(target.address + at, source.address + begin, nbytes)
+
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
         """Fill the memory with repetitions of `tile`, starting at byte `at` of the tile.
 

@@ -342,5 +342,5 @@ def _cache_of(config: Ready) -> dict[str, Any]:
     return {
         "block_size": config.page_size, "num_gpu_blocks": config.num_pages, "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enable_prefix_caching": config.prefix_caching,
+        "enable_prefix_caching": config.prefix_caching, "num_state_snapshots": config.snapshots or 0,
     }  # fmt: skip

@@ -67,8 +67,8 @@ static inline void row_conv(const llmc_ctx* ctx, T* y, T* ring, const T* x, cons
   }
 }
 
-// The operands of a recurrence: q and k [t, G, D], v [t, H, E], decay and beta [t, H], or null without the delta rule.
-// memory [m, H, D, E]. With N > 0, the state goes to the position base [m], and log [m, N, WIDTH] has the tokens from
+// The operands of a recurrence: q and k [t, G, D], v [t, H, E], decay [t, H, R] with R = 1 or a factor for each channel
+// of a key (R = D), beta [t, H] or null without the delta rule. memory [m, H, D, E]. With N > 0, the state goes to the position base [m], and log [m, N, WIDTH] has the tokens from
 // there on.
 template <class T> struct recurrence_args {
   T* y;
@@ -81,7 +81,7 @@ template <class T> struct recurrence_args {
 };
 
 // One head's state [D, columns] with rows of `stride` floats, of NB vectors of which the last ones may be partial.
-template <int64_t D, int NB, bool FULL> struct head_state {
+template <int64_t D, int64_t R, int NB, bool FULL> struct head_state {
   float* s;
   int64_t stride, columns;
 
@@ -103,20 +103,24 @@ template <int64_t D, int NB, bool FULL> struct head_state {
   }
   // One token: S = exp(decay) S; u = beta (v - S^T k), or v without beta; S += k u^T; y = S^T q unless y is null.
   template <class K, class Y>
-  LLMC_METHOD void token(const K* q, const K* k, const K* v, float decay, const float* beta, Y* y) {
-    vf a = m_exp(splat(decay)), u[NB], out[NB];
+  LLMC_METHOD void token(const K* q, const K* k, const K* v, const float* decay, const float* beta, Y* y) {
+    vf a = m_exp(splat(*decay)), u[NB], out[NB];
+    float factors[(R + VN - 1) / VN * VN];
+    if (R > 1)
+      for (int64_t j = 0; j < R; j += VN) vstore(factors + j, m_exp(vload(decay + j, lanes_of(R - j))));
     for (int b = 0; b < NB; b++) u[b] = out[b] = splat(0);
     if (beta) {
       for (int64_t i = 0; i < D; i++) {
-        vf ki = splat(widen(k[i]));
+        vf ki = splat(R > 1 ? widen(k[i]) * factors[R > 1 ? i : 0] : widen(k[i]));
         for (int b = 0; b < NB; b++) u[b] = fma(read(s + i * stride, b), ki, u[b]);
       }
-      for (int b = 0; b < NB; b++) u[b] = (read(v, b) - a * u[b]) * *beta;
+      for (int b = 0; b < NB; b++) u[b] = (read(v, b) - (R > 1 ? u[b] : a * u[b])) * *beta;
     } else {
       for (int b = 0; b < NB; b++) u[b] = read(v, b);
     }
     for (int64_t i = 0; i < D; i++) {
       vf ki = splat(widen(k[i])), qi = splat(y ? widen(q[i]) : 0);
+      if (R > 1) a = splat(factors[R > 1 ? i : 0]);
       for (int b = 0; b < NB; b++) {
         vf x = fma(ki, u[b], a * read(s + i * stride, b));
         write(s + i * stride, x, b);
@@ -129,16 +133,16 @@ template <int64_t D, int NB, bool FULL> struct head_state {
 };
 
 // The columns [at, at + columns) of one head of all runs; `spare` has room for a state.
-template <int64_t G, int64_t H, int64_t D, int64_t E, int64_t N, int NB, bool FULL, class T>
+template <int64_t G, int64_t H, int64_t D, int64_t E, int64_t N, int64_t R, int NB, bool FULL, class T>
 static inline void recur_columns(const recurrence_args<T>& a, int64_t h, int64_t at, int64_t columns, float* spare) {
-  constexpr int64_t WIDTH = G * D + H * E + 2 * H;
+  constexpr int64_t WIDTH = G * D + H * E + R * H + H;
   const int64_t g = h / (H / G);
-  typedef head_state<D, NB, FULL> state;
+  typedef head_state<D, R, NB, FULL> state;
   auto tokens = [&](state s, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const T *q = a.q + (i * G + g) * D, *k = a.k + (i * G + g) * D;
       int64_t column = (i * H + h) * E + at;
-      s.token(q, k, a.v + column, a.decay[i * H + h], a.beta ? a.beta + i * H + h : nullptr, a.y + column);
+      s.token(q, k, a.v + column, a.decay + (i * H + h) * R, a.beta ? a.beta + i * H + h : nullptr, a.y + column);
     }
   };
   auto run = [&](int64_t row, int64_t begin, int64_t end, int64_t first) {
@@ -147,8 +151,8 @@ static inline void recur_columns(const recurrence_args<T>& a, int64_t h, int64_t
     if (!N) return tokens(s, begin, end);
     for (int64_t p = first ? a.base[row] : 0; p < first; p++) {
       const float* x = a.log + (row * N + p % (N ? N : 1)) * WIDTH;
-      const float *v = x + G * D + h * E + at, *factors = x + G * D + H * E + h;
-      s.token(x, x + g * D, v, factors[0], a.beta ? factors + H : nullptr, (float*)nullptr);
+      const float *v = x + G * D + h * E + at, *factors = x + G * D + H * E;
+      s.token(x, x + g * D, v, factors + h * R, a.beta ? factors + H * R + h : nullptr, (float*)nullptr);
     }
     int64_t sure = end - begin - N > 1 ? end - N : begin + 1;  // tokens before this one cannot be rejected
     tokens(s, begin, sure);
@@ -167,23 +171,24 @@ static inline void recur_columns(const recurrence_args<T>& a, int64_t h, int64_t
 }
 
 // Threads divide the heads and, in blocks of NB vectors, their columns.
-template <int64_t G, int64_t H, int64_t D, int64_t E, int64_t N, int NB, class T>
+template <int64_t G, int64_t H, int64_t D, int64_t E, int64_t N, int64_t R, int NB, class T>
 static inline void recurrence(const llmc_ctx* ctx, const recurrence_args<T>& a) {
   constexpr int64_t COLUMNS = NB * VN, BLOCKS = (E + COLUMNS - 1) / COLUMNS;
   int64_t lo, hi;
   llmc_split(ctx, H * BLOCKS, 1, &lo, &hi);
   for (int64_t part = lo; part < hi; part++) {
     int64_t h = part / BLOCKS, at = part % BLOCKS * COLUMNS;
-    if (E - at >= COLUMNS) recur_columns<G, H, D, E, N, NB, true>(a, h, at, COLUMNS, (float*)ctx->scratch);
-    else recur_columns<G, H, D, E, N, NB, false>(a, h, at, E - at, (float*)ctx->scratch);
+    if (E - at >= COLUMNS) recur_columns<G, H, D, E, N, R, NB, true>(a, h, at, COLUMNS, (float*)ctx->scratch);
+    else recur_columns<G, H, D, E, N, R, NB, false>(a, h, at, E - at, (float*)ctx->scratch);
   }
 }
 
-// Writes the tokens of each run that may be rejected to the log [m, n, g * d + h * e + 2 * h], and sets its base.
+// Writes the tokens of each run that may be rejected to the log [m, n, g * d + h * e + c + h], and sets its base.
 template <class T>
 static inline void row_log(const llmc_ctx* ctx, int32_t* base, float* log, const T* k, const T* v, const float* decay,
-                           const float* beta, const step_rows& s, int64_t keys, int64_t values, int64_t h, int64_t n) {
-  int64_t width = keys + values + 2 * h, lo, hi;
+                           const float* beta, const step_rows& s, int64_t keys, int64_t values, int64_t c, int64_t h,
+                           int64_t n) {
+  int64_t width = keys + values + c + h, lo, hi;
   llmc_split(ctx, width, 16, &lo, &hi);
   auto run = [&](int64_t row, int64_t begin, int64_t end, int64_t first) {
     int64_t sure = end - begin - n > 1 ? end - n : begin + 1;
@@ -193,8 +198,8 @@ static inline void row_log(const llmc_ctx* ctx, int32_t* base, float* log, const
       for (int64_t j = lo; j < hi; j++) {
         if (j < keys) to[j] = widen(k[i * keys + j]);
         else if (j < keys + values) to[j] = widen(v[i * values + j - keys]);
-        else if (j < keys + values + h) to[j] = decay[i * h + j - keys - values];
-        else to[j] = beta ? beta[i * h + j - keys - values - h] : 0.0f;
+        else if (j < keys + values + c) to[j] = decay[i * c + j - keys - values];
+        else to[j] = beta ? beta[i * h + j - keys - values - c] : 0.0f;
       }
     }
   };

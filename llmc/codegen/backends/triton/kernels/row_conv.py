@@ -129,17 +129,18 @@ def row_conv(
 def row_log(
     k_ptr,  # [token_count, KEYS]
     v_ptr,  # [token_count, VALUES]
-    decay_ptr,  # [token_count, HEADS]
+    decay_ptr,  # [token_count, FACTORS]
     beta_ptr,  # [token_count, HEADS], or None
     rows_ptr,  # [row_count]: the device row of each entry, -1 for padding
     starts_ptr,  # [row_count + 1]: the first token of each entry
     positions_ptr,  # [token_count]: the position of each token in its sequence
     base_ptr,  # [rows]: updated, positions below it are part of the memory
-    log_ptr,  # [rows, TOKENS, KEYS + VALUES + 2 * HEADS]: updated
+    log_ptr,  # [rows, TOKENS, KEYS + VALUES + FACTORS + HEADS]: updated
     row_count,
     token_count,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    FACTORS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
@@ -150,7 +151,7 @@ def row_log(
     row, begin, end = find_run(rows_ptr, starts_ptr, row_count, token_count, tl.program_id(0))
     if (row < 0) | (begin >= end):
         return
-    WIDTH: tl.constexpr = KEYS + VALUES + 2 * HEADS
+    WIDTH: tl.constexpr = KEYS + VALUES + FACTORS + HEADS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     value, decay = column - KEYS, column - (KEYS + VALUES)
     first = tl.load(positions_ptr + begin)
@@ -163,8 +164,8 @@ def row_log(
         token = zero + i
         x = tl.load(k_ptr + token * KEYS + column, mask=column < KEYS, other=0.0).to(tl.float32)
         x += tl.load(v_ptr + token * VALUES + value, mask=(value >= 0) & (value < VALUES), other=0.0).to(tl.float32)
-        x += tl.load(decay_ptr + token * HEADS + decay, mask=(decay >= 0) & (decay < HEADS), other=0.0)
+        x += tl.load(decay_ptr + token * FACTORS + decay, mask=(decay >= 0) & (decay < FACTORS), other=0.0)
         if beta_ptr is not None:
-            beta = decay - HEADS
+            beta = decay - FACTORS
             x += tl.load(beta_ptr + token * HEADS + beta, mask=(beta >= 0) & (beta < HEADS), other=0.0)
         tl.store(log_ptr + (first + (i - begin)) % TOKENS * WIDTH + column, x, mask=column < WIDTH)

@@ -1,0 +1,121 @@
+"""RowSnapshots: when the scheduler copies the states of recurrent layers to snapshots, and rows start from them.
+
+A prefix can be reused up to the last of its pages at whose end a snapshot was taken. Snapshots are taken
+- at the end of the last full page of the tokens that a request is admitted with, so that the same prompt or its
+  continuation goes on from there;
+- where its prompt leaves a prefix whose pages are cached without a snapshot, so that the third request with a common
+  beginning finds it;
+- of a request that decodes, every DECODE_PAGES pages, in place of the last one of this kind.
+Chunks of prompts end there. A snapshot is kept when the step that writes it is committed. The device copies in the
+order in which steps were planned, so the next plan can reserve an entry again, even if a step in flight reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.kv.snapshots import SnapshotPool
+from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.step import RowSave, Step, Work
+
+DECODE_PAGES = 4  # pages between two snapshots of a request that decodes
+
+Saves = list[tuple[RowSave, Request, int]]  # each with its request, and the tokens that this had computed before
+
+
+class RowSnapshots:
+    """The snapshots of one scheduler, whose prefixes are those of `prefix`."""
+
+    def __init__(self, count: int, prefix: PrefixCache, counters: Counters) -> None:
+        self.pool, self.prefix, self.counters = SnapshotPool(count), prefix, counters
+        self._every = DECODE_PAGES * prefix.page_size
+        prefix.forgotten = self.pool.drop
+
+    def usable(self, request: Request, pages: list[int]) -> list[int]:
+        """Return the first of the cached pages of a waiting request, up to the last one with a snapshot."""
+        chain, request.branch = request.chain, len(pages)
+        for count in range(len(pages), 0, -1):
+            if chain[count] in self.pool:
+                return pages[:count]
+        return []
+
+    def start(self, request: Request, hits: int) -> None:
+        """Let a request that was admitted with so many cached pages start from the snapshot at their end."""
+        size = self.prefix.page_size
+        if hits:
+            request.snapshot = self.pool.use(request.chain[hits])
+            self.pool.pin(request.snapshot)
+        last = (len(request.tokens) - 1) // size
+        request.marks = [n * size for n in sorted({request.branch, last}) if n > hits]
+
+    def stop(self, request: Request) -> None:
+        """Forget what a request that leaves its row was to start from."""
+        if request.snapshot >= 0:
+            self.pool.unpin(request.snapshot)
+        request.snapshot, request.marks = -1, []
+
+    def plan(self, step: Step, planned: Sequence[Request]) -> None:
+        """Add the snapshots that are taken after a step to its plan."""
+        for request, item in zip(planned, step.work):
+            if request.snapshot >= 0:  # its row is built by this step
+                self.pool.unpin(request.snapshot)
+                request.snapshot = -1
+            position = self._position(request, item)
+            if position and (entry := self.pool.reserve()) is not None:
+                step.saves.append(RowSave(item.row, entry, position))
+
+    def _position(self, request: Request, item: Work) -> int:
+        """Return the position of the snapshot that is taken after this work; 0 if none is."""
+        end = request.num_planned
+        if request.marks and end >= request.marks[0]:
+            del request.marks[0]
+        elif not item.emit or end // self._every == (end - item.num_tokens) // self._every:
+            return 0
+        else:
+            end -= end % self._every
+        if end < request.num_planned and not item.drafts:
+            return 0
+        return 0 if end <= len(request.tokens) and self._is_kept(request, end) else end
+
+    def _is_kept(self, request: Request, position: int) -> bool:
+        """Whether there is a snapshot after this many known tokens of a request; if so, it is used now."""
+        pages = position // self.prefix.page_size
+        self.prefix.extend(request.chain, request.tokens, pages)
+        kept = request.chain[pages] in self.pool
+        if kept:
+            self.pool.use(request.chain[pages])
+        return kept
+
+    def begin(self, step: Step, planned: Sequence[Request]) -> Saves:
+        """Return the snapshots of a step that is about to be committed."""
+        if not step.saves:
+            return []
+        by_row = {item.row: request for item, request in zip(step.work, planned)}
+        return [(save, by_row[save.row], by_row[save.row].num_computed) for save in step.saves]
+
+    def commit(self, saves: Saves) -> None:
+        """Keep the snapshots of a step whose tokens are committed and whose pages are published."""
+        size = self.prefix.page_size
+        for save, request, before in saves:
+            reached = before < save.position <= request.num_computed
+            if request.status is not Status.RUNNING or not reached:
+                self.pool.free(save.entry)  # it ended, or its drafts were rejected
+                continue
+            digest = request.chain[save.position // size]
+            self.pool.keep(save.entry, digest, request.tenant)
+            self.counters.state_snapshots_saved += 1
+            if save.position > request.num_prompt:
+                self._replace(request, digest)
+
+    def _replace(self, request: Request, digest: bytes) -> None:
+        """Drop the last snapshot that a decoding request took, unless a row is about to start from it."""
+        last, request.decoded = request.decoded, digest
+        if last in self.pool and last != digest:
+            self.pool.drop_unpinned(last)
+
+    def drop(self, step: Step) -> None:
+        """Free the entries of a step in flight that is dropped."""
+        for save in step.saves:
+            self.pool.free(save.entry)
