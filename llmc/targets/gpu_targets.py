@@ -34,6 +34,7 @@ def _record(
     if there are none.
     """
     dependent = PDL in features  # dependent launches make a separate attention launch for decoding rows worthwhile
+    recurrence = "split-recurrence" + "{chunk=32}" * (family == "hip")  # whose matrices fit into 64 KiB of shared memory
     peaks = {
         "f32": f32 * _TERA,
         "bf16": bf16 * _TERA,
@@ -50,7 +51,7 @@ def _record(
         peaks=MappingProxyType(peaks),
         bandwidth=bandwidth * _TERA,
         languages=("triton", "cuda", "cute", "flashinfer") if family == "cuda" else ("triton",),
-        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{_BACK}",
+        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{recurrence}, {_BACK}",
         launch_us=1.3 if dependent else 1.6,
         rows=256,
         tokens=8192,
