@@ -9,7 +9,16 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    FLOATS,
+    INTERPRET,
+    Code,
+    TritonKernel,
+    Unit,
+    capability,
+    element,
+    unsupported,
+)
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -80,7 +89,7 @@ class ChunkFactors(TritonKernel):
         return unsupported(node, (*FLOATS, "i32"), target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return [{"warps": 4}, {"warps": 8}]
+        return [{"warps": 8}, {"warps": 4}]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return cost_us(node, target, env, self._tiles(node) * node.result.type.shape[1], schedule["warps"])
@@ -130,7 +139,10 @@ class RowRecurrence(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
         blocks = dict.fromkeys(min(max(LEAST_DOT, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
-        return [{"block": b, "warps": 4, "stages": s} for b in blocks for s in ((1, 2) if chunk_of(node) else (2,))]
+        if not chunk_of(node):
+            return [{"block": b, "warps": 4} for b in blocks]
+        few = 32 if target.family == "hip" or target.has(INTERPRET) or capability(target) >= 90 else 16
+        return [{"block": b, "warps": 4 if b <= few else 8, "stages": s} for b in blocks if b <= 2 * few for s in (1, 2)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the traffic of all heads, and the latency of the longest run: all tokens but one for each entry."""
