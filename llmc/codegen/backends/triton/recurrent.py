@@ -6,19 +6,11 @@ The kernels are in `kernels/row_conv.py`, `kernels/row_recurrence.py` and `kerne
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOATS,
-    INTERPRET,
-    Code,
-    TritonKernel,
-    Unit,
-    capability,
-    element,
-    unsupported,
-)
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, capability, element, unsupported
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -27,6 +19,7 @@ from llmc.targets.target import Target
 CHANNELS = 256  # channels of a program of a convolution
 COLUMNS = 1024  # columns of a program that writes a log
 BLOCKS = (32, 64, 16)  # columns of the state of a program
+CHUNK_BLOCKS: Mapping[str, int] = MappingProxyType({"cuda": 64})  # the most of those that do not spill, if not 32
 LEAST_DOT = 16  # the smallest size of a matrix that tl.dot takes
 LARGEST_STATE = 1 << 14  # elements of a program's state
 TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
@@ -141,8 +134,10 @@ class RowRecurrence(TritonKernel):
         blocks = dict.fromkeys(min(max(LEAST_DOT, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
         if not chunk_of(node):
             return [{"block": b, "warps": 4} for b in blocks]
-        few = 32 if target.family == "hip" or target.has(INTERPRET) or capability(target) >= 90 else 16
-        return [{"block": b, "warps": 4 if b <= few else 8, "stages": s} for b in blocks if b <= 2 * few for s in (1, 2)]
+        most = CHUNK_BLOCKS.get(target.family, 32)
+        few = 16 if target.family == "cuda" and capability(target) < 90 else 32  # columns of 4 warps
+        shapes = [(b, 4 if b <= few else 8) for b in blocks if b <= min(most, 2 * few)]
+        return [{"block": b, "warps": w, "stages": stages} for b, w in shapes for stages in (1, 2)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the traffic of all heads, and the latency of the longest run: all tokens but one for each entry."""
