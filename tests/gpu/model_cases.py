@@ -1,8 +1,8 @@
 """The models that the tests run on the GPU and on the CPU, and their artifacts, which are compiled if missing.
 
-    python tests/gpu/model_cases.py [--all] [--mixtures] [--recurrent] [--only NAME,NAME] [--jobs N]      no GPU is needed
+    python tests/gpu/model_cases.py [--all] [--mixtures] [--recurrent] [--only NAME,NAME] [--jobs N]
 
-The artifacts are in build/gpu/models.
+No GPU is needed. The artifacts are in build/gpu/models.
 
 CPU artifacts are compiled for x86-64-v3, so that they run on most machines. A model that is not in float32 has a third
 artifact, "exact": the same weights in float32 on a CPU, from which the errors of the other two are measured.

@@ -18,7 +18,7 @@ from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.recurrent import HOLDS as STEP
-from llmc.ir.ops.recurrent import recur, replay, kept_positions, runs
+from llmc.ir.ops.recurrent import kept_positions, recur, replay, runs
 from llmc.ir.types import Type
 
 
@@ -44,7 +44,8 @@ def _chunks(span: slice, size: int) -> list[slice]:
 
 
 @op(
-    "(q: f[t, g, d], k: q[t, g, d], decay: f32[t, h], rows: i32[r], starts: i32[r+1], beta?: f32[t, h]) -> f32[t, h, p, c]",
+    "(q: f[t, g, d], k: q[t, g, d], decay: f32[t, h], rows: i32[r], starts: i32[r+1], beta?: f32[t, h])"
+    " -> f32[t, h, p, c]",
     infer=_types_of_factors, flops="4*t*chunk*h*d", bytes="2*t*g*d*bytes_q + 8*t*h + 8*t*h*chunk", holds=HOLDS,
     example={**_SIZES, "chunk": 16},
 )  # fmt: skip
@@ -100,7 +101,7 @@ def chunk_recurrence(
     q: Any, k: Any, v: Any, decay: Any, factors: Any, memory: Any, rows: Any, starts: Any, positions: Any,
     beta: Any = None, *, least: int,
 ) -> Any:  # fmt: skip
-    """row_recurrence, whose runs of at least `least` tokens are computed in chunks with the results of chunk_factors."""
+    """row_recurrence, but runs of at least `least` tokens are computed in chunks with the results of chunk_factors."""
     out, memory = np.zeros_like(v), memory.copy()
     for row, span, first in runs(rows, starts, positions):
         state = memory[row].copy() if first else np.zeros_like(memory[row])

@@ -10,7 +10,15 @@ from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, capability, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    FLOATS,
+    Code,
+    TritonKernel,
+    Unit,
+    capability,
+    element,
+    unsupported,
+)
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
