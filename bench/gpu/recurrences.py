@@ -24,13 +24,13 @@ STEPS = "1x512,1x2048,33x544,256x768,32x32"
 GROUPS, HEADS, SIZE, ROWS, TOKENS = 16, 32, 128, 256, 8192
 _TOKEN = f"%k: bf16[T, {GROUPS}, {SIZE}], %v: bf16[T, {HEADS}, {SIZE}], %decay: f32[T, {HEADS}]"
 _MEMORY = f"state f32[{ROWS}, {HEADS}, {SIZE}, {SIZE}]"
-_FACTORS = f"f32[T, {HEADS}, 2, 64]"
+_FACTORS = f"f32[T, {HEADS}, 2, 32]"
 _STEP = "%rows: i32[R], %starts: i32[R+1], %positions: i32[T]"
 _INPUTS = f"%q: bf16[T, {GROUPS}, {SIZE}], {_TOKEN}, %beta: f32[T, {HEADS}], %memory: {_MEMORY}, {_STEP}"
 _OUT = f"bf16[T, {HEADS}, {SIZE}], {_MEMORY}"
 _CALLS = {
     "chunk_factors": (
-        f"%y = chunk_factors(%q, %k, %decay, %rows, %starts, %beta) {{chunk=64, least=16}} : {_FACTORS}", "",
+        f"%y = chunk_factors(%q, %k, %decay, %rows, %starts, %beta) {{chunk=32, least=16}} : {_FACTORS}", "",
     ),
     "chunk_recurrence": (
         "%y, %m = chunk_recurrence(%q, %k, %v, %decay, %f, %memory, %rows, %starts, %positions, %beta) {least=16} : "

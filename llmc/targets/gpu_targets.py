@@ -34,8 +34,6 @@ def _record(
     if there are none.
     """
     dependent = PDL in features  # dependent launches make a separate attention launch for decoding rows worthwhile
-    # Matrices of chunks of 32 tokens fit into 64 KiB of shared memory.
-    back = f"split-recurrence{'{chunk=32}' * (family == 'hip')}, {_BACK}"
     peaks = {
         "f32": f32 * _TERA,
         "bf16": bf16 * _TERA,
@@ -52,7 +50,7 @@ def _record(
         peaks=MappingProxyType(peaks),
         bandwidth=bandwidth * _TERA,
         languages=("triton", "cuda", "cute", "flashinfer") if family == "cuda" else ("triton",),
-        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{back}",
+        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}split-recurrence, {_BACK}",
         launch_us=1.3 if dependent else 1.6,
         rows=256,
         tokens=8192,

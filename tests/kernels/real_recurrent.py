@@ -7,7 +7,7 @@ from kernels.cases import Text
 _STEP = "i32[R]; i32[R+1]"
 _MEMORY = "state f32[256, 32, 128, 128]"
 _RING = "state bf16[256, 8, 8192]"
-_FACTORS = "f32[T, 32, 2, 64]"
+_FACTORS = "f32[T, 32, 2, 32]"
 _LOG = "state i32[256]; state f32[256, 4, 6208]"
 
 
@@ -44,7 +44,7 @@ RECURRENT = {
     "chunk_factors": (
         Text(
             "bf16[T, 16, 128]; bf16[T, 16, 128]; f32[T, 32]; i32[R]; i32[R+1]; f32[T, 32]",
-            "chunk_factors {chunk=64, least=16}", "f32[T, 32, 2, 64]",
+            "chunk_factors {chunk=32, least=16}", "f32[T, 32, 2, 32]",
         ),
     ),
     "row_log": (

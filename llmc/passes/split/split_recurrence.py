@@ -20,7 +20,7 @@ class SplitRecurrence(NodePass):
 
     name: ClassVar[str] = "split-recurrence"
     ops: ClassVar[tuple[str, ...]] = ("row_recurrence", "row_recurrence_draft")
-    chunk: int = 64
+    chunk: int = 32
     least: int = 16
 
     def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:

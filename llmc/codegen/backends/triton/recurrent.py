@@ -6,7 +6,6 @@ The kernels are in `kernels/row_conv.py`, `kernels/row_recurrence.py` and `kerne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
@@ -27,11 +26,11 @@ from llmc.targets.target import Target
 CHANNELS = 256  # channels of a program of a convolution
 COLUMNS = 1024  # columns of a program that writes a log
 BLOCKS = (32, 64, 16)  # columns of the state of a program
-CHUNK_BLOCKS: Mapping[str, int] = MappingProxyType({"cuda": 64})  # the most of those that do not spill, if not 32
+CHUNK_COLUMNS = 32  # the most of a program that computes chunks: more would spill registers, or use wgmma
 LEAST_DOT = 16  # the smallest size of a matrix that tl.dot takes
 LARGEST_STATE = 1 << 14  # elements of a program's state
 TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
-CHUNK_US = 3.0  # microseconds of a chunk
+CHUNK_US = 2.5  # microseconds of a chunk
 
 
 def single(node: Node) -> bool:
@@ -90,7 +89,7 @@ class ChunkFactors(TritonKernel):
         return unsupported(node, (*FLOATS, "i32"), target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return [{"warps": 8}, {"warps": 4}]
+        return [{"warps": 4}, {"warps": 8}]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return cost_us(node, target, env, self._tiles(node) * node.result.type.shape[1], schedule["warps"])
@@ -142,10 +141,9 @@ class RowRecurrence(TritonKernel):
         blocks = dict.fromkeys(min(max(LEAST_DOT, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
         if not chunk_of(node):
             return [{"block": b, "warps": 4} for b in blocks]
-        most = CHUNK_BLOCKS.get(target.family, 32)
-        few = 16 if target.family == "cuda" and capability(target) < 90 else 32  # columns of 4 warps
-        shapes = [(b, 4 if b <= few else 8) for b in blocks if b <= min(most, 2 * few)]
-        return [{"block": b, "warps": w, "stages": stages} for b, w in shapes for stages in (1, 2)]
+        few = 16 if target.family == "cuda" else 32  # columns of 4 warps
+        shapes = [(b, 4 if b <= few else 8) for b in blocks if b <= CHUNK_COLUMNS]
+        return [{"block": b, "warps": w, "stages": stages} for b, w in shapes for stages in (2, 1)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the traffic of all heads, and the latency of the longest run: all tokens but one for each entry."""

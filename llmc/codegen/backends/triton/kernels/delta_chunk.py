@@ -4,6 +4,9 @@ With G[i] the sum of the decays of a chunk up to token i, the values u that the 
 (I + L) u = beta (v - exp(G) S^T k), where L[i, j] = beta[i] exp(G[i] - G[j]) (k[i] . k[j]) for j < i. Without the
 delta rule, u = v. `chunk_factors` computes, for all chunks at once, the factors of u in the results, and the inverse of
 I + L with its columns times beta; `add_chunk` is one step of a run.
+
+Its products have fewer than 64 rows, so that they use mma instructions also on Hopper. With the 64 wgmma instructions
+of a chunk of 64 tokens, descriptors in uniform registers were wrong in some programs (ptxas 12.8, H200).
 """
 
 import triton
@@ -101,6 +104,17 @@ def times(a, b, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def times_exact(a, b, DOT_DTYPE: tl.constexpr):
+    """Return the product of the float32 matrix `a` and `b`, whose elements DOT_DTYPE holds exactly; see `times`."""
+    if DOT_DTYPE == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        low = (a - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(low, b, tl.dot(high, b))
+    else:
+        return tl.dot(a, b.to(tl.float32))
+
+
+@triton.jit
 def add_chunk(state, head, factors_ptr, column, begin, end, CHUNK: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """Return the state [KEY_PADDED, VALUE_BLOCK] after CHUNK tokens or those up to `end`, and store their results.
 
@@ -129,4 +143,5 @@ def add_chunk(state, head, factors_ptr, column, begin, end, CHUNK: tl.constexpr,
     similar = tl.load(factors_ptr + factor_at, mask=live[:, None], other=0.0)
     y = tl.dot(similar, u, tl.exp(since)[:, None] * times(q, state, DOT_DTYPE))
     tl.store(head.out_ptr + value_at, y.to(head.out_ptr.dtype.element_ty), mask=value_mask)
-    return state * tl.exp(total) + times(tl.trans(k), u * tl.exp(total - since)[:, None], DOT_DTYPE)
+    added = times_exact(tl.trans(u * tl.exp(total - since)[:, None]), k, DOT_DTYPE)
+    return state * tl.exp(total) + tl.trans(added)
