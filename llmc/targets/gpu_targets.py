@@ -19,7 +19,7 @@ _FRONT = (
     "fuse-norm-linear{rows=1}"
 )
 _BACK = (
-    "split-kv, gather-experts, split-moe, fuse-experts, fuse-rows, split-sample, lower-quantized, "
+    "split-recurrence, split-kv, gather-experts, split-moe, fuse-experts, fuse-rows, split-sample, lower-quantized, "
     "fuse-norm-quantized, select, pack, lift-weights, cse, dce, memory"
 )
 _TERA = 1e12
@@ -50,7 +50,7 @@ def _record(
         peaks=MappingProxyType(peaks),
         bandwidth=bandwidth * _TERA,
         languages=("triton", "cuda", "cute", "flashinfer") if family == "cuda" else ("triton",),
-        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}split-recurrence, {_BACK}",
+        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{_BACK}",
         launch_us=1.3 if dependent else 1.6,
         rows=256,
         tokens=8192,

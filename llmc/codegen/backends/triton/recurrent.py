@@ -14,7 +14,6 @@ from llmc.codegen.backends.triton.triton_kernel import (
     Code,
     TritonKernel,
     Unit,
-    capability,
     element,
     unsupported,
 )
