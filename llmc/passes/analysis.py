@@ -117,9 +117,13 @@ def origin(v: Value, known: dict[Value, Origin] | None = None) -> Origin:
 
 
 def weight_only(g: Graph) -> set[Value]:
-    """Return the values of a graph that depend on at least one weight and otherwise only on constants."""
+    """Return the values of a graph that depend on at least one weight and otherwise only on constants.
+
+    A value whose size depends on the step, such as a weight that is repeated for each token, is not one of them.
+    """
     known: dict[Value, Origin] = {}
-    return {v for v in g.values if origin(v, known) is Origin.WEIGHTS}
+    values = (v for v in g.values if origin(v, known) is Origin.WEIGHTS)
+    return {v for v in values if all(d.const is not None for d in v.type.shape)}
 
 
 def launched_nodes(g: Graph) -> list[Node]:

@@ -201,7 +201,6 @@ ODD = {
     "zamba": (SMALL, "layers share its attention"),
     "glm5_next_text": (SMALL, "an indexer of its own"),
     "qwen4_exp_text": (SMALL, "n-grams"),
-    "falcon_mamba": (SMALL, "recurrent layers only"),
     "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),
 }  # fmt: skip
 

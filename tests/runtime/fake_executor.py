@@ -6,10 +6,8 @@ the chain at one earlier position, and on the row's parameters. A page, row, chu
 mixed up anywhere therefore yields a wrong token, and errors that are visible at once (lengths, positions, page tables,
 `emit` flags) raise Mismatch. At depth 2 and more, execution is deferred: a launched step takes effect at a random
 moment before it is waited for, in launch order, and an open step not before it is guided. Drafted tokens are accepted
-at random; the KV slot of a rejected one then contains garbage.
-
-With recurrent layers, tokens depend on the row's states instead: the chain after each of its last positions, as many as
-may be rejected and one. They stay in the row until it starts from position 0 or from a snapshot.
+at random; the KV slot of a rejected one then contains garbage. With recurrent layers, tokens depend on the row's states
+instead (fake_states).
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections import deque
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+from tests.runtime.fake_states import FakeStates
 from tests.runtime.step_reply import reply
 
 ROOT = 0x6C6C6D63  # the chain of the empty prefix
@@ -112,8 +111,8 @@ class FakeExecutor:
         snapshots: int | None = None,
         rejectable: int = 0,
     ) -> None:
-        """head: drafts are those of a head, whose KV every step computes. stops: it may stop drafting. snapshots: those
-        of recurrent layers (None: the model has none). rejectable: drafts that may be rejected in a step."""
+        """head: drafts are those of a head, whose KV every step computes. stops: it may stop drafting. snapshots,
+        rejectable: see FakeStates."""
         self.depth, self._rng, self._logits, self._head, self._stops = depth, rng, logits or rows, head, stops
         self._drafts = rng and random.Random(rng.getrandbits(64))  # draws in the order of the steps, whenever they run
         self._queue: deque[StepLike] = deque()  # launched, not run
@@ -126,9 +125,7 @@ class FakeExecutor:
         self._kv = [0] * (num_pages * page_size)
         self._drafted = [0] * (num_pages * page_size)  # the KV of a draft model
         self._position = [-1] * (num_pages * page_size)  # the sequence position stored in each slot
-        self._recurrent, self._rejectable = snapshots is not None, rejectable
-        self._states: list[dict[int, int]] = [{} for _ in range(rows)]  # by position: the chain of the tokens before it
-        self._saved: list[dict[int, int]] = [{} for _ in range(snapshots or 0)]
+        self._states = FakeStates(rows, snapshots, rejectable)
 
     rejection = 0.4  # probability that a draft is rejected
 
@@ -194,8 +191,7 @@ class FakeExecutor:
             self.rows[init.row] = row = _Row(init)
             for position in range(0, init.computed, self.page_size):
                 self._read(row, position)
-            if init.snapshot >= 0:
-                self._states[init.row] = dict(self._saved[init.snapshot])
+            self._states.restore(init.row, init.snapshot)
         for grow in step.pages:
             table = self._row(grow.row).table
             self._check_pages(grow.pages)
@@ -217,7 +213,7 @@ class FakeExecutor:
         for i, item in enumerate(work):
             first = self._row(item.row).length
             runs.append(self._run(item) if item.drafts else [self._work(item, scores.get(i))])
-            self._settle_states(item, first)
+            self._states.settle(item.row, first, first + item.num_tokens, self._row(item.row).length)
         rows = [[(token, self._logprobs(item.row, token)) for token in run] for item, run in zip(work, runs)]
         accepted = {i: run[1:] for i, (item, run) in enumerate(zip(work, rows)) if item.drafts}
         proposed = [self._propose(item) for item in work]
@@ -226,7 +222,7 @@ class FakeExecutor:
         likely = {i: made for i, item in enumerate(work) if (made := self._draft(item, proposed[i]))}
         for save in step.saves:
             _require(any(item.row == save.row for item in work), f"row {save.row} is saved and not computed")
-            self._saved[save.entry] = dict(self._states[save.row])
+            self._states.save(save.row, save.entry)
         looked = {item.row: found for item in work if (found := self._looked(self._row(item.row)))}
         return reply(
             [run[0][0] for run in rows], [run[0][1] for run in rows], scores, accepted, proposed, looked, likely
@@ -282,14 +278,6 @@ class FakeExecutor:
             slot = row.table[position // size] * size + position % size
             self._kv[slot], self._position[slot] = hash((position, "rejected")), position
         return run
-
-    def _settle_states(self, item: Any, first: int) -> None:
-        """Keep the states of a row after the positions to which it can go back, of work from position `first` on."""
-        end, length, states = first + item.num_tokens, self._row(item.row).length, self._states[item.row]
-        kept = range(max(first + 1, end - self._rejectable), end + 1)
-        self._states[item.row] = {
-            p: states.get(p, 0) if p <= length else hash((p, "rejected")) for p in kept if self._recurrent
-        }
 
     def _rejects(self, row: _Row, index: int, token: int | None) -> bool:
         """Whether the draft at this index is not the token: by comparison for drafts of the host, else by chance."""
@@ -360,14 +348,13 @@ class FakeExecutor:
         _require(start < stop <= len(row.tokens), f"row {item.row}: {start} to {stop} of {len(row.tokens)} tokens")
         _require(stop <= len(row.table) * size, f"row {item.row}: {stop} tokens on {len(row.table)} pages")
         head = self._read(row, start - 1) if start else ROOT
-        states, seen = self._states[item.row], head
-        if self._recurrent and start:
-            seen = states.get(start, 0)
+        seen = self._states.before(item.row, start, head)
         kv, positions, table, tokens = self._kv, self._position, row.table, row.tokens
         for position in range(start, stop):
             slot = table[position // size] * size + position % size
             kv[slot] = head = link(head, tokens[position])
-            seen = states[position + 1] = link(seen, tokens[position])
+            seen = link(seen, tokens[position])
+            self._states.put(item.row, position + 1, seen)
             positions[slot] = position
             if scores is not None and position + 1 < row.num_prompt:
                 scores.append(score(seen, tokens[position + 1], self.vocab_size))

@@ -357,7 +357,6 @@ def summary(episode: Episode) -> Counter[str]:
         preemptions=counters.num_preemptions,
         hits=counters.prefix_cache_hits,
         restored=0 if episode.world.config.snapshots is None else counters.prefix_cache_hits,
-        saved=counters.state_snapshots_saved,
         drafts=counters.spec_decode_num_draft_tokens,
         accepted=counters.spec_decode_num_accepted_tokens,
         **{f"ended by {reason}": count for reason, count in episode.ended.items()},

@@ -121,7 +121,7 @@ def test_a_refused_request_harms_nobody() -> None:
 
 def test_stats_and_counters() -> None:
     rig = rig_of_three()
-    budget = {"step_token_budget": rig.config.max_num_batched_tokens}
+    budget = {"step_token_budget": rig.config.max_num_batched_tokens, "num_state_snapshots": 0}
     waiting = {"num_requests_running": 0, "num_requests_waiting": 3, "kv_cache_usage_perc": 0.0}
     assert rig.engine.stats() == waiting | budget
     rig.step()

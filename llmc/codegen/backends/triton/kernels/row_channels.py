@@ -78,6 +78,39 @@ def add_logged(
 
 
 @triton.jit
+def add_run(
+    q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, memory_ptr, base_ptr, log_ptr, value_head, column, begin, end,
+    first, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr, LOG_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Compute the tokens from `begin` to `end`, whose first position is `first`, and update the memory of the head."""
+    d = tl.arange(0, KEY_PADDED)
+    memory_ptr += d[:, None] * VALUE_DIM + column[None, :]
+    exists = (d < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
+    state = tl.load(memory_ptr, mask=exists, other=0.0)
+    state = tl.where(first > 0, state, 0.0)
+    kept = end
+    if LOG_TOKENS:
+        base = tl.where(first > 0, tl.load(base_ptr), 0)
+        state = add_logged(
+            state, log_ptr, value_head, column, base, first, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, KEY_PADDED,
+            LOG_TOKENS, beta_ptr is not None,
+        )  # fmt: skip
+        kept = tl.maximum(begin + 1, end - LOG_TOKENS)
+    state = add_tokens(
+        state, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, column, begin, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM,
+        VALUE_DIM, KEY_PADDED,
+    )  # fmt: skip
+    tl.debug_barrier()  # threads may have loaded elements of the memory that others store
+    tl.store(memory_ptr, state, mask=exists)
+    if LOG_TOKENS:
+        add_tokens(
+            state, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, column, kept, end, KEY_HEADS, VALUE_HEADS,
+            KEY_DIM, VALUE_DIM, KEY_PADDED,
+        )  # fmt: skip
+
+
+@triton.jit
 def row_channels(
     q_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
     k_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
@@ -121,30 +154,12 @@ def row_channels(
     if beta_ptr is not None:
         beta_ptr += value_head
     at = row.to(tl.int64)
-    first = tl.load(positions_ptr + begin)
-    d = tl.arange(0, KEY_PADDED)
-    memory_ptr += (at * VALUE_HEADS + value_head) * (KEY_DIM * VALUE_DIM)
-    memory_ptr += d[:, None] * VALUE_DIM + column[None, :]
-    exists = (d < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
-    state = tl.load(memory_ptr, mask=exists, other=0.0)
-    state = tl.where(first > 0, state, 0.0)
-    kept = end
-    if LOG_TOKENS:
-        WIDTH: tl.constexpr = KEY_HEADS * KEY_DIM + VALUE_HEADS * (VALUE_DIM + KEY_DIM + 1)
-        base = tl.where(first > 0, tl.load(base_ptr + row), 0)
-        state = add_logged(
-            state, log_ptr + at * (LOG_TOKENS * WIDTH), value_head, column, base, first, KEY_HEADS, VALUE_HEADS,
-            KEY_DIM, VALUE_DIM, KEY_PADDED, LOG_TOKENS, beta_ptr is not None,
-        )  # fmt: skip
-        kept = tl.maximum(begin + 1, end - LOG_TOKENS)
-    state = add_tokens(
-        state, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, column, begin, kept, KEY_HEADS, VALUE_HEADS, KEY_DIM,
-        VALUE_DIM, KEY_PADDED,
+    WIDTH: tl.constexpr = KEY_HEADS * KEY_DIM + VALUE_HEADS * (VALUE_DIM + KEY_DIM + 1)
+    add_run(
+        q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr,
+        memory_ptr + (at * VALUE_HEADS + value_head) * (KEY_DIM * VALUE_DIM),
+        None if base_ptr is None else base_ptr + row,
+        None if log_ptr is None else log_ptr + at * (LOG_TOKENS * WIDTH),
+        value_head, column, begin, end, tl.load(positions_ptr + begin), KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        KEY_PADDED, LOG_TOKENS,
     )  # fmt: skip
-    tl.debug_barrier()  # threads may have loaded elements of the memory that others store
-    tl.store(memory_ptr, state, mask=exists)
-    if LOG_TOKENS:
-        add_tokens(
-            state, q_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, out_ptr, column, kept, end, KEY_HEADS, VALUE_HEADS,
-            KEY_DIM, VALUE_DIM, KEY_PADDED,
-        )  # fmt: skip
