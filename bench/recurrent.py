@@ -1,7 +1,7 @@
 """Time steps of a model in the shape of Qwen3-Next with random weights on a GPU: decoding, and a prompt of one step.
 
-    python -m bench.recurrent --compile [--target cuda:sm_90]     # on any machine, into build/recurrent
-    python -m bench.recurrent [--rounds 20]                       # on a machine with the GPU
+    python -m bench.recurrent --compile [--target cuda:sm_90] [--folder build/recurrent]     # on any machine
+    python -m bench.recurrent [--rounds 20] [--folder build/recurrent]                       # on one with the GPU
 
 The model has the widths of Qwen3-Next-80B-A3B in its recurrent layers (hidden 2048, 16 key heads and 32 value heads of
 128, convolutions over 4 tokens), but few layers, experts and ids. The floor beside a step of decoding is the time to
@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 
-FOLDER = Path("build/recurrent")
 VOCAB, LENGTH, ROWS, PROMPT = 4096, 4096, 32, 2048
 BATCHES = (1, 32)
 LAYERS = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
 
 
-def compile_models(target: str) -> None:
-    """Compile the model without and with speculation."""
+def compile_models(target: str, folder: Path) -> None:
+    """Compile the model without and with speculation into a folder."""
     from transformers import Qwen3NextConfig
 
     from llmc.driver import compile_model
@@ -39,19 +38,19 @@ def compile_models(target: str) -> None:
         linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, vocab_size=VOCAB,
         max_position_embeddings=LENGTH, architectures=["Qwen3NextForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as source:
+        config.save_pretrained(source)
         for speculate in (0, 3):
             options = Options(
                 target=target, dtype="bfloat16", max_model_len=LENGTH, max_num_seqs=ROWS,
                 max_num_batched_tokens=PROMPT, weights="random:3", speculate=speculate,
             )  # fmt: skip
-            compile_model(Path(folder), path_of(speculate), options, force=True)
+            compile_model(Path(source), path_of(folder, speculate), options, force=True)
 
 
-def path_of(speculate: int) -> Path:
+def path_of(folder: Path, speculate: int) -> Path:
     """Return the artifact for up to `speculate` drafted tokens."""
-    return FOLDER / f"speculate{speculate}.llmc"
+    return folder / f"speculate{speculate}.llmc"
 
 
 def seconds(llm: Any, batch: int, prompt: int, tokens: int, rng: np.random.Generator) -> float:
@@ -78,15 +77,15 @@ def floor_ms(llm_path: Path, batch: int) -> float:
     return 1e3 * moved / load().target(artifact.manifest.target.name).bandwidth
 
 
-def measure(rounds: int) -> None:
+def measure(folder: Path, rounds: int) -> None:
     """Print a table of steps in milliseconds."""
     from llmc_runtime import LLM
 
     rng = np.random.default_rng(0)
     for speculate in (0, 3):
-        with LLM(path_of(speculate)) as llm:
+        with LLM(path_of(folder, speculate)) as llm:
             for batch in BATCHES:
-                ms, least = step_ms(llm, batch, rounds, rng), floor_ms(path_of(speculate), batch)
+                ms, least = step_ms(llm, batch, rounds, rng), floor_ms(path_of(folder, speculate), batch)
                 print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {least:.3f} ms", flush=True)
             prompts = [seconds(llm, 1, PROMPT, 1, rng) for _ in range(rounds)]
             print(f"speculate {speculate}, prompt of {PROMPT}: {1e3 * statistics.median(prompts):.2f} ms", flush=True)
@@ -104,8 +103,9 @@ def main() -> None:
     ap.add_argument("--compile", action="store_true", help="compile the models, which needs no GPU")
     ap.add_argument("--target", default="cuda:sm_90")
     ap.add_argument("--rounds", type=int, default=20, metavar="N", help="repetitions of each measurement (20)")
+    ap.add_argument("--folder", type=Path, default=Path("build/recurrent"), help="of the compiled models")
     args = ap.parse_args()
-    compile_models(args.target) if args.compile else measure(args.rounds)
+    compile_models(args.target, args.folder) if args.compile else measure(args.folder, args.rounds)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ PASSES = MappingProxyType(
         "fuse-qkv": "llmc.passes.fuse.fuse_qkv:FuseQkv",
         "split-k": "llmc.passes.split.split_k:SplitK",
         "split-single": "llmc.passes.split.split_single:SplitSingle",
+        "split-recurrence": "llmc.passes.split.split_recurrence:SplitRecurrence",
         "split-kv": "llmc.passes.split.split_kv:SplitKv",
         "fuse-rows": "llmc.passes.fuse.fuse_rows:FuseRows",
         "split-sample": "llmc.passes.split.split_sample:SplitSample",

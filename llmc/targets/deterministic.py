@@ -9,7 +9,7 @@ from llmc.targets.target import Target
 
 GPUS = ("sm_80", "sm_90")  # for whose matrix instructions Triton kernels declare an order of sums
 # Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
-BY_TOKENS = ("fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized")
+BY_TOKENS = ("fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized", "split-recurrence")
 
 
 def deterministic(target: Target, speculate: int) -> Target:

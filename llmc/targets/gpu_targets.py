@@ -19,7 +19,7 @@ _FRONT = (
     "fuse-norm-linear{rows=1}"
 )
 _BACK = (
-    "split-kv, gather-experts, split-moe, fuse-experts, fuse-rows, split-sample, lower-quantized, "
+    "split-recurrence, split-kv, gather-experts, split-moe, fuse-experts, fuse-rows, split-sample, lower-quantized, "
     "fuse-norm-quantized, select, pack, lift-weights, cse, dce, memory"
 )
 _TERA = 1e12

@@ -27,7 +27,7 @@ NAMES = (
     "row_block_max",
     "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",
     "scaled_gemm_tma", "all_reduce", "all_reduce_norm", "all_gather",
-    "row_conv", "row_recurrence", "row_log",
+    "row_conv", "chunk_factors", "row_recurrence", "row_log",
 )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """The models that the tests run on the GPU and on the CPU, and their artifacts, which are compiled if missing.
 
-    python tests/gpu/model_cases.py [--all] [--mixtures] [--only NAME,NAME] [--jobs N]      no GPU is needed
+    python tests/gpu/model_cases.py [--all] [--mixtures] [--recurrent] [--only NAME,NAME] [--jobs N]
 
-The artifacts are in build/gpu/models.
+No GPU is needed. The artifacts are in build/gpu/models.
 
 CPU artifacts are compiled for x86-64-v3, so that they run on most machines. A model that is not in float32 has a third
 artifact, "exact": the same weights in float32 on a CPU, from which the errors of the other two are measured.
@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from gpu.compile_lock import alone  # noqa: E402
 from models.cases import LISTED, ROPES, UNLISTED, Case  # noqa: E402
+from models.recurrent_cases import RECURRENT  # noqa: E402
 
 FOLDER = ROOT / "build" / "gpu" / "models"
 TARGETS = {"gpu": "cuda:sm_90", "cpu": "cpu:x86-64-v3", "exact": "cpu:x86-64-v3"}
@@ -38,17 +39,20 @@ class Pair:
     """A model in a dtype ("float32", "bfloat16", "auto"), compiled for the GPU and for a CPU.
 
     case: the model's configuration; None: the demonstration model. forced: kernels that compute all nodes of a mixture
-    that they support, in the GPU's artifact; those of the CPU do not depend on it.
+    that they support, in the GPU's artifact; those of the CPU do not depend on it. speculate: the most drafted tokens
+    of a row of the GPU's artifact.
     """
 
     case: Case | None
     dtype: str
     forced: tuple[str, ...] = ()
+    speculate: int = 0
 
     @property
     def name(self) -> str:
         kernel = f"-{self.forced[0].replace('/', '_')}" if self.forced else ""
-        return f"{self.case.name if self.case else 'demo'}-{self.dtype}{kernel}"
+        drafts = f"-speculate{self.speculate}" * bool(self.speculate)
+        return f"{self.case.name if self.case else 'demo'}-{self.dtype}{kernel}{drafts}"
 
     def path(self, kind: str) -> Path:
         plain = self if kind == "gpu" else Pair(self.case, self.dtype)
@@ -64,6 +68,11 @@ class Pair:
     @property
     def kinds(self) -> tuple[str, ...]:
         return ("gpu", "cpu") if self.dtype == "float32" else ("gpu", "cpu", "exact")
+
+    @property
+    def exact(self) -> str:
+        """The kind that computes the model in float32 on a CPU."""
+        return self.kinds[-1]
 
     @property
     def made(self) -> bool:
@@ -86,6 +95,16 @@ MIXTURES = tuple(
     Pair(_mixture(name), "bfloat16", forced)
     for name in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
     for forced in ((), ("cuda/grouped_wgmma",), ("triton/moe_up", "triton/moe_down"))
+)
+
+
+# Without and with drafts: a mixture, the gated delta rule and Mamba-2.
+RECURRENT_PAIRS = tuple(
+    Pair(case, dtype, speculate=drafts)
+    for case in RECURRENT
+    if case.name in ("qwen3_next", "qwen3_5_text", "bamba")
+    for dtype in ("float32", "bfloat16")
+    for drafts in (0, 4)
 )
 
 
@@ -119,7 +138,7 @@ def make(pair: Pair) -> str:
             options = Options(
                 target=TARGETS[kind], dtype=dtype, max_model_len=length, max_num_seqs=ROWS,
                 max_num_batched_tokens=TOKENS, cache=FOLDER.parent / "cache", reuse=False,
-                pipeline=pair.pipeline(kind),
+                pipeline=pair.pipeline(kind), speculate=pair.speculate if kind == "gpu" else 0,
             )  # fmt: skip
             try:
                 compile_model(model, pair.path(kind), options, force=True)
@@ -143,11 +162,14 @@ def main() -> None:
     ap = argparse.ArgumentParser(description="compile the models of the GPU tests, without a GPU")
     ap.add_argument("--all", action="store_true", help="every architecture of the parity table")
     ap.add_argument("--mixtures", action="store_true", help="the mixtures with each kernel forced in turn, alone")
+    ap.add_argument("--recurrent", action="store_true", help="models with recurrent layers, with and without drafts")
     ap.add_argument("--only", default="", metavar="NAME,NAME", help="pairs by name, such as llama-bfloat16")
     ap.add_argument("--jobs", type=int, default=1, metavar="N")
     args = ap.parse_args()
     wanted = set(args.only.split(",")) - {""}
     known = MIXTURES if args.mixtures else pairs(args.all or bool(wanted))
+    if args.recurrent or wanted:
+        known = [*(known if wanted else ()), *RECURRENT_PAIRS]
     found = [p for p in known if not wanted or p.name in wanted]
     failed = make_all(found, args.jobs)
     print(f"{sum(p.made for p in found)} of {len(found)} pairs in {FOLDER}")

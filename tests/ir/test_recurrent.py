@@ -39,9 +39,21 @@ def _step(parts: list[tuple[int, int, int]]) -> tuple[Any, dict[str, Any]]:
 STEPS = [[(2, 0, 5)], [(2, 5, 6), (0, 0, 3)], [(0, 3, 4), (2, 6, 8), (2, 8, 9)], [(2, 9, 13), (0, 4, 7)]]
 
 
-@pytest.mark.parametrize("factors", [H, H * D])
+WAYS = ((False, H), (False, H * D), (True, H))  # whether in chunks, and the decays of a token
+
+
+def _recur(op: str, chunks: bool, **x: Any) -> Any:
+    """Compute a step by a recurrence of rows; with `chunks`, runs of 3 tokens and more in chunks of 4, as on GPUs."""
+    if not chunks:
+        return OPS[f"row_{op}"].ref(**x)
+    names = ("q", "k", "decay", "rows", "starts", "beta")
+    factors = OPS["chunk_factors"].ref(**{name: v for name, v in x.items() if name in names}, chunk=4, least=3)
+    return OPS[f"chunk_{op}"].ref(**x, factors=factors, least=3)
+
+
+@pytest.mark.parametrize(("chunks", "factors"), WAYS)
 @pytest.mark.parametrize("delta", [False, True])
-def test_rows_compute_what_prompts_do(delta: bool, factors: int) -> None:
+def test_rows_compute_what_prompts_do(delta: bool, chunks: bool, factors: int) -> None:
     x = _tokens(rng := generator(), delta, factors)
     beta = [x["beta"]] if delta else []
     want = OPS["linear_recurrence"].ref(x["q"], x["k"], x["v"], x["decay"], POSITIONS, *beta, layer=0)
@@ -49,7 +61,7 @@ def test_rows_compute_what_prompts_do(delta: bool, factors: int) -> None:
     for parts in STEPS:
         at, step = _step(parts)
         of_step = {k: v[at] for k, v in x.items() if k != "x"}
-        got[at], memory = OPS["row_recurrence"].ref(**of_step, memory=memory, **step)
+        got[at], memory = _recur("recurrence", chunks, **of_step, memory=memory, **step)
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
@@ -79,9 +91,9 @@ def test_channels_with_one_rate_are_heads(delta: bool) -> None:
     np.testing.assert_allclose(*found, rtol=1e-12)
 
 
-@pytest.mark.parametrize("factors", [H, H * D])
+@pytest.mark.parametrize(("chunks", "factors"), WAYS)
 @pytest.mark.parametrize("delta", [False, True])
-def test_rejected_tokens_leave_no_trace(delta: bool, factors: int) -> None:
+def test_rejected_tokens_leave_no_trace(delta: bool, chunks: bool, factors: int) -> None:
     """Each step of one row ends with tokens that the next step computes again, from other inputs."""
     x, n = _tokens(rng := generator(), delta, factors), 3
     beta = [x["beta"]] if delta else []
@@ -96,7 +108,7 @@ def test_rejected_tokens_leave_no_trace(delta: bool, factors: int) -> None:
         wrong = at >= valid
         drafts = {k: np.where(wrong.reshape(-1, *[1] * (v.ndim - 1)), 0.5 * v[at] - 0.1, v[at]) for k, v in x.items()}
         inputs = drafts.pop("x")
-        y, memory = OPS["row_recurrence_draft"].ref(**drafts, memory=memory, base=base, log=log, **step)
+        y, memory = _recur("recurrence_draft", chunks, **drafts, memory=memory, base=base, log=log, **step)
         drafts.pop("q")
         base, log = OPS["row_log"].ref(**drafts, base=base, log=log, **step)
         z, recent = OPS["row_conv"].ref(inputs, weight, recent, **step)

@@ -56,7 +56,7 @@ GPU_ONLY = (
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",
     "scaled_moe_up", "scaled_moe_down", "moe_combine", "topk_map", "topk_route", "moe_gather_up",
-    "norm_moe_gather_up", "moe_gather_down",
+    "norm_moe_gather_up", "moe_gather_down", "chunk_factors", "chunk_recurrence", "chunk_recurrence_draft",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from kernels.cases import Text
 _STEP = "i32[R]; i32[R+1]"
 _MEMORY = "state f32[256, 32, 128, 128]"
 _RING = "state bf16[256, 8, 8192]"
+_FACTORS = "f32[T, 32, 2, 32]"
 _LOG = "state i32[256]; state f32[256, 4, 6208]"
 
 
@@ -30,6 +31,20 @@ RECURRENT = {
         Text(
             f"{_inputs('T')}; {_MEMORY}; {_LOG}; {_STEP}; i32[T]; f32[T, 32]", "row_recurrence_draft",
             f"bf16[T, 32, 128], {_MEMORY}",
+        ),
+        Text(
+            f"{_inputs('T')}; {_FACTORS}; {_MEMORY}; {_STEP}; i32[T]; f32[T, 32]", "chunk_recurrence {least=16}",
+            f"bf16[T, 32, 128], {_MEMORY}",
+        ),
+        Text(
+            f"{_inputs('T')}; {_FACTORS}; {_MEMORY}; {_LOG}; {_STEP}; i32[T]; f32[T, 32]",
+            "chunk_recurrence_draft {least=16}", f"bf16[T, 32, 128], {_MEMORY}",
+        ),
+    ),
+    "chunk_factors": (
+        Text(
+            "bf16[T, 16, 128]; bf16[T, 16, 128]; f32[T, 32]; i32[R]; i32[R+1]; f32[T, 32]",
+            "chunk_factors {chunk=32, least=16}", "f32[T, 32, 2, 32]",
         ),
     ),
     "row_log": (

@@ -12,13 +12,15 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import state, tensor
 
 ROWS = 6  # device rows
+LEAST = 16  # tokens of the shortest run that is computed in chunks
 
 
 @dataclass(frozen=True)
 class Shape:
     """One recurrence: dtype, key heads, value heads, elements of a key and a value, whether it is the delta rule.
 
-    n: tokens that may be rejected. channels: whether each channel of a key decays at a rate of its own.
+    n: tokens that may be rejected. channels: whether each channel of a key decays at a rate of its own. chunk: tokens
+    of a chunk.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Shape:
     delta: bool = True
     n: int = 3
     channels: bool = False
+    chunk: int = 32
 
     @property
     def factors(self) -> int:
@@ -106,15 +109,17 @@ def conv_inputs(g: Graph, step: Step, rng: np.random.Generator) -> list[np.ndarr
 
 
 def recurrence_graph(s: Shape, op: str) -> Graph:
-    """A graph of row_recurrence, row_recurrence_draft or row_log."""
+    """A graph of one recurrence, of chunk_factors or of row_log."""
     g = Graph("test")
+    attrs = {name: value for name, value in (("chunk", s.chunk), ("least", LEAST)) if name in OPS[op].attrs}
     kinds = {
         "q": tensor(s.dtype, "T", s.g, s.d), "k": tensor(s.dtype, "T", s.g, s.d), "v": tensor(s.dtype, "T", s.h, s.e),
         "decay": tensor("f32", "T", s.factors), "memory": state("f32", ROWS, s.h, s.d, s.e), "base": state("i32", ROWS),
         "log": state("f32", ROWS, s.n, s.width), **dict(STEP), "beta": tensor("f32", "T", s.h),
+        "factors": tensor("f32", "T", s.h, 1 + s.delta, s.chunk),
     }  # fmt: skip
     names = [slot.name for slot in OPS[op].operands if s.delta or slot.name != "beta"]
-    g.outputs = list(g.add(OPS[op], [g.input(name, kinds[name]) for name in names], {}).results)
+    g.outputs = list(g.add(OPS[op], [g.input(name, kinds[name]) for name in names], attrs).results)
     return g
 
 
@@ -129,6 +134,9 @@ def recurrence_inputs(g: Graph, s: Shape, step: Step, rng: np.random.Generator) 
         "base": rng.integers(0, 300, ROWS), "log": np.full((ROWS, s.n, s.width), np.nan),
         **dict(zip(("rows", "starts", "positions"), step.operands, strict=True)),
     }  # fmt: skip
+    if "factors" in {v.name for v in g.inputs}:
+        used = [made[name] for name in ("q", "k", "decay", "rows", "starts", *["beta"] * s.delta)]
+        made["factors"] = OPS["chunk_factors"].ref(*used, chunk=s.chunk, least=LEAST)
     for row, first in step.first.items():
         if not first:
             continue

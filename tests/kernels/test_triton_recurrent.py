@@ -22,7 +22,7 @@ from kernels.recurrent_cases import (
 )
 from kernels.triton_harness import INTERPRETED, run_case
 
-from llmc.codegen.backends.triton.recurrent import ROW_CONV, ROW_LOG, ROW_RECURRENCE
+from llmc.codegen.backends.triton.recurrent import CHUNK_FACTORS, ROW_CONV, ROW_LOG, ROW_RECURRENCE
 from llmc.codegen.backends.triton.recurrent_channels import ROW_CHANNELS
 from llmc.codegen.kernel import Kernel
 from llmc.ir.dim import Dim
@@ -32,12 +32,16 @@ SHAPES = (
     Shape("delta", "bf16", 2, 4, 16, 16),
     Shape("sum", "f16", 1, 3, 20, 37, delta=False, n=1),
     Shape("exact", "f32", 3, 3, 8, 5, n=2),
-    Shape("tall", "bf16", 1, 1, 100, 33),
+    Shape("tall", "bf16", 1, 1, 100, 33, chunk=16),
+    Shape("wide", "bf16", 1, 2, 33, 128),
     Shape("kimi", "bf16", 2, 2, 20, 37, channels=True),
     Shape("mamba1", "f16", 1, 5, 12, 1, delta=False, n=2, channels=True),
 )
 CONVOLUTIONS = (("f32", 37, 4, 4, True), ("bf16", 300, 3, 6, False), ("f16", 8, 2, 2, True), ("bf16", 5, 1, 1, False))
 OPS: dict[str, Kernel] = {"row_recurrence": ROW_RECURRENCE, "row_recurrence_draft": ROW_RECURRENCE, "row_log": ROW_LOG}
+CHUNK_OPS: dict[str, Kernel] = {
+    "chunk_factors": CHUNK_FACTORS, "chunk_recurrence": ROW_RECURRENCE, "chunk_recurrence_draft": ROW_RECURRENCE
+}  # fmt: skip
 
 
 def single_tokens(g: Graph) -> Graph:
@@ -64,7 +68,7 @@ def _graphs() -> Iterator[tuple[str, Kernel, Graph, Any]]:
     for sizes in CONVOLUTIONS:
         yield f"row_conv-{sizes[0]}-{sizes[1]}", ROW_CONV, conv_graph(*sizes), conv_inputs
     for shape in SHAPES:
-        for op, kernel in OPS.items():
+        for op, kernel in (OPS if shape.channels else {**OPS, **CHUNK_OPS}).items():
             kernel = ROW_CHANNELS if shape.channels and kernel is ROW_RECURRENCE else kernel
             graph = recurrence_graph(shape, op)
             yield f"{op}-{shape.name}", kernel, graph, lambda g, step, rng, s=shape: recurrence_inputs(g, s, step, rng)
@@ -83,6 +87,6 @@ def _cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("kernel", "graph", "draw", "inputs", "schedule"), list(_cases()))
 def test_recurrent(kernel: Kernel, graph: Graph, draw: Any, inputs: Any, schedule: dict[str, Any]) -> None:
     rng = generator()
-    error = 1e-4 if schedule.get("chunk") else 2e-5
+    error = 1e-4 if "chunk" in next(iter(graph.nodes)).op.name else 2e-5
     operands = inputs(graph, draw(rng), rng)
     run_case(Case(f"{next(iter(graph.nodes)).op.name}", graph, kernel, schedule, operands, rtol=error, atol=error))

@@ -26,6 +26,7 @@ from llmc.ir.ops import (
     quantized_linear,
     quantized_moe,
     recurrent,
+    recurrent_chunks,
     reduce,
     rope,
     sample,
@@ -46,7 +47,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, scaled_moe, state, recurrent, pooling,
-    sample, draft, comm,
+    packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, scaled_moe, state, recurrent,
+    recurrent_chunks, pooling, sample, draft, comm,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

@@ -84,7 +84,7 @@ def _convolve(x: Any, before: Any, weight: Any, bias: Any) -> Any:
     return y if bias is None else y + bias
 
 
-def _recur(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
+def recur(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
     """Update the state [h, d, e] in place by the tokens of one sequence -> [t, h, e]."""
     share = v.shape[1] // k.shape[1]
     q, k = (np.repeat(x, share, 1) for x in (q, k))
@@ -131,7 +131,7 @@ def linear_recurrence(q: Any, k: Any, v: Any, decay: Any, pos: Any, beta: Any = 
     out = np.zeros_like(v)
     for span in sequences(pos):
         state = np.zeros((v.shape[1], k.shape[2], v.shape[2]), decay.dtype)
-        out[span] = _recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
+        out[span] = recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
     return out
 
 
@@ -175,7 +175,7 @@ def row_recurrence(
     out, memory = np.zeros_like(v), memory.copy()
     for row, span, first in runs(rows, starts, positions):
         state = memory[row].copy() if first else np.zeros_like(memory[row])
-        out[span] = _recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
+        out[span] = recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
         memory[row] = state
     return out, memory
 
@@ -203,14 +203,13 @@ def row_recurrence_draft(
     out, memory = np.zeros_like(v), memory.copy()
     n = log.shape[1]
     for row, span, first in runs(rows, starts, positions):
-        known = np.arange(base[row] if first else 0, first)
-        cut = _kept(first, span, n) - first
+        cut = kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
-        _recur(state, *_unlogged(log[row, known % n], k, v, beta is not None))
+        replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
         of_run = [q[span], k[span], v[span], decay[span], None if beta is None else beta[span]]
-        out[span][:cut] = _recur(state, *(None if x is None else x[:cut] for x in of_run))
+        out[span][:cut] = recur(state, *(None if x is None else x[:cut] for x in of_run))
         memory[row] = state
-        out[span][cut:] = _recur(state, *(None if x is None else x[cut:] for x in of_run))
+        out[span][cut:] = recur(state, *(None if x is None else x[cut:] for x in of_run))
     return out, memory
 
 
@@ -233,14 +232,19 @@ def row_log(
     factor = np.zeros(v.shape[:2], decay.dtype) if beta is None else beta
     tokens = np.concatenate([k.reshape(len(k), -1), v.reshape(len(v), -1), decay, factor], 1)
     for row, span, first in runs(rows, starts, positions):
-        base[row] = kept = _kept(first, span, n)
+        base[row] = kept = kept_positions(first, span, n)
         log[row, np.arange(kept, first + span.stop - span.start) % n] = tokens[span][kept - first :]
     return base, log
 
 
-def _kept(first: int, span: slice, n: int) -> int:
+def kept_positions(first: int, span: slice, n: int) -> int:
     """Return the number of positions of a row whose tokens can no longer be rejected, of up to n that may be."""
     return max(first + 1, first + span.stop - span.start - n)
+
+
+def replay(state: Any, base: int, first: int, log: Any, k: Any, v: Any, delta: bool) -> None:
+    """Update the state [h, d, e] in place by the positions base .. first - 1 of a row with the log [n, width]."""
+    recur(state, *_unlogged(log[np.arange(base, first) % len(log)], k, v, delta))
 
 
 def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:

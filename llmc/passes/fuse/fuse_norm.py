@@ -14,6 +14,7 @@ p = Pat()
 
 _INVERSE = p.rsqrt(p.add(through(p.mean(p.square(p.x), axis=p.axis, keepdim=True)), const("eps")))
 _NORMED = p.mul(p.x, through(_INVERSE))
+_LENGTH = p.add(through(p.sum(p.square(p.x), axis=p.axis, keepdim=True)), const("eps"))
 _CENTRED = shared(p.sub(p.x, through(shared(p.mean(p.x, axis=p.axis, keepdim=True)))))
 _SPREAD = p.rsqrt(p.add(through(p.mean(p.square(through(_CENTRED)), axis=p.axis2, keepdim=True)), const("eps")))
 _CENTRED_NORMED = p.mul(through(_CENTRED), through(_SPREAD))
@@ -34,6 +35,12 @@ def _over_last(m: Match, *weights: str) -> str | None:
         if m[w].type.shape != x.shape[-1:]:
             return f"the operand {w} is {m[w].type}, not a vector of {x.shape[-1]}"
     return None
+
+
+def _constant_length(m: Match) -> str | None:
+    """None if the norm is over the last axis, whose size is constant, else the reason."""
+    why = _over_last(m)
+    return why or (None if m["x"].type.shape[-1].const else f"the last size of {m['x'].type} is not constant")
 
 
 def _source(x: Value, dtype: str) -> Value:
@@ -60,6 +67,22 @@ def _layer(b: Any, m: Match) -> Value:
     return _finish(b, m, b.layer_norm(x, w, zero, eps=m["eps"]))
 
 
+def _unit(b: Any, m: Match) -> Value:
+    """x / sqrt(sum(x^2) + eps) of n elements is an RMS norm with a gain of 1 / sqrt(n), as sum(x^2) is n mean(x^2)."""
+    x = _source(m["x"], m.root.result.type.dtype)
+    n = int(x.type.shape[-1])
+    return _finish(b, m, b.rms_norm(x, _gain(b, n**-0.5, n), eps=m["eps"] / n))
+
+
+def _gain(b: Any, value: float, size: int) -> Value:
+    return b.broadcast(b.constant(value, "f32"), shape=(size,))
+
+
+def _scaled(b: Any, m: Match) -> Value:
+    size = int(m["x"].type.shape[-1])
+    return _finish(b, m, b.rms_norm(m["x"], _gain(b, m["gain"] * m["scale"], size), eps=m["eps"]))
+
+
 def _bias(b: Any, m: Match) -> Value:
     x = _source(m["x"], m.root.result.type.dtype)
     return _finish(b, m, b.layer_norm(x, m["w"], core(m["bias"]), eps=m["eps"]))
@@ -76,6 +99,13 @@ def _rounds_once(m: Match) -> str | None:
 RULES = (
     Rewrite("layer-norm", _weighted(_CENTRED_NORMED), _layer, lambda m: _over_last(m, "w"), near=4),
     Rewrite("rms-norm", _weighted(_NORMED), _rms, lambda m: _over_last(m, "w"), near=3),
+    Rewrite("unit-norm", p.mul(p.x, through(p.rsqrt(_LENGTH))), _unit, _constant_length, near=3),
+    Rewrite(
+        "rms-norm-scale",
+        p.mul(p.rms_norm(p.x, const("gain"), eps=p.eps), const("scale")),
+        _scaled,
+        lambda m: None if m.root.result.type.dtype == "f32" else "the norm is rounded before it is scaled",
+    ),
     Rewrite(
         "layer-norm-bias",
         p.add(through(p.layer_norm(p.x, p.w, const(0.0), eps=p.eps)), p.bias),
@@ -100,7 +130,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class FuseNorm(Pass):
-    """Replace norms written in elementary ops by the ops rms_norm and layer_norm.
+    """Replace norms written in elementary ops by the ops rms_norm and layer_norm, divisions by the length among them.
 
     RMS norms are those of Zhang and Sennrich 2019 (arXiv 1910.07467), layer norms of Ba et al. 2016 (arXiv 1607.06450).
     A gain that is computed from weights remains an expression.

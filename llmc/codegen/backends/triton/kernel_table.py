@@ -74,6 +74,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_mean": f"{_HERE}.pooling:MEAN",
         "triton/row_advance": f"{_HERE}.row_state:ADVANCE",
         "triton/row_conv": f"{_HERE}.recurrent:ROW_CONV",
+        "triton/chunk_factors": f"{_HERE}.recurrent:CHUNK_FACTORS",
         "triton/row_recurrence": f"{_HERE}.recurrent:ROW_RECURRENCE",
         "triton/row_channels": f"{_HERE}.recurrent_channels:ROW_CHANNELS",
         "triton/row_log": f"{_HERE}.recurrent:ROW_LOG",

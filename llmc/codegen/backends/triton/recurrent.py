@@ -6,11 +6,17 @@ The kernels are in `kernels/row_conv.py`, `kernels/row_recurrence.py` and `kerne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import (
+    FLOATS,
+    Code,
+    TritonKernel,
+    Unit,
+    element,
+    unsupported,
+)
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -19,11 +25,11 @@ from llmc.targets.target import Target
 CHANNELS = 256  # channels of a program of a convolution
 COLUMNS = 1024  # columns of a program that writes a log
 BLOCKS = (32, 64, 16)  # columns of the state of a program
-# By the family of the target: tokens that are computed as products; 0: one after another.
-CHUNKS: Mapping[str, tuple[int, ...]] = MappingProxyType({"cuda": (64, 32, 0), "hip": (32, 0)})
+CHUNK_COLUMNS = 32  # the most of a program that computes chunks: more would spill registers, or use wgmma
+LEAST_DOT = 16  # the smallest size of a matrix that tl.dot takes
 LARGEST_STATE = 1 << 14  # elements of a program's state
 TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
-CHUNK_US = 10.0  # microseconds of a chunk
+CHUNK_US = 2.5  # microseconds of a chunk
 
 
 def single(node: Node) -> bool:
@@ -72,8 +78,53 @@ class RowConv(TritonKernel):
         )
 
 
+class ChunkFactors(TritonKernel):
+    """chunk_factors: a program has one chunk of a run and one head."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        size = node.attrs["chunk"]
+        if size < LEAST_DOT or size & (size - 1):
+            return f"chunks of {size} tokens, not a power of two from {LEAST_DOT} on"
+        return unsupported(node, (*FLOATS, "i32"), target)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"warps": 4}, {"warps": 8}]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        return cost_us(node, target, env, self._tiles(node) * node.result.type.shape[1], schedule["warps"])
+
+    def _tiles(self, node: Node) -> Dim:
+        entries = node.operand("rows")
+        assert entries is not None
+        return node.result.type.shape[0].ceildiv(node.attrs["chunk"]) + entries.type.shape[0] + 1
+
+    def code(self, u: Unit) -> Code:
+        k, (tokens, heads, matrices, chunk) = u.node.operands[1].type.shape, u.node.result.type.shape
+        return u.launch(
+            Template("delta_chunk", "chunk_factors"),
+            (self._tiles(u.node), heads),
+            **u.pointers("q_ptr k_ptr decay_ptr rows_ptr starts_ptr beta_ptr", "out_ptr"),
+            row_count=u.sizes(u.node.operands[3].type.shape[0]),
+            token_count=u.sizes(tokens),
+            KEY_HEADS=int(k[1]),
+            VALUE_HEADS=int(heads),
+            KEY_DIM=int(k[2]),
+            KEY_PADDED=max(LEAST_DOT, next_power_of_2(int(k[2]))),
+            MATRICES=int(matrices),
+            CHUNK=int(chunk),
+            CHUNK_LEVELS=int(chunk).bit_length() - 1,
+            LEAST=u.node.attrs["least"],
+            DOT_DTYPE=dot_dtype(u),
+        )
+
+
+def dot_dtype(u: Unit) -> str:
+    """Return the Triton dtype of queries and keys as factors."""
+    return "tl.float32" if u.interpret else element(u.node.operands[0].type)
+
+
 class RowRecurrence(TritonKernel):
-    """row_recurrence and row_recurrence_draft: a program has one run, one head and a block of the state's columns."""
+    """Recurrences, with or without chunks: a program has one run, one head and a block of the state's columns."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[3].type.shape[1] != node.operands[2].type.shape[1]:
@@ -84,15 +135,16 @@ class RowRecurrence(TritonKernel):
 
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         """Return an order for single tokens only: the bits of a chunk depend on where it begins in a prompt."""
-        return None if schedule["chunk"] else f"{self.name} {schedule['block']} columns, {schedule['warps']} warps"
+        return None if chunk_of(node) else f"{self.name} {schedule['block']} columns, {schedule['warps']} warps"
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
-        blocks = dict.fromkeys(min(max(16, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
-        chunks = (0,) if single(node) or node.operands[0].type.dtype == "f32" else CHUNKS[target.family]
-        if target.family == "hip":  # chunks of a wider block spill registers
-            blocks = dict.fromkeys(min(b, 32) for b in blocks)
-        return [{"block": b, "chunk": c, "warps": 4} for c in chunks for b in blocks]
+        blocks = dict.fromkeys(min(max(LEAST_DOT, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
+        if not chunk_of(node):
+            return [{"block": b, "warps": 4} for b in blocks]
+        few = 16 if target.family == "cuda" else 32  # columns of 4 warps
+        shapes = [(b, 4 if b <= few else 8) for b in blocks if b <= CHUNK_COLUMNS]
+        return [{"block": b, "warps": w, "stages": stages} for b, w in shapes for stages in (2, 1)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the traffic of all heads, and the latency of the longest run: all tokens but one for each entry."""
@@ -100,35 +152,41 @@ class RowRecurrence(TritonKernel):
         entries = node.operand("rows").type.shape[0]  # type: ignore[union-attr]
         programs = entries * v[1] * v[2].ceildiv(schedule["block"])
         tokens, rows = (d.subs(env).const or 1 for d in (q[0], entries))
-        chunk = schedule["chunk"]
+        chunk = chunk_of(node)
         longest = max(1, tokens - rows + 1)
         chain = -(-longest // chunk) * CHUNK_US if chunk and longest > 1 else longest * TOKEN_US
         return chain + cost_us(node, target, env, programs, schedule["warps"])
 
     def code(self, u: Unit) -> Code:
         q, k, v = (u.node.operands[i].type.shape for i in range(3))
-        entries, log = u.node.operand("rows"), u.node.operand("log")
+        entries, log, chunk = u.node.operand("rows"), u.node.operand("log"), chunk_of(u.node)
         assert entries is not None
-        block, chunk = u.schedule["block"], u.schedule["chunk"]
-        names = "q_ptr k_ptr v_ptr decay_ptr -", "rows_ptr starts_ptr positions_ptr beta_ptr"
-        pointers = u.pointers(f"{names[0]} {'base_ptr log_ptr ' if log else ''}{names[1]}", "out_ptr memory_ptr")
+        block = u.schedule["block"]
+        names = ["q_ptr k_ptr v_ptr decay_ptr", *["factors_ptr"] * bool(chunk), "-", *["base_ptr log_ptr"] * bool(log)]
+        pointers = u.pointers(f"{' '.join(names)} rows_ptr starts_ptr positions_ptr beta_ptr", "out_ptr memory_ptr")
         return u.launch(
             Template("row_recurrence", "row_recurrence"),
             (entries.type.shape[0] + 1, v[1], v[2].ceildiv(block)),
-            **{"base_ptr": None, "log_ptr": None, **pointers},
+            **{"factors_ptr": None, "base_ptr": None, "log_ptr": None, **pointers},
             row_count=u.sizes(entries.type.shape[0]),
             token_count=u.sizes(q[0]),
             KEY_HEADS=int(k[1]),
             VALUE_HEADS=int(v[1]),
             KEY_DIM=int(k[2]),
             VALUE_DIM=int(v[2]),
-            KEY_PADDED=max(16, next_power_of_2(int(k[2]))),
+            KEY_PADDED=max(LEAST_DOT, next_power_of_2(int(k[2]))),
             VALUE_BLOCK=block,
             LOG_TOKENS=int(log.type.shape[1]) if log else 0,
             CHUNK=chunk,
-            CHUNK_LEVELS=chunk.bit_length() - 1 if chunk else 0,
-            DOT_DTYPE="tl.float32" if u.interpret else element(u.node.operands[0].type),
+            LEAST=u.node.attrs.get("least", 0),
+            DOT_DTYPE=dot_dtype(u),
         )
+
+
+def chunk_of(node: Node) -> int:
+    """Return the tokens of a chunk of the recurrence, or 0 if it computes one token after another."""
+    factors = node.operand("factors")
+    return int(factors.type.shape[3]) if factors else 0
 
 
 class RowLog(TritonKernel):
@@ -164,5 +222,9 @@ class RowLog(TritonKernel):
 
 
 ROW_CONV = RowConv("triton/row_conv", ("row_conv",))
-ROW_RECURRENCE = RowRecurrence("triton/row_recurrence", ("row_recurrence", "row_recurrence_draft"))
+CHUNK_FACTORS = ChunkFactors("triton/chunk_factors", ("chunk_factors",))
+ROW_RECURRENCE = RowRecurrence(
+    "triton/row_recurrence",
+    ("row_recurrence", "row_recurrence_draft", "chunk_recurrence", "chunk_recurrence_draft"),
+)
 ROW_LOG = RowLog("triton/row_log", ("row_log",))

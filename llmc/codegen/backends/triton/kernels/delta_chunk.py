@@ -1,12 +1,19 @@
-"""A chunk of tokens of a linear recurrence as matrix products (Yang et al. 2024, arXiv 2412.06464, section 3.3).
+"""Chunks of tokens of linear recurrences as matrix products (Yang et al. 2024, arXiv 2412.06464, section 3.3).
 
-With G[i] the sum of the decays up to token i, the values u that a chunk adds to the state S solve (I + L) u = r, where
-r[i] = beta[i] (v[i] - exp(G[i]) S^T k[i]) and L[i, j] = beta[i] exp(G[i] - G[j]) (k[i] . k[j]) for j < i. Without the
-delta rule, u = v. Factors that are float32 are rounded by tensor cores to TF32.
+With G[i] the sum of the decays of a chunk up to token i, the values u that the chunk adds to the state S solve
+(I + L) u = beta (v - exp(G) S^T k), where L[i, j] = beta[i] exp(G[i] - G[j]) (k[i] . k[j]) for j < i. Without the
+delta rule, u = v. `chunk_factors` computes, for all chunks at once, the factors of u in the results, and the inverse of
+I + L with its columns times beta; `add_chunk` is one step of a run.
+
+Its products have fewer than 64 rows, so that they use mma instructions also on Hopper. With the 64 wgmma instructions
+of a chunk of 64 tokens, descriptors in uniform registers were wrong in some programs (ptxas 12.8, H200).
 """
 
 import triton
 import triton.language as tl
+
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.row_runs import find_run, find_run_tile
 
 
 @triton.jit
@@ -26,13 +33,95 @@ def unit_inverse(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def add_chunk(
-    state, head, column, begin, end, CHUNK: tl.constexpr, LEVELS: tl.constexpr, DOT_DTYPE: tl.constexpr
-):  # fmt: skip
+def chunk_factors(
+    q_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
+    k_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
+    decay_ptr,  # [token_count, VALUE_HEADS]: logarithms
+    beta_ptr,  # [token_count, VALUE_HEADS], or None without the delta rule
+    rows_ptr,  # [row_count]: the device row of each entry, -1 for padding
+    starts_ptr,  # [row_count + 1]: the first token of each entry
+    out_ptr,  # [token_count, VALUE_HEADS, MATRICES, CHUNK]
+    row_count,
+    token_count,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    MATRICES: tl.constexpr,  # 2 with the delta rule, else 1
+    CHUNK: tl.constexpr,  # a power of two
+    CHUNK_LEVELS: tl.constexpr,  # the logarithm of CHUNK
+    LEAST: tl.constexpr,  # tokens of a run that is computed in chunks
+    DOT_DTYPE: tl.constexpr,  # of queries and keys as factors of each other
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Compute the matrices of one chunk of a run, for one value head; shorter runs and padding have zeros."""
+    wait_for_previous(DEPENDENT_LAUNCH)
+    entry, tile = find_run_tile(rows_ptr, starts_ptr, row_count, CHUNK)
+    row, begin, end = find_run(rows_ptr, starts_ptr, row_count, token_count, entry)
+    if begin + tile * CHUNK >= end:
+        return
+    head = tl.program_id(1)
+    index = tl.arange(0, CHUNK)
+    token = begin + tile * CHUNK + index
+    live = token < end
+    at = token.to(tl.int64)[:, None] * (VALUE_HEADS * MATRICES * CHUNK) + index[None, :]
+    out_ptr += head * (MATRICES * CHUNK)
+    if (row < 0) | (end - begin < LEAST):
+        for matrix in tl.static_range(MATRICES):
+            tl.store(out_ptr + matrix * CHUNK + at, tl.zeros([CHUNK, CHUNK], tl.float32), mask=live[:, None])
+        return
+    d = tl.arange(0, KEY_PADDED)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    key_at = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY_DIM) + (key_head * KEY_DIM + d)[None, :]
+    key_mask = live[:, None] & (d < KEY_DIM)[None, :]
+    q = tl.load(q_ptr + key_at, mask=key_mask, other=0.0).to(DOT_DTYPE)
+    k = tl.load(k_ptr + key_at, mask=key_mask, other=0.0).to(DOT_DTYPE)
+    scalar_at = token.to(tl.int64) * VALUE_HEADS + head
+    since = tl.cumsum(tl.load(decay_ptr + scalar_at, mask=live, other=0.0), 0)
+    visible = index[:, None] >= index[None, :]
+    between = tl.where(visible, tl.exp(tl.where(visible, since[:, None] - since[None, :], 0.0)), 0.0)
+    tl.store(out_ptr + at, tl.dot(q, tl.trans(k)) * between, mask=live[:, None])
+    if beta_ptr is not None:
+        beta = tl.load(beta_ptr + scalar_at, mask=live, other=0.0)
+        similar = tl.dot(k, tl.trans(k)) * between * beta[:, None]
+        below = index[:, None] > index[None, :]
+        inverse = unit_inverse(tl.where(below, similar, 0.0), CHUNK, CHUNK_LEVELS)
+        tl.store(out_ptr + CHUNK + at, inverse * beta[None, :], mask=live[:, None])
+
+
+@triton.jit
+def times(a, b, DOT_DTYPE: tl.constexpr):
+    """Return the product of `a`, whose elements DOT_DTYPE holds exactly, and the float32 matrix `b`.
+
+    With bfloat16, `b` is the sum of two factors, which have 16 bits together; else tensor cores round it to TF32.
+    """
+    if DOT_DTYPE == tl.bfloat16:
+        high = b.to(tl.bfloat16)
+        low = (b - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(a, low, tl.dot(a, high))
+    else:
+        return tl.dot(a.to(tl.float32), b)
+
+
+@triton.jit
+def times_exact(a, b, DOT_DTYPE: tl.constexpr):
+    """Return the product of the float32 matrix `a` and `b`, whose elements DOT_DTYPE holds exactly; see `times`."""
+    if DOT_DTYPE == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        low = (a - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(low, b, tl.dot(high, b))
+    else:
+        return tl.dot(a, b.to(tl.float32))
+
+
+@triton.jit
+def add_chunk(state, head, factors_ptr, column, begin, end, CHUNK: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """Return the state [KEY_PADDED, VALUE_BLOCK] after CHUNK tokens or those up to `end`, and store their results.
 
-    head: see `row_recurrence.Head`. Tokens from `end` on have keys, values and decays of zero.
+    head: see `row_recurrence.Head`. factors_ptr: of the run's head, see `chunk_factors`. Tokens from `end` on have
+    keys, values and decays of zero.
     """
+    MATRICES: tl.constexpr = 1 if head.beta_ptr is None else 2
     index = tl.arange(0, CHUNK)
     token = begin + index
     live = token < end
@@ -41,22 +130,18 @@ def add_chunk(
     key_mask = live[:, None] & (row < head.KEY_DIM)[None, :]
     value_at = token.to(tl.int64)[:, None] * (head.VALUE_HEADS * head.VALUE_DIM) + column[None, :]
     value_mask = live[:, None] & (column < head.VALUE_DIM)[None, :]
-    scalar_at = token.to(tl.int64) * head.VALUE_HEADS
+    factor_at = token.to(tl.int64)[:, None] * (head.VALUE_HEADS * MATRICES * CHUNK) + index[None, :]
     k = tl.load(head.k_ptr + key_at, mask=key_mask, other=0.0).to(DOT_DTYPE)
     q = tl.load(head.q_ptr + key_at, mask=key_mask, other=0.0).to(DOT_DTYPE)
     u = tl.load(head.v_ptr + value_at, mask=value_mask, other=0.0).to(tl.float32)
-    decay = tl.load(head.decay_ptr + scalar_at, mask=live, other=0.0)
-    decays = tl.cumsum(decay, 0)
-    since_begin = tl.exp(decays)[:, None]
-    visible = index[:, None] >= index[None, :]
-    between = tl.where(visible, tl.exp(tl.where(visible, decays[:, None] - decays[None, :], 0.0)), 0.0)
+    decay = tl.load(head.decay_ptr + token.to(tl.int64) * head.VALUE_HEADS, mask=live, other=0.0)
+    since = tl.cumsum(decay, 0)
+    total = tl.sum(decay, 0)
     if head.beta_ptr is not None:
-        beta = tl.load(head.beta_ptr + scalar_at, mask=live, other=0.0)[:, None]
-        similar = tl.dot(k, tl.trans(k)) * between * beta
-        inverse = unit_inverse(tl.where(index[:, None] > index[None, :], similar, 0.0), CHUNK, LEVELS)
-        u = tl.dot(inverse, beta * (u - since_begin * tl.dot(k.to(tl.float32), state)))
-    y = tl.dot(tl.dot(q, tl.trans(k)) * between, u) + since_begin * tl.dot(q.to(tl.float32), state)
+        inverse = tl.load(factors_ptr + CHUNK + factor_at, mask=live[:, None], other=0.0)
+        u = tl.dot(inverse, u - tl.exp(since)[:, None] * times(k, state, DOT_DTYPE))
+    similar = tl.load(factors_ptr + factor_at, mask=live[:, None], other=0.0)
+    y = tl.dot(similar, u, tl.exp(since)[:, None] * times(q, state, DOT_DTYPE))
     tl.store(head.out_ptr + value_at, y.to(head.out_ptr.dtype.element_ty), mask=value_mask)
-    all_decays = tl.sum(decay, 0)
-    until_end = tl.exp(all_decays - decays)[:, None]
-    return state * tl.exp(all_decays) + tl.dot(tl.trans(k.to(tl.float32) * until_end), u)
+    added = times_exact(tl.trans(u * tl.exp(total - since)[:, None]), k, DOT_DTYPE)
+    return state * tl.exp(total) + tl.trans(added)

@@ -9,29 +9,7 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.row_runs import find_run
-
-ENTRIES_PER_STEP = tl.constexpr(128)  # entries that `find_run_tile` compares at once
-
-
-@triton.jit
-def find_run_tile(rows_ptr, starts_ptr, row_count, TILE: tl.constexpr):
-    """Return (entry, tile): the entry that begins the run of this program's tile, and the number of the tile in it.
-
-    The first tile of a run that begins at entry i has the number starts[i] // TILE + i, so that the tiles of different
-    runs never overlap; the last ones may be behind the tokens of their run.
-    """
-    program = tl.program_id(0)
-    entry = program * 0
-    for first in range(0, row_count + 1, ENTRIES_PER_STEP):
-        candidate = first + tl.arange(0, ENTRIES_PER_STEP)
-        exists = candidate <= row_count
-        row = tl.load(rows_ptr + candidate, mask=candidate < row_count, other=-1)
-        before = tl.load(rows_ptr + candidate - 1, mask=exists & (candidate > 0), other=-1)
-        starts = tl.load(starts_ptr + candidate, mask=exists, other=0)
-        begun = exists & ((row < 0) | (row != before)) & (starts // TILE + candidate <= program)
-        entry = tl.maximum(entry, tl.max(tl.where(begun, candidate, 0), 0))
-    return entry, program - tl.load(starts_ptr + entry) // TILE - entry
+from llmc.codegen.backends.triton.kernels.row_runs import find_run, find_run_tile
 
 
 @triton.jit

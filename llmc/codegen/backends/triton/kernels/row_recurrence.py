@@ -1,8 +1,9 @@
 """Linear recurrences on device rows: the gated delta rule (Yang et al. 2024, arXiv 2412.06464), and Mamba-2's rule.
 
 A program has one run, one value head and a block of the columns of the head's state [KEY_DIM, VALUE_DIM], which it
-keeps in registers as float32. It computes one token after another, or chunks of many tokens as products
-(`delta_chunk.py`). With a log, it first repeats the tokens that its row's memory does not have yet.
+keeps in registers as float32. It computes one token after another or, of long runs, chunks of tokens as products, some
+of whose factors another launch has computed (`delta_chunk.py`). With a log, it first repeats the tokens that its row's
+memory does not have yet.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,6 @@ from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previ
 from llmc.codegen.backends.triton.kernels.row_runs import find_run
 
 PADDING = tl.constexpr(16)  # tokens of padding that are cleared at once
-MIN_CHUNK = tl.constexpr(16)  # tokens of the shortest run that is computed in chunks
 
 
 class Head(NamedTuple):
@@ -108,8 +108,8 @@ class Row(NamedTuple):
 
 @triton.jit
 def add_run(
-    head: Head, row: Row, value_head, column, begin, end, first, LOG_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
-    CHUNK_LEVELS: tl.constexpr, DOT_DTYPE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    head: Head, row: Row, factors_ptr, value_head, column, begin, end, first, LOG_TOKENS: tl.constexpr,
+    CHUNK: tl.constexpr, LEAST: tl.constexpr, DOT_DTYPE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Compute the tokens from `begin` to `end`, whose first position is `first`, and update the memory."""
     d = tl.arange(0, head.KEY_PADDED)
@@ -123,9 +123,9 @@ def add_run(
         state = add_logged(state, head, row.log_ptr, value_head, column, base, first, LOG_TOKENS, KEYS, VALUES)
         kept = tl.maximum(begin + 1, end - LOG_TOKENS)
     if CHUNK:
-        if kept - begin >= MIN_CHUNK:
+        if end - begin >= LEAST:
             for token in range(begin, kept, CHUNK):
-                state = add_chunk(state, head, column, token, kept, CHUNK, CHUNK_LEVELS, DOT_DTYPE)
+                state = add_chunk(state, head, factors_ptr, column, token, kept, CHUNK, DOT_DTYPE)
         else:
             state = add_tokens(state, head, column, begin, kept)
     else:
@@ -143,6 +143,7 @@ def row_recurrence(
     v_ptr,  # [token_count, VALUE_HEADS, VALUE_DIM]
     decay_ptr,  # [token_count, VALUE_HEADS]: logarithms
     beta_ptr,  # [token_count, VALUE_HEADS], or None without the delta rule
+    factors_ptr,  # [token_count, VALUE_HEADS, matrices, CHUNK]: see `delta_chunk.chunk_factors`; None without chunks
     base_ptr,  # [rows]: positions below it are part of the memory; None without a log
     log_ptr,  # [rows, LOG_TOKENS, width]: see `add_logged`
     rows_ptr,  # [row_count]: the device row of each entry, -1 for padding
@@ -159,9 +160,9 @@ def row_recurrence(
     KEY_PADDED: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     LOG_TOKENS: tl.constexpr,  # the last tokens of a run that do not become part of the memory; 0 without a log
-    CHUNK: tl.constexpr,  # tokens that are computed as products, a power of two; 0: one token after another
-    CHUNK_LEVELS: tl.constexpr,  # the logarithm of CHUNK
-    DOT_DTYPE: tl.constexpr,  # of queries and keys as factors of each other
+    CHUNK: tl.constexpr,  # tokens that are computed as products; 0: one token after another
+    LEAST: tl.constexpr,  # tokens of a run that is computed in chunks
+    DOT_DTYPE: tl.constexpr,  # of keys as factors of the state, see `delta_chunk.times`
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Compute the tokens of one run, for one value head and a block of columns, and update the row's memory."""
@@ -190,6 +191,7 @@ def row_recurrence(
             None if base_ptr is None else base_ptr + row,
             None if log_ptr is None else log_ptr + at * (LOG_TOKENS * (KEYS + VALUES + 2 * VALUE_HEADS)),
         ),
-        value_head, column, begin, end, tl.load(positions_ptr + begin), LOG_TOKENS, CHUNK, CHUNK_LEVELS, DOT_DTYPE,
-        KEYS, VALUES,
+        None if factors_ptr is None else factors_ptr + value_head * ((1 if beta_ptr is None else 2) * CHUNK),
+        value_head, column, begin, end, tl.load(positions_ptr + begin), LOG_TOKENS, CHUNK, LEAST, DOT_DTYPE, KEYS,
+        VALUES,
     )  # fmt: skip
