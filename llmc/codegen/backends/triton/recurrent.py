@@ -144,7 +144,7 @@ class RowRecurrence(TritonKernel):
             return [{"block": b, "warps": 4} for b in blocks]
         few = 16 if target.family == "cuda" else 32  # columns of 4 warps
         shapes = [(b, 4 if b <= few else 8) for b in blocks if b <= CHUNK_COLUMNS]
-        return [{"block": b, "warps": w, "stages": stages} for b, w in shapes for stages in (2, 1)]
+        return [{"block": b, "warps": w, "stages": stages} for stages in (2, 1) for b, w in sorted(shapes)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the traffic of all heads, and the latency of the longest run: all tokens but one for each entry."""
