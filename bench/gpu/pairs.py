@@ -20,7 +20,7 @@ from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import TritonKernel
-from llmc.codegen.kernel import SETTLED
+from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.extension import load
 
 SCALE = f"scale={128**-0.5!r}"
@@ -51,7 +51,7 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
 
     singles = [
         launch(SINGLE_TOKEN_ATTENTION, "paged_attention_single", "", keys=keys, stages=stages, warps=warps,
-               **{SETTLED: 1})
+               **{READ_BEFORE_WAIT: 1})
         for keys, stages, warps in SINGLES
     ]  # fmt: skip
     for shape, single in zip(SINGLES, singles, strict=True):

@@ -30,7 +30,9 @@ def answer(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> tupl
     return list(out.outputs[0].token_ids), out.num_cached_tokens
 
 
-@pytest.mark.parametrize(("name", "speculate"), KINDS)
+@pytest.mark.parametrize(
+    ("name", "speculate"), [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 def test_conversations_go_on_from_snapshots(name: str, speculate: int, tmp_path: Path) -> None:
     """Each turn starts with the ones before it, and follows transformers; all full pages before a turn are cached."""
     print(f"seed {SEED}")
@@ -51,6 +53,7 @@ def test_conversations_go_on_from_snapshots(name: str, speculate: int, tmp_path:
         check(llm, model, other[2:] + other, 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", ["qwen3_5_text", "bamba"])
 def test_company_drafts_and_preemption_change_nothing(name: str, tmp_path: Path) -> None:
@@ -71,6 +74,7 @@ def test_company_drafts_and_preemption_change_nothing(name: str, tmp_path: Path)
             assert stats["num_state_snapshots"] <= llm.config.snapshots
 
 
+@pytest.mark.slow
 def test_outputs_of_one_prompt_start_from_one_snapshot(tmp_path: Path) -> None:
     _, out = artifact(named("lfm2"), tmp_path)
     (prompt,) = drawn(70)
@@ -83,6 +87,7 @@ def test_outputs_of_one_prompt_start_from_one_snapshot(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_an_answer_can_be_continued_from_where_it_went(tmp_path: Path) -> None:
     """A request that decodes takes snapshots, too, each in place of its last one."""
     _, out = artifact(named("bamba"), tmp_path, max_model_len=224)
@@ -97,6 +102,7 @@ def test_an_answer_can_be_continued_from_where_it_went(tmp_path: Path) -> None:
         assert answer(llm, prompt + tokens[:100])[1] == 16  # of the one after 64 tokens, nothing is left
 
 
+@pytest.mark.slow
 def test_many_prefixes_take_no_more_memory(tmp_path: Path) -> None:
     """A tenant with many prompts evicts its own snapshots first; all of them are bounded."""
     _, out = artifact(named("lfm2"), tmp_path)

@@ -26,7 +26,7 @@ class RowChannels(TritonKernel):
             return f"keys of {k[2]} elements"
         return unsupported(node, (*FLOATS, "i32"), target)
 
-    def order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return f"{self.name} {schedule['block']} columns, {schedule['warps']} warps"
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
