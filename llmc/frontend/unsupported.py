@@ -63,8 +63,7 @@ GATED = "its recurrence (RG-LRU) is written out in the model's code"
 SHARED = "layers share its attention, which has no number of its own"
 INDEXED = "an indexer of its own selects the keys of its attention, beside layers that mix several residual streams"
 NGRAMS = (
-    "its embeddings depend on the tokens before each one (n-grams), "
-    "and its indexer selects blocks of averaged keys"
+    "its embeddings depend on the tokens before each one (n-grams), and its indexer selects blocks of averaged keys"
 )
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
