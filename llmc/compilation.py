@@ -283,6 +283,7 @@ class Compilation:
 
     def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
         """Write the artifact folder and return its manifest."""
+        from llmc.artifact.weight_signs import negative_weights
         from llmc.artifact.write import Parts, states_of, weight_bytes, write_artifact
 
         module, facts, target = traced.module, traced.facts, self.target
@@ -301,6 +302,7 @@ class Compilation:
             tokenizer=traced.source.tokenizer_files,
             generation=facts.generation,
             pooling=facts.pooling,
+            negative=negative_weights(module.graphs[WEIGHTS]) if isinstance(weights, int) else (),
             ir=self.ir,
             machine=target,
             reports={

@@ -60,7 +60,7 @@ class Parts:
 
     weights: PackedWeights, an int (random with this seed) or None (packed later). ir: (pass, text) in order. reports:
     file name below report/ -> JSON data or text. machine: adds roofline.json to the reports. tokenizer: files copied
-    verbatim. pooling: None if the model generates.
+    verbatim. pooling: None if the model generates. negative: names of the weights that are negative if they are random.
     """
 
     compiler: str
@@ -80,6 +80,7 @@ class Parts:
     reports: Mapping[str, Any] = field(default_factory=dict)
     machine: Target | None = None
     pooling: Pooling | None = None
+    negative: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -171,7 +172,7 @@ class _Writer:
         if parts.weights is None:
             return Weights("none")
         if isinstance(parts.weights, int):
-            return Weights("random", seed=parts.weights)
+            return Weights("random", seed=parts.weights, negative=parts.negative)
         graph, source = parts.weights.graph, parts.weights.source
         written = write_rank_weights(graph, source, self.files, parts.ranks, progress)
         return Weights("packed", written)

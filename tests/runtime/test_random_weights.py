@@ -24,3 +24,11 @@ def test_codes_are_near_the_numbers_that_they_stand_for() -> None:
     np.testing.assert_array_equal(floats.astype(np.float32), exact.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
     integers = RandomWeights(1).tile("w", "i8", 2, 1)[0].view(np.int8)
     np.testing.assert_allclose(integers / 1600, exact, atol=0.5 / 1600 + 1e-7)
+
+
+def test_named_weights_are_minus_one() -> None:
+    """Whatever their rank: rates of decay are vectors in some models and matrices in others."""
+    for rank in (1, 2):
+        tile, at = RandomWeights(1, {"decay"}).tile("decay", "f32", rank, 8)
+        assert set(np.roll(tile.view(np.float32), -at // 4)[:2].tolist()) == {-1.0}
+    assert RandomWeights(1, {"decay"}).tile("norm", "f32", 1, 4)[0].view(np.float32)[0] == 1.0

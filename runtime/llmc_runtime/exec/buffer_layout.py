@@ -104,9 +104,10 @@ class Layout:
 
     def _place_weights(self) -> Mapping[str, int]:
         buffers = weights_of(self._artifact)
-        if self._artifact.manifest.weights.mode != "random":
+        weights = self._artifact.manifest.weights
+        if weights.mode != "random":
             return self._device.place(self._artifact, sorted(buffers))
-        source = RandomWeights(self._artifact.manifest.weights.seed)
+        source = RandomWeights(weights.seed, frozenset(weights.negative))
         memories = _parts(self._device, {n: b.bytes({}) for n, b in buffers.items()}, _PAGE)
         self._random = memories
         for name, memory in memories.items():

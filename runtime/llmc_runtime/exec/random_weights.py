@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -17,13 +17,14 @@ _BIASES: Mapping[str, int] = MappingProxyType({"f8e4m3": 7, "f8e4m3fnuz": 8})
 
 
 class RandomWeights:
-    """Generates tensors from a seed: vectors (norms) are ones, matrices follow N(0, 0.02).
+    """Generates tensors from a seed: vectors (norms) are ones, tensors named in `negative` -1, matrices follow N(0, 0.02).
 
     Integers of type i8 are codes of such matrices whose scale is 1/1600; other integers are random bits.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, negative: Collection[str] = ()) -> None:
         self.seed = seed
+        self.negative = negative
         rng = np.random.Generator(np.random.PCG64(seed))
         self._normal = (rng.standard_normal(_TILE, dtype=np.float32) * np.float32(STD)).clip(-3 * STD, 3 * STD)
         self._bits = rng.integers(0, 256, _TILE, dtype=np.uint8)
@@ -35,8 +36,8 @@ class RandomWeights:
         The offset depends on the name. Tensors of one dtype with more than one axis share the sequence, as the same
         array.
         """
-        if rank < 2:
-            ones = _encode(np.ones(1, np.float32), dtype)
+        if rank < 2 or name in self.negative:
+            ones = _encode(np.full(1, -1 if name in self.negative else 1, np.float32), dtype)
             return (np.zeros(max(1, nbytes), np.uint8) if ones is None else np.tile(ones, nbytes // len(ones))), 0
         if dtype not in self._tiles:
             encoded = _encode(self._normal, dtype)

@@ -76,13 +76,17 @@ class WeightFile(Record):
 
 @dataclass(frozen=True)
 class Weights(Record):
-    """The weights. `mode` is "packed" (in files), "random" (generated from `seed`) or "none" (to be packed later)."""
+    """The weights. `mode` is "packed" (in files), "random" (generated from `seed`) or "none" (to be packed later).
 
-    json_order = ("mode", "seed", "files")
+    `negative` names the random weights that are -1, such as rates of decay.
+    """
+
+    json_order = ("mode", "seed", "negative", "files")
 
     mode: str = stored(Fields.text)
     files: tuple[WeightFile, ...] = stored(Fields.list, (), item=WeightFile)
     seed: int = stored(Fields.integer, 0)
+    negative: tuple[str, ...] = stored(Fields.list, (), item=a_text, omitted=True)
 
     def validate(self, where: str) -> None:
         """See Record."""
