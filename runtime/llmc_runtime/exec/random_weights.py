@@ -19,7 +19,8 @@ _BIASES: Mapping[str, int] = MappingProxyType({"f8e4m3": 7, "f8e4m3fnuz": 8})
 class RandomWeights:
     """Generates tensors from a seed: vectors (norms) are ones, matrices follow N(0, 0.02).
 
-    Tensors that `negative` names are -1. Integers of type i8 are codes of such matrices whose scale is 1/1600; other integers are random bits.
+    Tensors that `negative` names are -1. Integers of type i8 are codes of such matrices whose scale is 1/1600; other
+    integers are random bits.
     """
 
     def __init__(self, seed: int, negative: Collection[str] = ()) -> None:
