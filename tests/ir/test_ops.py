@@ -85,7 +85,7 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
     ours = {"constant", "cast", "iota", "fused", "broadcast", "reshape", "slice", "concat", "matmul", "linear_map"}
     ours |= {"rope", "rope_tables", "attention", "paged_attention", "moe", "kv_append", "gelu_tanh", "page_put"}
     ours |= {"page_take", "head_matmul"}
-    ours |= {"causal_conv", "linear_recurrence"}
+    ours |= {"causal_conv", "linear_recurrence", "chunk_factors", "chunk_recurrence", "chunk_recurrence_draft"}
     ours |= {"alibi_attention", "paged_alibi_attention"}
     ours |= {"latent_attention", "paged_latent_attention", "paged_latent_attention_split"}
     ours |= {"rope_append", "norm_linear", "paged_attention_split", "paged_attention_parts", "attention_combine"}

@@ -1,4 +1,4 @@
-"""Nodes for the kernels of recurrent layers, at the sizes of Qwen3-Next. Data only."""
+"""Nodes for the kernels of recurrent layers, at the sizes of Qwen3-Next, Kimi-Linear and Jamba. Data only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from kernels.cases import Text
 
 _STEP = "i32[R]; i32[R+1]"
 _MEMORY = "state f32[256, 32, 128, 128]"
+_CHANNELS = "state f32[4096, 8192, 16, 1]"
 _RING = "state bf16[256, 8, 8192]"
 _FACTORS = "f32[T, 32, 2, 32]"
 _LOG = "state i32[256]; state f32[256, 4, 6208]"
@@ -39,6 +40,16 @@ RECURRENT = {
         Text(
             f"{_inputs('T')}; {_FACTORS}; {_MEMORY}; {_LOG}; {_STEP}; i32[T]; f32[T, 32]",
             "chunk_recurrence_draft {least=16}", f"bf16[T, 32, 128], {_MEMORY}",
+        ),
+    ),
+    "row_channels": (  # of Kimi-Linear-48B-A3B, and of Jamba's Mamba-1 layers
+        Text(
+            f"{'bf16[T, 32, 128]; ' * 3}f32[T, 4096]; {_MEMORY}; {_STEP}; i32[T]; f32[T, 32]", "row_recurrence",
+            f"bf16[T, 32, 128], {_MEMORY}",
+        ),
+        Text(
+            f"bf16[R, 1, 16]; bf16[R, 1, 16]; bf16[R, 8192, 1]; f32[R, 131072]; {_CHANNELS}; {_STEP}; i32[R]",
+            "row_recurrence", f"bf16[R, 8192, 1], {_CHANNELS}",
         ),
     ),
     "chunk_factors": (

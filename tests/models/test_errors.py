@@ -198,7 +198,7 @@ ODD = {
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no logits_to_keep"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
     "zamba": (SMALL, "layers share its attention"),
-    "glm5_next_text": (SMALL, "an indexer of its own"),
+    "glm5_next": (SMALL, "an indexer of its own"),
     "qwen4_exp_text": (SMALL, "n-grams"),
     "moshi": (SMALL | {"head_dim": 16}, "returns 2 tensors"),
 }  # fmt: skip

@@ -157,7 +157,7 @@ def test_fuel_bisects_to_one_change() -> None:
 
     counts = [norms(n) for n in range(40)]
     assert counts[0] == 0
-    assert counts[-1] == norms(-1) == 3
+    assert counts[-1] == norms(-1) == 4
     assert all(0 <= b - a <= 1 for a, b in itertools.pairwise(counts))
 
 
