@@ -81,7 +81,7 @@ class SnapshotPool:
             self.drop(digest)
 
     def pin(self, entry: int) -> None:
-        """Prevent that a kept entry is evicted, until `unpin`."""
+        """Keep an entry from being evicted, until `unpin`."""
         self._pins[entry] += 1
 
     def unpin(self, entry: int) -> None:
