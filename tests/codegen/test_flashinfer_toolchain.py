@@ -104,8 +104,8 @@ def test_constants(changes: dict[str, Any], name: str, value: str) -> None:
     assert macro(XQA.emit(node(**changes), {}, sm_90()).text, name) == value
 
 
-def test_tables_that_are_settled_are_read_before_the_wait() -> None:
-    assert macro(XQA.emit(node(), {READ_BEFORE_WAIT: 1}, sm_90()).text, "SETTLED") == "1"
+def test_tables_that_no_launch_writes_are_read_before_the_wait() -> None:
+    assert macro(XQA.emit(node(), {READ_BEFORE_WAIT: 1}, sm_90()).text, "READ_BEFORE_WAIT") == "1"
     assert XQA.reads_before_wait(node()) == (2, 3, 4, 5) and XQA.reads_before_wait(node(parts=2)) == (2, 3, 4)
     for found in (node(), node(parts=2)):
         names = [s.name for s in found.op.operands]

@@ -18,7 +18,7 @@ from tests.runtime.test_server_tls import SOON, openssl
 
 
 class Writer(asyncio.Protocol):
-    """Writes until it is told that the client does not read, and records what the transport keeps."""
+    """Writes until `pause_writing` reports that the client does not read, and records what the transport keeps."""
 
     def __init__(self, sizes: asyncio.Queue[int]) -> None:
         self.sizes, self.paused = sizes, False

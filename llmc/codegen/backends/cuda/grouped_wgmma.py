@@ -100,7 +100,8 @@ class GroupedWgmma(CudaKernel):
             constants={
                 "EXPERTS": experts, "N": n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
                 "STAGES": count, "GROUP": GROUP * 128 // s["bm"], "CHOICES": node.attrs["k"] if p.up else 0,
-                "SCATTER": int(not p.up), "SETTLED": int(READ_BEFORE_WAIT in s), "OUT": CTYPES[node.result.type.dtype],
+                "SCATTER": int(not p.up), "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s),
+                "OUT": CTYPES[node.result.type.dtype],
             },
             shared=count * stage_bytes(s) + ALIGN,
             maps=(Map(CODE, (D(experts * p.rows), D(p.k)), (s["bn"] // 2, TILE_K), SWIZZLE),),

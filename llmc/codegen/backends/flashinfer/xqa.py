@@ -177,7 +177,7 @@ def constants(node: Node, schedule: Schedule, target: Target) -> Mapping[str, st
         "WINDOW": a["window"], "SCALE": f"{a['scale'] * math.sqrt(p.size)!r}f", "PARTS": a.get("splits", 0),
         "SHARED": p.shared, "RESIDENT": p.resident(target), "HAS_SCALES": int(node.operand("scales") is not None),
         "HAS_SINKS": int(sinks is not None), "SINK": CTYPES[sinks.type.dtype] if sinks else "float",
-        "SETTLED": int(bool(schedule.get(READ_BEFORE_WAIT))), "PDL": int(target.has(PDL)),
+        "READ_BEFORE_WAIT": int(bool(schedule.get(READ_BEFORE_WAIT))), "PDL": int(target.has(PDL)),
     }  # fmt: skip
 
 

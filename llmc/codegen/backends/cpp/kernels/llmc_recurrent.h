@@ -68,8 +68,8 @@ static inline void row_conv(const llmc_ctx* ctx, T* y, T* ring, const T* x, cons
 }
 
 // The operands of a recurrence: q and k [t, G, D], v [t, H, E], decay [t, H, R] with R = 1 or a factor for each channel
-// of a key (R = D), beta [t, H] or null without the delta rule. memory [m, H, D, E]. With N > 0, the state goes to the position base [m], and log [m, N, WIDTH] has the tokens from
-// there on.
+// of a key (R = D), beta [t, H] or null without the delta rule. memory [m, H, D, E]. With N > 0, the state goes to the
+// position base [m], and log [m, N, WIDTH] has the tokens from there on.
 template <class T> struct recurrence_args {
   T* y;
   float* memory;

@@ -10,9 +10,9 @@
 // reading it.
 //
 // Constants: EXPERTS, N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
-// STAGES (at least 3), SETTLED (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows that are
-// processed together, so that they share tiles of w in the L2 cache), CHOICES (row r is that of token order[r] / CHOICES; 0
-// if it is row r of x), SCATTER (whether row r is written to row order[r] of y), OUT (the type of y). The generated text
+// STAGES (at least 3), READ_BEFORE_WAIT (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows
+// that are processed together, so that they share tiles of w in the L2 cache), CHOICES (row r is that of token
+// order[r] / CHOICES; 0 if it is row r of x), SCATTER (whether row r is written to row order[r] of y), OUT (the type of y). The generated text
 // before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias`
 // and `epilogue`; wgmma_ring.cuh has the ring and the loop of a consumer.
 
@@ -127,7 +127,7 @@ __device__ inline int copy_first_weights(Ring ring, const Blocks& blocks, const 
 // The producer: the warpgroup copies the steps of all tiles, each when its buffer is free.
 __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, const int* order, const TensorMap& w) {
   int early = copy_first_weights(ring, blocks, w);  // steps whose weights have been requested
-  if (SETTLED) begin_launch();
+  if (READ_BEFORE_WAIT) begin_launch();
   const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, count = tiles_of(blocks);
   const int place = line * TILE_K * 2 + (chunk ^ line % 8) * 16;
   Ring behind = ring;
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (!SETTLED) begin_launch();
+  if (!READ_BEFORE_WAIT) begin_launch();
   count_blocks(blocks, starts);
 
   Ring ring(buffers, full, empty);
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     produce(ring, blocks, x, order, w);
   } else {
     if (CONSUMERS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    if (SETTLED) begin_launch();
+    if (READ_BEFORE_WAIT) begin_launch();
     const int consumer = warpgroup - 1, count = tiles_of(blocks);
     float sums[SUMS];
     for (int i = blockIdx.x; i < count; i += gridDim.x) {

@@ -13,8 +13,8 @@
 // tokens.
 //
 // Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
-// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SLICES and SPLIT (whose product divides the steps), LATE
-// (allow the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and
+// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SLICES and SPLIT (whose product divides the steps),
+// TRIGGER_AFTER_LOADS (allow the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and
 // OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`
 // and `epilogue`.
 
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                      rank * STEPS, buffers, full, empty};
   const int consumer = threadIdx.x / WARPGROUP;
   Loaded loaded[BATCH][2];
-  if (!LATE) launch_dependents();
+  if (!TRIGGER_AFTER_LOADS) launch_dependents();
   if (consumer == CONSUMERS) {
     if (GIVES_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == CONSUMERS * WARPGROUP) produce(p);
@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");  // no consumer reads the buffers any more
     share((float*)memory, c.sums, consumer);
   }
-  if (LATE) launch_dependents();
+  if (TRIGGER_AFTER_LOADS) launch_dependents();
   wait_for_cluster<SPLIT>();
 
   if (consumer < CONSUMERS) finish(p, (const float*)memory, rank, m, loaded OTHERS, y);

@@ -6,7 +6,7 @@
 //
 // Constants: those of mha.cu, and HEADS, KV_HEADS, TABLE_WIDTH, WINDOW (0: none), SCALE, PARTS (0: the whole row), SHARED
 // (bytes of dynamic shared memory), RESIDENT (blocks of a multiprocessor), HAS_SCALES, HAS_SINKS, SINK (their type),
-// SETTLED (whether the previous kernel does not write the tables), PDL.
+// READ_BEFORE_WAIT (whether the previous kernel does not write the tables), PDL.
 
 // XQA has blocks of three axes; launches have blocks of one.
 __device__ inline uint3 xqa_thread() { return uint3{threadIdx.x % 128, 0, threadIdx.x / 128}; }
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT)
 #endif
     ) {
   int const part = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
-#if !SETTLED
+#if !READ_BEFORE_WAIT
   wait_for_previous();
 #endif
 #if PARTS > 0
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256, RESIDENT)
   float* const sums = nullptr;
   out += (long long)token * HEADS;
 #endif
-#if SETTLED
+#if READ_BEFORE_WAIT
   wait_for_previous();
 #endif
 #if PDL
