@@ -57,8 +57,10 @@ setp.ne.s32 inside, $4, 0;
 @inside st.relaxed.sys.global.v2.b64 [$1], {$2, $3};
 mov.u32 $0, 0;
 }""")
-# Reads the lane at $2 until it is complete, and empties it. Every 1024 reads it looks at ENDED ($4), at the status ($5)
-# and at the clock: after $6 nanoseconds it ends the group with ETIMEDOUT (110).
+# Reads the lane at $2 until it is complete, and empties it. Every 1024 reads it looks at ENDED ($4) and at the clock;
+# once it has waited for 20 ms, also at the status ($5), and after $6 nanoseconds it ends the group with ETIMEDOUT (110).
+# The status is in host memory: if all threads that wait for a rank that is a little late read it, this rank is late
+# for the next exchange, for which the other one then waits.
 RECEIVE = tl.constexpr("""{
 .reg .pred missing, other;
 .reg .u32 reads, word;
@@ -82,11 +84,13 @@ setp.ne.u32 other, word, 0;
 ld.relaxed.gpu.global.u32 word, [$4];
 setp.ne.u32 other, word, 0;
 @other bra DONE;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, begin;
+setp.lt.u64 other, now, 20000000;
+@other bra READ;
 ld.relaxed.sys.global.u32 word, [$5];
 setp.ne.u32 other, word, 0;
 @other bra END;
-mov.u64 now, %globaltimer;
-sub.u64 now, now, begin;
 setp.lt.u64 other, now, $6;
 @other bra READ;
 mov.u32 word, 110;
