@@ -58,7 +58,7 @@ setp.ne.s32 inside, $4, 0;
 mov.u32 $0, 0;
 }""")
 # Reads the lane at $2 until it is complete, and empties it. Every 1024 reads it looks at ENDED ($4) and at the clock;
-# once it has waited for 20 ms, also at the status ($5), and after $6 nanoseconds it ends the group with ETIMEDOUT (110).
+# after 20 ms, it also looks at the status ($5), and after $6 nanoseconds it ends the group with ETIMEDOUT (110).
 # The status is in host memory: if all threads that wait for a rank that is a little late read it, this rank is late
 # for the next exchange, for which the other one then waits.
 RECEIVE = tl.constexpr("""{
