@@ -20,6 +20,7 @@ from models.test_speculation import eager  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 STEPS = 24
+PAGE = 16
 PAIRS = {p.name: p for p in RECURRENT_PAIRS if not p.speculate}
 DRAFTS = "ngram:4"
 
@@ -47,9 +48,9 @@ def completions(pair: Pair, kind: str, prompts: list[Any], batched: bool, drafts
         )
         for p in prompts
     ]
-    given = [({"prompt_token_ids": p}, s) for p, s in zip(prompts, params, strict=True)]
+    pairs = [*zip(given(prompts), params, strict=True)]
     with LLM(pair.path(kind), say=lambda text: None, speculate=drafts) as llm:
-        groups = [given] if batched else [[x] for x in given]
+        groups = [pairs] if batched else [[x] for x in pairs]
         found = [out.outputs[0] for g in groups for out in llm.generate(*map(list, zip(*g)), use_tqdm=False)]
         if drafts:
             stats: Any = llm.stats()
@@ -79,3 +80,25 @@ def test_drafts_and_company_change_nothing_but_rounding(name: str, batched: bool
         else:
             assert not (reason := excess(errors(ours, exact), rounding)), reason
             compare(ours, exact, 4 * max(x.max() for x in rounding), ROUTED)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if pair.dtype == "float32"])
+def test_prompts_that_go_on_from_snapshots(name: str, failures: dict[str, str]) -> None:
+    """Second turns start from the states that the first ones left, and agree with a CPU that computes them whole."""
+    if name in failures:
+        pytest.fail(failures[name])
+    rng, params = generator(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=LOGPROBS)
+    first = [rng.integers(3, 320, rng.integers(PAGE + 1, LENGTH // 2)).tolist() for _ in range(24)]
+    turns = [p + rng.integers(3, 320, rng.integers(1, LENGTH // 2 - 8)).tolist() for p in first]
+    found = {}
+    for kind in ("gpu", "cpu"):
+        with LLM(PAIRS[name].path(kind), say=lambda text: None, enable_prefix_caching=kind == "gpu") as llm:
+            llm.generate(given(first), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+            found[kind] = llm.generate(given(turns), params, use_tqdm=False)
+    assert all(out.num_cached_tokens >= PAGE for out in found["gpu"])
+    compare(*([out.outputs[0] for out in found[kind]] for kind in ("gpu", "cpu")), TOLERANCE)
+
+
+def given(prompts: list[list[int]]) -> list[Any]:
+    return [{"prompt_token_ids": p} for p in prompts]

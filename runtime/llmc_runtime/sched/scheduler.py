@@ -264,7 +264,7 @@ class Scheduler(LiveRequests):
         """Prepare the drafts of a step. Return the number of its tokens at most."""
         running, budget = self.running, self.config.max_num_batched_tokens
         if self.step_budget is not None:
-            budget = self.step_budget.tokens(running, bool(self.waiting))
+            budget = self.step_budget.tokens(running, self.waiting.num_tokens)
         self._spare, self._room = self.config.logits - len(running), math.inf
         if self.speculation is not None and not self.speculation.begin_idle():
             self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))

@@ -11,6 +11,12 @@ While one prompt follows the other, no step only decodes, and what decoding take
 prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
 after every PROBE of them.
 
+Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While more
+prompt tokens are missing than BACKLOG steps within the target compute, a step may therefore take up to LONGEST times as
+long as the target, but no more than one step in RARELY, counted over all steps in which requests decode; up to SAVED
+unused ones are kept for a burst. So at most one in RARELY times between two tokens of a request is that long, and the
+99th percentile is that of the other steps.
+
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
 EASE times as long as one that only decodes, but at least SHORTEST times the target.
 """
@@ -27,6 +33,10 @@ STRETCH = 2.0  # a step may take this many times as long as one that only decode
 EASE = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
 SHORTEST = 0.4  # but at least this share of the target
 FEWEST = 16  # prompt tokens that every step may compute, but for those that measure decoding
+BACKLOG = 10  # as many steps as compute the missing prompt tokens within the target; if it takes more,
+LONGEST = 2.5  # a step may take this many times the target,
+RARELY = 110  # for one in so many steps in which requests decode
+SAVED = 20  # of such longer steps are kept for later
 PROBE = 64  # steps with prompts in a row, after which decoding is measured
 FIRST = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
@@ -34,6 +44,7 @@ _ROUND = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or
 _TOLERANCE = 1.05  # steps of a size miss the target if they take this many times as long
 _RETRY = 0.999  # factor for the time of a size each time that it is left out: it is tried again after some 100 steps
 _TRIAL = 1.5  # a measured time of a size counts as at most this many times the known one
+_LONGER = 1.5  # a step with this many times the prompt tokens of one within the target is a longer one
 _WEIGHT = 0.2  # of a measurement in a running mean
 _RARE = 0.5  # of one after PROBE steps without any
 _OUTLIER = 4.0  # a measurement counts as at most this many times the mean, and at least the mean divided by this
@@ -92,11 +103,13 @@ class StepBudget:
         self._decode = _Mean()  # seconds of a step that only decodes
         self._token = _Mean()  # further seconds for each prompt token
         self._sizes: dict[int, _Size] = {}  # further seconds of large steps, by their tokens
+        self._long_token = _Mean()  # further seconds for each prompt token of a longer step
+        self._longer = 0.0  # longer steps that may be planned
 
-    def tokens(self, running: Sequence[Request], waiting: bool) -> int:
-        """Return the maximum number of tokens of the next step; `waiting`: whether requests may be admitted."""
-        prompts = waiting or any(r.num_total - r.num_planned > 1 for r in running)
-        rows = num_decoding(running) if prompts else 0
+    def tokens(self, running: Sequence[Request], waiting: int) -> int:
+        """Return the maximum number of tokens of the next step. waiting: tokens of prompts that may be admitted."""
+        missing = waiting + sum([n for r in running if (n := r.num_total - r.num_planned) > 1])
+        rows = num_decoding(running) if missing else 0
         if not rows:
             return self.limit
         self._mixed += 1
@@ -104,6 +117,9 @@ class StepBudget:
             self._mixed, self._stale = 0, True
             return min(self.limit, rows + 1)  # a step gives the first prompt a token
         prompt = self._prompt_tokens()
+        if self._longer >= 1 and missing > BACKLOG * prompt and (longer := self._longer_step()) > prompt:
+            self._longer -= 1
+            return min(self.limit, (rows + longer) // TILE * TILE)
         total = rows + prompt
         total -= next((total % size for least, size in _ROUND if prompt >= least), 0)
         if prompt >= LARGE:
@@ -118,11 +134,16 @@ class StepBudget:
         steps.
         """
         prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
+        if len(prompts) == len(work):
+            return
+        self._longer = min(SAVED, self._longer + 1 / RARELY)
+        prompt, further = sum(prompts), seconds - self._decode.value
         if not prompts:
             self._decode.add(seconds, _RARE if self._stale else _WEIGHT)
             self._mixed, self._stale = 0, False
-        elif len(prompts) < len(work) and (prompt := sum(prompts)) >= self._prompt_tokens() // 2:
-            further = seconds - self._decode.value
+        elif self._is_longer(prompt):
+            self._long_token.add(further / prompt)
+        elif prompt >= self._prompt_tokens() // 2:
             self._learn_size(sum(item.num_tokens for item in work), further, prompt * self._token.value)
             self._token.add(further / prompt)
 
@@ -132,7 +153,8 @@ class StepBudget:
         rows = any(item.num_tokens <= 1 + item.drafts for item in work)
         if (rows and not self._decode.value) or (prompt and not self._token.value):
             return 0.0
-        return rows * self._decode.value + prompt * self._token.value
+        token = self._long_token.value if self._is_longer(prompt) else 0.0
+        return rows * self._decode.value + prompt * (token or self._token.value)
 
     def _learn_size(self, total: int, further: float, expected: float) -> None:
         """Take the further seconds of a step of `total` tokens, of which the time per token predicts `expected`."""
@@ -149,7 +171,19 @@ class StepBudget:
             total -= TILE
         return total
 
+    def _longer_step(self) -> int:
+        """Return the prompt tokens of a longer step; 0 before any step with prompts was measured."""
+        if not self._token.value:
+            return 0
+        seconds = LONGEST * step_seconds(self.target, self._decode.value) - self._decode.value
+        return int(seconds / (self._long_token.value or self._token.value))
+
+    def _is_longer(self, prompt: int) -> bool:
+        """Whether a step beside decoding requests has so many prompt tokens that it is a longer one."""
+        return bool(self._token.value) and prompt > _LONGER * self._prompt_tokens()
+
     def _prompt_tokens(self) -> int:
+        """Return the prompt tokens of a step within the target."""
         if not self._token.value:
             return FIRST
         seconds = step_seconds(self.target, self._decode.value) - self._decode.value

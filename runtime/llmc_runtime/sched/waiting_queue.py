@@ -89,6 +89,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.tenants: dict[str, Tenant] = {}
         self._heap: list[tuple[int, int, Tenant]] = []  # (service, turn) of each waiting tenant, and outdated entries
+        self.num_tokens = 0  # of the prompts of all requests in the queue
         self._count = self._live = self._turns = 0
         self._last: Tenant | None = None  # the last one whose queue became empty
         self._max_tenants = _MIN_KEPT
@@ -125,12 +126,14 @@ class WaitingQueue:
             self._start_waiting(tenant)
         tenant.add(request)
         self._count += 1
+        self.num_tokens += request.num_prompt
 
     def remove(self, request: Request) -> None:
         """Remove a request."""
         tenant = self.tenants[request.tenant]
         tenant.remove(request)
         self._count -= 1
+        self.num_tokens -= request.num_prompt
         if not len(tenant):
             self._last = tenant
 
@@ -147,7 +150,7 @@ class WaitingQueue:
         """Remove all requests and tenants."""
         self.tenants.clear()
         self._heap.clear()
-        self._count = self._live = 0
+        self.num_tokens = self._count = self._live = 0
         self._last = None
 
     def _start_waiting(self, tenant: Tenant) -> None:
