@@ -33,18 +33,18 @@ async def one_round(
     more = {"data_parallel_size": engines} if engines > 1 else {}
     async with AsyncLLM(model, enable_prefix_caching=False, **more) as llm:
         vocab = llm.vocab_size
+        prompts = [[random.randrange(vocab) for _ in range(plan.input)] for _ in range(2 * requests)]
 
-        async def request(name: str, length: int) -> None:
-            prompt = [random.randrange(vocab) for _ in range(plan.input)]
+        async def request(name: str, prompt: list[int], length: int) -> None:
             params = SamplingParams(max_tokens=length, min_tokens=length, ignore_eos=True, temperature=0.0)
             count = 0
             async for output in llm.generate(prompt, params, name):
                 count = len(output.outputs[0].token_ids)
             assert count == length, f"{count} tokens of {length}"
 
-        await asyncio.gather(*(request(f"first-{i}", 32) for i in range(requests)))
+        await asyncio.gather(*(request(f"first-{i}", prompts.pop(), 32) for i in range(requests)))
         begin, used = time.perf_counter(), time.process_time()
-        tasks = [asyncio.create_task(request(f"counted-{i}", plan.output)) for i in range(requests)]
+        tasks = [asyncio.create_task(request(f"counted-{i}", p, plan.output)) for i, p in enumerate(prompts)]
         shares: list[int] = []
         while sum(shares) < requests and not any(task.done() for task in tasks):
             await asyncio.sleep(0.01)

@@ -91,9 +91,9 @@ def test_prompts_that_go_on_from_snapshots(name: str, failures: dict[str, str]) 
     rng, params = generator(), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=LOGPROBS)
     first = [rng.integers(3, 320, rng.integers(PAGE + 1, LENGTH // 2)).tolist() for _ in range(24)]
     turns = [p + rng.integers(3, 320, rng.integers(1, LENGTH // 2 - 8)).tolist() for p in first]
-    found = {}
-    for kind in ("gpu", "cpu"):
-        with LLM(PAIRS[name].path(kind), say=lambda text: None, enable_prefix_caching=kind == "gpu") as llm:
+    found: dict[str, Any] = {}
+    for kind, options in (("gpu", {"state_snapshots": 4 * len(first)}), ("cpu", {"enable_prefix_caching": False})):
+        with LLM(PAIRS[name].path(kind), say=lambda text: None, **options) as llm:
             llm.generate(given(first), SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
             found[kind] = llm.generate(given(turns), params, use_tqdm=False)
     assert all(out.num_cached_tokens >= PAGE for out in found["gpu"])

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
-from llmc_runtime.sched.step_budget import FEWEST, FIRST, PROBE, STRETCH, StepBudget, StepTimer, step_seconds
+from llmc_runtime.sched.step_budget import (
+    BACKLOG,
+    FEWEST,
+    FIRST,
+    LONGEST,
+    PROBE,
+    RARELY,
+    SAVED,
+    STRETCH,
+    StepBudget,
+    StepTimer,
+    step_seconds,
+)
 
 from tests.runtime.rig import Rig
 
@@ -38,9 +50,13 @@ def decoding(rows: int) -> list[Request]:
     return requests
 
 
-def step(budget: StepBudget, machine: Machine, rows: int, prompt: int) -> tuple[int, float]:
-    """Run a step for `rows` decoding requests and a prompt with so many tokens left. Returns its tokens and seconds."""
-    tokens = min(prompt, budget.tokens(decoding(rows), prompt > 0) - rows)
+def step(
+    budget: StepBudget, machine: Machine, rows: int, prompt: int, waiting: int | None = None
+) -> tuple[int, float]:
+    """Run a step for `rows` decoding requests and a prompt with so many tokens left, of `waiting` tokens of prompts
+    (None: few, so that no step may be longer). Returns its tokens of the prompt, and seconds.
+    """
+    tokens = min(prompt, budget.tokens(decoding(rows), (prompt > 0) if waiting is None else waiting) - rows)
     seconds = machine.seconds(tokens)
     work = [Work(i, 1, True) for i in range(rows)]
     budget.learn(work + [Work(rows, tokens, False)] * (tokens > 0), seconds)
@@ -88,21 +104,21 @@ def test_a_slow_machine_gives_every_step_a_few_tokens() -> None:
 
 def test_steps_of_one_kind_have_no_budget() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 1e-4)
-    assert budget.tokens([], True) == LIMIT
+    assert budget.tokens([], 1) == LIMIT
     running = decoding(4)
-    assert budget.tokens(running, False) == LIMIT, "nothing but decoding, perhaps with drafts"
-    assert budget.tokens(running, True) == 4 + 1, "decoding was never measured"
-    assert budget.tokens(running, True) == (4 + FIRST) // 64 * 64
+    assert budget.tokens(running, 0) == LIMIT, "nothing but decoding, perhaps with drafts"
+    assert budget.tokens(running, 1) == 4 + 1, "decoding was never measured"
+    assert budget.tokens(running, 1) == (4 + FIRST) // 64 * 64
     running[0].num_total = 500
-    assert budget.tokens(running, False) == (3 + FIRST) // 64 * 64
+    assert budget.tokens(running, 0) == (3 + FIRST) // 64 * 64
     for request in running:
         request.num_total = 500
-    assert budget.tokens(running, True) == LIMIT, "nothing waits for the next token"
+    assert budget.tokens(running, 1) == LIMIT, "nothing waits for the next token"
     for _ in range(10):
         budget.learn([Work(0, 1, True)], machine.seconds(0))
         budget.learn([Work(0, 400, True)], 5.0)  # nobody decoded beside it
         budget.learn([Work(0, 1, True), Work(1, 5, True)], 0.5)  # too few tokens to say what one takes
-    assert budget.tokens(decoding(1), True) == (1 + FIRST) // 64 * 64
+    assert budget.tokens(decoding(1), 1) == (1 + FIRST) // 64 * 64
 
 
 def test_decoding_is_measured_while_prompts_follow_each_other() -> None:
@@ -147,6 +163,27 @@ def test_a_size_that_misses_the_target_is_seldom_tried(seed: int) -> None:
     machine.small = LIMIT  # for example, another process has ended
     sizes = [3 + step(budget, machine, 3, LIMIT)[0] for _ in range(700)]
     assert sizes[600:].count(768) > 80, "it is tried again"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_step_in_many_is_longer_while_a_burst_of_prompts_waits(seed: int) -> None:
+    random.seed(seed)
+    budget = StepBudget(TARGET, LIMIT)
+    machine = Machine(random.uniform(5e-3, 8e-3), 0.0, 10 ** random.uniform(-5, -3.3))
+    for _ in range(10 * RARELY):
+        step(budget, machine, 4, 0)
+    fits = max([step(budget, machine, 4, LIMIT)[0] for _ in range(100)][50:])
+    few = [step(budget, machine, 4, LIMIT, BACKLOG * fits // 2)[1] for _ in range(RARELY)]
+    assert max(few) < 1.3 * TARGET, "less than a burst waits"
+    many = [step(budget, machine, 4, LIMIT, 100 * LIMIT)[1] for _ in range(20 * RARELY)]
+    long = [seconds for seconds in many if seconds > 1.5 * TARGET]
+    assert SAVED // 2 < len(long) <= SAVED + len(many) / RARELY
+    assert max(long) < 1.1 * LONGEST * TARGET
+
+
+def test_a_longer_step_on_a_slow_machine_has_tokens() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 5e-4)
+    assert all(step(budget, machine, 4, LIMIT, 100 * LIMIT)[0] > 0 for _ in range(5 * RARELY))
 
 
 def test_durations_of_steps_that_overlap() -> None:
@@ -219,10 +256,10 @@ def test_a_request_whose_last_token_is_in_flight_does_not_decode() -> None:
     for request in ending:
         request.limit = request.num_total
     prompt.num_total = 100
-    budget.tokens([*decoding(1), prompt], False)  # measures decoding
-    assert budget.tokens([*ending, prompt], False) == LIMIT, "no request decodes beside the prompt"
-    assert budget.tokens([*decoding(5), *ending], False) == LIMIT, "no request computes a prompt"
-    assert budget.tokens([*decoding(5), *ending, prompt], False) == budget.tokens([*decoding(5), prompt], False)
+    budget.tokens([*decoding(1), prompt], 0)  # measures decoding
+    assert budget.tokens([*ending, prompt], 0) == LIMIT, "no request decodes beside the prompt"
+    assert budget.tokens([*decoding(5), *ending], 0) == LIMIT, "no request computes a prompt"
+    assert budget.tokens([*decoding(5), *ending, prompt], 0) == budget.tokens([*decoding(5), prompt], 0)
 
 
 def test_the_expected_duration_of_a_step() -> None:

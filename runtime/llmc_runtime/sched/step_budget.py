@@ -119,9 +119,8 @@ class StepBudget:
         prompt = self._prompt_tokens()
         if self._longer >= 1 and missing > BACKLOG * prompt and (longer := self._longer_step()) > prompt:
             self._longer -= 1
-            return min(self.limit, (rows + longer) // TILE * TILE)
-        total = rows + prompt
-        total -= next((total % size for least, size in _ROUND if prompt >= least), 0)
+            return min(self.limit, _whole_tiles(rows, longer))
+        total = _whole_tiles(rows, prompt)
         if prompt >= LARGE:
             total = self._measured_size(total)
         self.latest = min(self.limit, total)
@@ -188,6 +187,12 @@ class StepBudget:
             return FIRST
         seconds = step_seconds(self.target, self._decode.value) - self._decode.value
         return max(FEWEST, min(self.limit, int(seconds / self._token.value)))
+
+
+def _whole_tiles(rows: int, prompt: int) -> int:
+    """Return the tokens of a step of `rows` rows that decode and so many prompt tokens, rounded down as by _ROUND."""
+    total = rows + prompt
+    return total - next((total % size for least, size in _ROUND if prompt >= least), 0)
 
 
 def step_seconds(target: float, decode: float) -> float:
