@@ -50,9 +50,7 @@ def decoding(rows: int) -> list[Request]:
     return requests
 
 
-def step(
-    budget: StepBudget, machine: Machine, rows: int, prompt: int, waiting: int | None = None
-) -> tuple[int, float]:
+def step(budget: StepBudget, machine: Machine, rows: int, prompt: int, waiting: int | None = None) -> tuple[int, float]:
     """Run a step for `rows` decoding requests and a prompt with so many tokens left, of `waiting` tokens of prompts
     (None: few, so that no step may be longer). Returns its tokens of the prompt, and seconds.
     """

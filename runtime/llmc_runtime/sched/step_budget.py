@@ -11,10 +11,10 @@ While one prompt follows the other, no step only decodes, and what decoding take
 prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
 after every PROBE of them.
 
-Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While more
-prompt tokens are missing than BACKLOG steps within the target compute, a step may therefore take up to LONGEST times as
-long as the target, but no more than one step in RARELY, counted over all steps in which requests decode; up to SAVED
-unused ones are kept for a burst. So at most one in RARELY times between two tokens of a request is that long, and the
+Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While
+more prompt tokens are missing than BACKLOG steps within the target compute, a step may therefore take up to LONGEST
+times the target, but no more than one step in RARELY, counted over all steps in which requests decode; up to SAVED
+unused ones are kept for a burst. So at most one in RARELY times between two tokens of a request is that long, and their
 99th percentile is that of the other steps.
 
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
