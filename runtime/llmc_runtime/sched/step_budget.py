@@ -171,11 +171,11 @@ class StepBudget:
         return total
 
     def _longer_step(self) -> int:
-        """Return the prompt tokens of a longer step; 0 before any step with prompts was measured."""
-        if not self._token.value:
-            return 0
+        """Return the prompt tokens of a longer step."""
+        if not self._long_token.value:
+            return int(LONGEST * self._prompt_tokens())
         seconds = LONGEST * step_seconds(self.target, self._decode.value) - self._decode.value
-        return int(seconds / (self._long_token.value or self._token.value))
+        return int(seconds / self._long_token.value)
 
     def _is_longer(self, prompt: int) -> bool:
         """Whether a step beside decoding requests has so many prompt tokens that it is a longer one."""
