@@ -66,8 +66,7 @@ class MidLayer(nn.Module):
         normed = self.hidden_norm(hidden)
         joined = torch.cat((self.input_layernorm(embedding), normed), -1)
         x = (normed if self.before else hidden) + self.self_attn(joined, tables)[0]
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Head(LlamaPreTrainedModel):

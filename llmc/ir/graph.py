@@ -204,7 +204,7 @@ class Graph:
     def erase(self, node: Node) -> None:
         """Remove a node whose results have no uses; raises AssertionError otherwise."""
         assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"
-        assert not any(r is o for r in node.results for o in self.outputs), f"{node.op.name}: erasing an output"
+        assert not any(r in self.outputs for r in node.results), f"{node.op.name}: erasing an output"
         for v in node.operands:
             v.uses.remove(node)
         self.nodes.remove(node)
@@ -216,7 +216,7 @@ class Graph:
 
     def is_used(self, node: Node) -> bool:
         """Whether a result of `node` is read by another node or is an output."""
-        return any(r.uses or any(r is o for o in self.outputs) for r in node.results)
+        return any(r.uses or r in self.outputs for r in node.results)
 
     def copy(self, name: str | None = None) -> Graph:
         """Return a deep copy; ops and types are shared."""

@@ -96,5 +96,5 @@ def _check_uses(g: Graph) -> None:
     for v in g.values:
         if sorted(map(id, v.uses)) != sorted(map(id, readers.get(v, []))):
             raise Diagnostic("E402", f"@{g.name}: the use list of {_described(v)} does not match its readers", REMEDY)
-        if v.node is not None and not any(v is r for r in v.node.results):
+        if v.node is not None and v not in v.node.results:
             raise Diagnostic("E402", f"@{g.name}: {_described(v)} does not belong to its node", REMEDY)

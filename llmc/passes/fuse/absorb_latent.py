@@ -150,8 +150,7 @@ def _absorbed(b: Any, n: Node, x: Latent) -> Value:
     key = b.concat(x.latent, rotary, axis=1)
     queries = _cut(b, n.operands[0], x.plain, int(size))
     mixed = b.latent_attention(own, queries, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
-    out: Value = b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
-    return out
+    return b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
 
 
 def _dequantized(b: Any, weight: Value) -> Value:
@@ -163,8 +162,7 @@ def _dequantized(b: Any, weight: Value) -> Value:
     a = n.attrs
     point = 0 if len(n.operands) > 2 else int(a["zero"] or 0)
     values = ENCODINGS.get(a["code"], "")
-    out: Value = b.dequantize(*n.operands, block=a["block"], dtype=a["dtype"], zero_point=point, values=values)
-    return out
+    return b.dequantize(*n.operands, block=a["block"], dtype=a["dtype"], zero_point=point, values=values)
 
 
 def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
@@ -184,5 +182,4 @@ def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
             if odd != swapped:
                 return b.transpose(inner, perm=SWAP)
             return inner
-    out: Value = b.slice(q, axis=2, start=D(start), stop=D(stop))
-    return out
+    return b.slice(q, axis=2, start=D(start), stop=D(stop))

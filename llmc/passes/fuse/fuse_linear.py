@@ -42,7 +42,7 @@ def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
     """A linear read only through slices of its last axis -> one linear per distinct slice (phi3's gate and up)."""
     product, (x, weight) = n.result, n.operands
     readers = list(dict.fromkeys(product.uses))
-    if not readers or any(product is o for o in g.outputs) or weight not in known or not ctx.allows(n):
+    if not readers or product in g.outputs or weight not in known or not ctx.allows(n):
         return False
     if not all(_slices_columns(reader, product.type.rank) for reader in readers):
         return False
@@ -100,7 +100,7 @@ def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
 
 def _only_reader(g: Graph, v: Value, n: Node) -> bool:
     is_product = v.node is not None and v.node.op.name in PRODUCTS
-    return is_product and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
+    return is_product and all(u is n for u in v.uses) and v not in g.outputs
 
 
 def _together(products: Sequence[Value], limit: int) -> list[Value]:

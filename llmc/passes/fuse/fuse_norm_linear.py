@@ -34,7 +34,7 @@ class FuseNormLinear(NodePass):
 
     def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
         readers = n.result.uses
-        if len(readers) != 1 or any(v is n.result for v in g.outputs):
+        if len(readers) != 1 or n.result in g.outputs:
             return f"its result has {len(readers)} users"
         if readers[0].op.name not in ("linear", "linear_map") or readers[0].operands[0] is not n.result:
             return f"its reader is {readers[0].op.name}"

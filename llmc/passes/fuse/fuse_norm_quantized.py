@@ -26,7 +26,7 @@ class FuseNormQuantized(NodePass):
     def node(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> int:
         """Fuse one norm; return whether it was fused."""
         readers = norm.result.uses
-        if len(readers) != 1 or any(v is norm.result for v in g.outputs):
+        if len(readers) != 1 or norm.result in g.outputs:
             return False
         n = readers[0]
         if n.op.name != "quantized_linear" or n.operands[0] is not norm.result or n.attrs["act"]:

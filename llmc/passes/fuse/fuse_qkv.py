@@ -103,7 +103,7 @@ def _trace_forward(g: Graph, cut: Node) -> Part:
 
 def _reader(g: Graph, v: Value, op: str) -> Value | None:
     """The result of the only reader of `v`, if it is `op` with `v` as its first operand, else None."""
-    if len(v.uses) != 1 or any(v is o for o in g.outputs) or v.uses[0].op.name != op or v.uses[0].operands[0] is not v:
+    if len(v.uses) != 1 or v in g.outputs or v.uses[0].op.name != op or v.uses[0].operands[0] is not v:
         return None
     return v.uses[0].result
 
@@ -157,7 +157,7 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
         v = part.result
         while v.uses and v.uses[0].op.name == "reshape" and len(v.uses) == 1:
             v = v.uses[0].result
-        if len(v.uses) != 1 or (v.uses[0] is not n and v.uses[0] not in nodes) or any(v is o for o in g.outputs):
+        if len(v.uses) != 1 or (v.uses[0] is not n and v.uses[0] not in nodes) or v in g.outputs:
             raise NoMatch(f"the result of {part.op.name} has other readers, too")
 
 

@@ -60,7 +60,7 @@ class GatherExperts(NodePass):
         if any(d.const is None for d in fixed):
             return "the experts' sizes and their number per token are not constant"
         users = n.result.uses
-        if len(users) != 1 or users[0].op.name != "add" or any(v is n.result for v in g.outputs):
+        if len(users) != 1 or users[0].op.name != "add" or n.result in g.outputs:
             return f"its result has the users {_names(users)}, not one addition"
         if any(v.type.shape != n.result.type.shape for v in users[0].operands):
             return "its result is added to another shape"
@@ -75,7 +75,7 @@ def _norm(g: Graph, n: Node) -> Node | None:
     """The norm that `n` reads, if all of its readers can compute it."""
     x = n.operands[0]
     norm = x.node
-    if norm is None or norm.op.name != "rms_norm" or any(v is x for v in g.outputs):
+    if norm is None or norm.op.name != "rms_norm" or x in g.outputs:
         return None
     others = [r for r in x.uses if r is not n]
     products = all(r.op.name in ("linear", "linear_map") and r.operands[0] is x for r in others)
