@@ -14,7 +14,7 @@ from llmc.passes.fuse.fuse_pointwise import expression
 from llmc.passes.rewrite import Match, Pat, Rewrite, apply, through
 
 NAME = "fuse-experts"
-MOST_COLUMNS, MOST_K = 4096, 64  # of a row that one program keeps in registers
+MAX_COLUMNS, MAX_K = 4096, 64  # of a row that one program keeps in registers
 p = Pat()
 TOTAL = p.sum(p.y, axis=1, keepdim=False)
 
@@ -120,12 +120,12 @@ def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
 
 def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
     columns, k = n.operands[0].type.shape[-1].const, n.attrs["k"]
-    if columns is None or columns > MOST_COLUMNS or k > MOST_K:
-        return f"it selects {k} of {n.operands[0].type.shape[-1]} elements; at most {MOST_K} of {MOST_COLUMNS}"
+    if columns is None or columns > MAX_COLUMNS or k > MAX_K:
+        return f"it selects {k} of {n.operands[0].type.shape[-1]} elements; at most {MAX_K} of {MAX_COLUMNS}"
     if n.results[1] in g.outputs:
         return "its indices are a result of the graph"
-    odd = [u for u in casts if u.op.name != "cast" or u.result.type.dtype != "i32"]
-    return f"{odd[0].op.name} reads its indices; only casts to i32 may" if odd else None
+    others = [u for u in casts if u.op.name != "cast" or u.result.type.dtype != "i32"]
+    return f"{others[0].op.name} reads its indices; only casts to i32 may" if others else None
 
 
 def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:

@@ -12,6 +12,7 @@ from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.scalar import E, arg, parse_expr, substitute
 from llmc.passes.analysis import const_value, is_pointwise, rounds_little, weight_only
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import hoist
 
 PRODUCTS = ("linear", "linear_map")
 
@@ -204,25 +205,10 @@ def _joinable(n: Node, known: set[Value]) -> bool:
     )
 
 
-def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
-    """Move the nodes that compute these weight-only values in front of `before`, if they come after it."""
-    hoisted: dict[Node, None] = {}
-    work = [v.node for v in values if v.node is not None]
-    while work:
-        n = work.pop()
-        hoisted[n] = None
-        work += [v.node for v in n.operands if v.node is not None and v.node not in hoisted]
-    behind = False
-    for n in g.nodes:
-        behind = behind or n is before
-        if behind and n in hoisted:
-            g.move_before(n, before)
-
-
 def _join(g: Graph, nodes: Sequence[Node], ctx: Ctx) -> None:
     """Replace sibling products by one product over concatenated weights, and slices of its result."""
     first = nodes[0]
-    _hoist(g, [v for n in nodes for v in n.operands[1:]], first)
+    hoist(g, [v for n in nodes for v in n.operands[1:]], first)
     b = Builder(g, ctx.opset, before=first, loc=first.loc)
     columns = [b.concat(*(n.operands[i] for n in nodes), axis=0) for i in range(1, len(first.operands))]
     out = b.emit(first.op, [first.operands[0], *columns], first.attrs)
