@@ -36,7 +36,6 @@ from llmc.quant.scheme import (
     Codes,
     Stored,
     block_of,
-    check_not_left_out,
     last_part,
     powers_of_two,
     refuse,
@@ -44,7 +43,6 @@ from llmc.quant.scheme import (
 )
 
 PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-PLAIN = ("exclude_modules", "ignore")
 TILE, GROUP = 128, 16  # columns that share a scale in FP8_PB_WO and NVFP4
 MIXED = "MIXED_PRECISION"
 FLOATS = ("f32", "bf16", "f16")
@@ -146,12 +144,10 @@ class ModelOpt:
     """The scheme of one checkpoint.
 
     default: the decoder of all weights; if None, `modules` has one for each module, or for all modules below a name.
-    plain: lists of modules that are not quantised, by their keys in the configuration.
     """
 
     default: Callable[[Stored], Codes] | None
     modules: Mapping[str, Callable[[Stored], Codes]]
-    plain: Mapping[str, Any]
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -159,7 +155,6 @@ class ModelOpt:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, "modelopt")
         codes = self._decoder(stored.module)(stored)
         return _scaled_inputs(stored, codes) if "pre_quant_scale" in stored.parts else codes
 
@@ -184,16 +179,15 @@ def modelopt(config: Mapping[str, Any]) -> ModelOpt:
     named = [str(x["quant_algo"]) for x in (config, inner) if isinstance(x, Mapping) and x.get("quant_algo")]
     if len({name.upper() for name in named}) > 1:
         raise Diagnostic("E340", f"quantization_config (modelopt) has two quant_algo: {' and '.join(named)}", AGAIN)
-    plain = {key: flat.get(key) for key in PLAIN}
     known = (*ALGORITHMS, MIXED)
     if flat.get("quant_algo") is None and flat.get("kv_cache_quant_algo"):
-        return ModelOpt(lambda stored: _algorithm(flat, known)(stored), {}, plain)  # no weight is quantised
+        return ModelOpt(lambda stored: _algorithm(flat, known)(stored), {})  # no weight is quantised
     if str(flat.get("quant_algo")).upper() != MIXED:
-        return ModelOpt(_algorithm(flat, known), {}, plain)
+        return ModelOpt(_algorithm(flat, known), {})
     layers = flat.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(facts, Mapping) for facts in layers.values()):
         raise Diagnostic("E340", "quantization_config (modelopt) has no quantized_layers with an algorithm each", AGAIN)
-    return ModelOpt(None, {name: _algorithm(facts, tuple(ALGORITHMS)) for name, facts in layers.items()}, plain)
+    return ModelOpt(None, {name: _algorithm(layer, tuple(ALGORITHMS)) for name, layer in layers.items()})
 
 
 def _algorithm(facts: Mapping[str, Any], known: tuple[str, ...]) -> Callable[[Stored], Codes]:

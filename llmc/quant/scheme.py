@@ -196,17 +196,6 @@ def activations(method: str, key: str, kind: str, bits: Any) -> str:
     return known[kind, bits]
 
 
-def check_not_left_out(stored: Stored, plain: Mapping[str, Any], method: str) -> None:
-    """Raise Diagnostic E340 if a configuration lists a quantised module, by its full name, as not quantised.
-
-    `plain` are its lists of such modules by key. Shorter names in them, whose meaning differs between tools, are not
-    compared: a module is quantised if its tensors are.
-    """
-    for key, names in plain.items():
-        if isinstance(names, list) and stored.module in names:
-            raise left_out(stored.module, f"{key} ({method})")
-
-
 def left_out(module: str, rule: str) -> Diagnostic:
     """The error for a module that is quantised although a rule of the configuration leaves it out."""
     return Diagnostic("E340", f"{module} is quantised, and quantization_config leaves it out: {rule}", AGAIN)
