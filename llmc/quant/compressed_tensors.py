@@ -34,7 +34,6 @@ from llmc.ir.graph import Value
 from llmc.quant.fp8 import tile
 from llmc.quant.scheme import (
     AGAIN,
-    POWERS,
     Codes,
     Groups,
     Stored,
@@ -43,7 +42,9 @@ from llmc.quant.scheme import (
     integer,
     last_part,
     left_out,
-    powers_of_two,
+    microscaled,
+    nibbles,
+    nvfp4,
     refuse,
     shape_of,
 )  # fmt: skip
@@ -162,28 +163,15 @@ def _plain(label: str, *dtypes: str) -> Decode:
 
 
 def _nvfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
-    b = stored.build
-    packed, scale = stored.part("weight_packed", ("u8",), 2), stored.part("weight_scale", ("f8e4m3",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    stored.expect(scale, n, -(-k // 16))
-    divisor = stored.number("weight_global_scale", ("f32",))
-    for value in (scale, stored.parts["weight_global_scale"]):
-        stored.check_scales(value)
-    factor = b.div(b.cast(scale, dtype="f32"), divisor)
-    code = b.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")
+    return nvfp4(stored, "weight_packed", "weight_global_scale", divides=True)
 
 
 def _mxfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
-    packed = stored.part("weight_packed", ("u8",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    code = stored.build.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, powers_of_two(stored, n, k), (1, POWERS), "mxfp4", values="e2m1")
+    return microscaled(stored, nibbles(stored, "weight_packed"), "mxfp4", "e2m1")
 
 
 def _mxfp8(stored: Stored, args: Mapping[str, Any]) -> Codes:
-    code = stored.part("weight", ("f8e4m3",), 2)
-    return Codes(code, powers_of_two(stored, *shape_of(code)), (1, POWERS), "mxfp8")
+    return microscaled(stored, stored.part("weight", ("f8e4m3",), 2), "mxfp8")
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(

@@ -37,7 +37,9 @@ from llmc.quant.scheme import (
     Stored,
     block_of,
     last_part,
-    powers_of_two,
+    microscaled,
+    nibbles,
+    nvfp4,
     refuse,
     shape_of,
 )
@@ -66,28 +68,15 @@ def _tiles(stored: Stored) -> Codes:
 
 
 def _nvfp4(stored: Stored) -> Codes:
-    b = stored.build
-    packed, scale = stored.part("weight", ("u8",), 2), stored.part("weight_scale", ("f8e4m3",), 2)
-    whole = stored.number("weight_scale_2", ("f32",))
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    stored.expect(scale, n, -(-k // GROUP))
-    for value in (scale, stored.parts["weight_scale_2"]):
-        stored.check_scales(value)
-    factor = b.mul(b.cast(scale, dtype="f32"), whole)
-    code = b.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, factor, (1, GROUP), "nvfp4", values="e2m1")
+    return nvfp4(stored, "weight", "weight_scale_2", divides=False)
 
 
 def _mxfp8(stored: Stored) -> Codes:
-    code = stored.part("weight", ("f8e4m3",), 2)
-    return Codes(code, powers_of_two(stored, *shape_of(code)), (1, POWERS), "mxfp8", act=ACT)
+    return microscaled(stored, stored.part("weight", ("f8e4m3",), 2), "mxfp8", act=ACT)
 
 
 def _mxfp4(stored: Stored) -> Codes:
-    packed = stored.part("weight", ("u8",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    code = stored.build.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, powers_of_two(stored, n, k), (1, POWERS), "mxfp4", values="e2m1")
+    return microscaled(stored, nibbles(stored, "weight"), "mxfp4", "e2m1")
 
 
 def _int8(act: str) -> Callable[[Stored], Codes]:
