@@ -20,7 +20,7 @@ from llmc.frontend.truncate import outside_layers
 from llmc.frontend.weight_mapping import places_of, resolve
 from llmc.frontend.weight_place import Place
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
+from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value, inputs_of
 from llmc.ir.ops import OPS
 from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type, tensor
@@ -184,7 +184,7 @@ class Checkpoint:
         """Describe which stored tensors a weight comes from, as file:name."""
         if name in self.traced.buffers:
             return "computed"
-        stored = [self._tensors.tensors[v.name] for v in _inputs(self._values[name])]
+        stored = [self._tensors.tensors[v.name] for v in inputs_of(self._values[name])]
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
     def part_types(self, name: str) -> Mapping[str, Type]:
@@ -192,8 +192,8 @@ class Checkpoint:
 
         Keys are the names under which `read` returns the parts.
         """
-        found = {part: self._values.get(part) for part in (f"{name}.{p}" for p in PARTS)}
-        return {part: value.type for part, value in found.items() if value is not None}
+        parts = {part: self._values.get(part) for part in (f"{name}.{p}" for p in PARTS)}
+        return {part: value.type for part, value in parts.items() if value is not None}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight in the graph."""
@@ -226,7 +226,7 @@ class Checkpoint:
         aliases: dict[str, list[str]] = {}
         for other, owner in self.traced.tied.items():
             aliases.setdefault(owner, []).append(other)
-        found: dict[str, Value] = {}
+        located: dict[str, Value] = {}
         missing = []
         for name in self.traced.weights:
             if name in self.traced.buffers:
@@ -235,10 +235,10 @@ class Checkpoint:
             if at is None:
                 missing.append(name)
             else:
-                found[name] = known[at]
+                located[name] = known[at]
         if missing:
             raise self._lacks(missing, known)
-        return MappingProxyType(found)
+        return MappingProxyType(located)
 
     def _lacks(self, missing: list[str], known: Mapping[str, Value]) -> Diagnostic:
         """Return the error for weights that the files lack; `known` is what they hold, by state-dict name."""
@@ -256,7 +256,7 @@ class Checkpoint:
         )
         return Diagnostic("E323", cause, remedy)
 
-    def _check_extra(self, found: Mapping[str, Value], stored: Container[str]) -> None:
+    def _check_extra(self, values: Mapping[str, Value], stored: Container[str]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
 
         Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them. `stored` are the names
@@ -274,9 +274,9 @@ class Checkpoint:
         ]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(
-            n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
+            n for n, v in values.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
-        extra = [n for n in extra if n not in self._tensors.unlisted and not self._no_bias(found[n], stored)]
+        extra = [n for n in extra if n not in self._tensors.unlisted and not self._no_bias(values[n], stored)]
         if extra:
             raise Diagnostic(
                 "E324",
@@ -294,7 +294,7 @@ class Checkpoint:
 
     def _check_dtype(self, name: str, value: Value) -> None:
         if value.type.dtype not in FLOATS:
-            stored = self._tensors.tensors[_inputs(value)[0].name]
+            stored = self._tensors.tensors[inputs_of(value)[0].name]
             raise Diagnostic(
                 "E326",
                 f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are required "
@@ -353,8 +353,8 @@ def _wrapper_prefix(missing: list[str], stored: Collection[str]) -> str:
 
 def _check_not_quantised(stored: Mapping[str, Stored]) -> None:
     """Raise Diagnostic E340 for parts of quantised weights in a checkpoint that does not say how to read them."""
-    if found := [name for name in stored if name.rpartition(".")[2] in MARKS]:
-        cause = f"{shortened(found)} are parts of quantised weights, and config.json has no quantization_config"
+    if marked := [name for name in stored if name.rpartition(".")[2] in MARKS]:
+        cause = f"{shortened(marked)} are parts of quantised weights, and config.json has no quantization_config"
         raise Diagnostic("E340", cause, f"download config.json again, and {', '.join(FILES)} if the model has one")
 
 
@@ -368,13 +368,6 @@ def _type(stored: Stored) -> Type:
 
 def _cast(build: Builder, value: Value, dtype: str) -> Value:
     return value if value.type.dtype == dtype else build.cast(value, dtype=dtype)
-
-
-def _inputs(value: Value) -> list[Value]:
-    """The stored tensors that a value is made of, in the order in which they are first used."""
-    if value.node is None:
-        return [value]
-    return list(dict.fromkeys(leaf for operand in value.node.operands for leaf in _inputs(operand)))
 
 
 def _head(model: Any) -> str:

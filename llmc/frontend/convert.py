@@ -228,9 +228,9 @@ def _number_layers(g: Graph) -> None:
     for kind in PROMPT_OPS:
         for i, n in enumerate(n for n in g.nodes if n.op.name == kind):
             n.attrs["layer"] = i
-    found = [n for n in g.nodes if n.op.name in ATTENTION]
-    if len({n.attrs["layer"] for n in found}) < len(found):
-        for i, n in enumerate(found):
+    attention_nodes = [n for n in g.nodes if n.op.name in ATTENTION]
+    if len({n.attrs["layer"] for n in attention_nodes}) < len(attention_nodes):
+        for i, n in enumerate(attention_nodes):
             n.attrs["layer"] = i
 
 

@@ -25,7 +25,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface, rope_interface
 from llmc.frontend.convert import convert
 from llmc.frontend.eagle_config import ANOTHER, HeadConfig
-from llmc.frontend.export import TOKENS, Exported, export, exported, quiet
+from llmc.frontend.export import Exported, export_head, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.ir.dtype import DTYPES
@@ -110,9 +110,7 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
             raise Diagnostic("E302", f"{head.folder / 'config.json'}: {reason}", "download the file again") from e
         model.to(TORCH_DTYPE[dtype]).eval()
         computed = rope_interface.patch(model, positions)
-        width = torch.empty((1, TOKENS, config.hidden_size), dtype=TORCH_DTYPE[dtype], device="meta")
-        program = export(model, tokens, rows, {"hidden_states": width})
-        return exported(model, program, computed, tokens, rows, num_hidden=1)
+        return export_head(model, TORCH_DTYPE[dtype], computed, tokens, rows)
 
 
 def head_graph(exported_head: Exported, vocab: int) -> Graph:

@@ -170,8 +170,8 @@ class _Fetch:
     def downloaded(self) -> tuple[str, dict[str, int]]:
         """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
-        found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"), *folder.glob("*_Pooling/config.json")]
-        return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in found}
+        paths = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"), *folder.glob("*_Pooling/config.json")]
+        return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths}
 
     def file(self, name: str, revision: str) -> Path:
         """Download one file, or find it in the cache, and return its path."""

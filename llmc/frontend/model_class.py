@@ -165,10 +165,10 @@ def _same_architecture(config: Mapping[str, Any]) -> str:
     """The remedy if config.json names a class of transformers for a model type that transformers lacks; else ""."""
     named = config.get("architectures")
     classes = ((cls, own) for own, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-    found = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
-    if found is None:
+    match = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
+    if match is None:
         return ""
-    return f'transformers has {found[0]}: if it is the same model, set "model_type": "{found[1]}" in config.json'
+    return f'transformers has {match[0]}: if it is the same model, set "model_type": "{match[1]}" in config.json'
 
 
 def _what(name: str) -> str:

@@ -68,8 +68,8 @@ def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> Poole
 
 def refuse_pooled(source: Source, why: str) -> None:
     """Raise Diagnostic E313 if the model of a folder pools; `why` names what it cannot do."""
-    if (found := read_pooled(source)) is not None:
-        cause = f"{source.folder} is a model that pools ({found.pooling.task}): {why}"
+    if (pooled := read_pooled(source)) is not None:
+        cause = f"{source.folder} is a model that pools ({pooled.pooling.task}): {why}"
         raise Diagnostic("E313", cause, "compile it as it is, or with a --quant recipe that rounds weights")
 
 

@@ -233,6 +233,13 @@ class Graph:
         return out
 
 
+def inputs_of(value: Value) -> list[Value]:
+    """Return the graph inputs from which a value is computed, in the order in which they are first used."""
+    if value.node is None:
+        return [value]
+    return list(dict.fromkeys(v for operand in value.node.operands for v in inputs_of(operand)))
+
+
 WEIGHTS = "weights"  # the graph that is evaluated when weights are packed, and never launched
 
 
