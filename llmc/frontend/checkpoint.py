@@ -208,18 +208,18 @@ class Checkpoint:
         Only these rows are read from disk, unless the weight is stored transposed. Raises KeyError for an unknown name
         and ValueError for a slice with a step.
         """
-        want = DTYPES[self._type(name).dtype].np
+        dtype = DTYPES[self._type(name).dtype].np
         shape = self.shape(name)
         start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
         if step != 1:
             raise ValueError(f"rows of {name} with step {step}: only contiguous rows can be read")
         if name in self.traced.buffers:
             buffer = np.asarray(self.traced.buffers[name])
-            return np.array(buffer[start:stop] if shape else buffer, dtype=want)
+            return np.array(buffer[start:stop] if shape else buffer, dtype=dtype)
         value = self._values[name]
         rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
         self.not_finite.count(name, rows_read, self._type(name).dtype)
-        return rows_read.view(want)
+        return rows_read.view(dtype)
 
     def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:
         """Find the value of each stored weight, under its own name or the name of a weight tied to it."""
@@ -383,11 +383,11 @@ def _mask(name: str, value: Value) -> bool:
 
 
 def _check_shape(weight: WeightInfo, value: Value) -> None:
-    want, have = ([d.const for d in t.shape] for t in (weight.type, value.type))
-    if have != want:
+    expected, stored = ([d.const for d in t.shape] for t in (weight.type, value.type))
+    if stored != expected:
         raise Diagnostic(
             "E325",
-            f"{weight.name} is {have} in the checkpoint and {want} by config.json",
+            f"{weight.name} is {stored} in the checkpoint and {expected} by config.json",
             "config.json and weights must be of one model; check hidden_size, vocab_size and the head counts",
             loc=weight.module,
         )

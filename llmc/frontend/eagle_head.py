@@ -172,9 +172,10 @@ class HeadWeights:
         """
         self._buffers |= buffers
         for name, t in weights.items():
-            want = tuple(d.const for d in t.shape)
-            if name not in self._buffers and self._shape(name) != want:
-                cause = f"the head {self.head.folder}: {name} is {list(self._shape(name))}, by config.json {list(want)}"
+            expected = tuple(d.const for d in t.shape)
+            if name not in self._buffers and self._shape(name) != expected:
+                shapes = f"{list(self._shape(name))}, by config.json {list(expected)}"
+                cause = f"the head {self.head.folder}: {name} is {shapes}"
                 raise Diagnostic("E360", cause, "config.json and weights must be of one head")
             self._dtypes[name] = t.dtype
         if unknown := sorted(self._stored.keys() - weights.keys() - set(_UNUSED)):

@@ -90,7 +90,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
         with quiet():
             local = {"local_files_only": True, "trust_remote_code": False}
             config = transformers.AutoConfig.from_pretrained(str(source.folder), **local)
-            config = getattr(config, model_class.part_that_writes(name) or "", config)
+            config = getattr(config, model_class.text_part(name) or "", config)
             text = config.get_text_config()
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"

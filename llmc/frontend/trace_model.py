@@ -138,10 +138,10 @@ def trace(
 
 def notes_of(traced: Traced) -> Iterator[str]:
     """Yield notes about a part that is left out, a shorter limit, an adapter, and a generation_config.json."""
-    from llmc.frontend.model_class import senses
+    from llmc.frontend.model_class import other_modalities
 
     config = traced.model.config
-    if read := senses(config):
+    if read := other_modalities(config):
         name = traced.source.model_type
         yield f"{name} reads {read}: its language model is compiled, and requests with {read} are rejected"
     if (dense := dense_limit(config.get_text_config())) and dense[0] == traced.facts.max_positions:

@@ -47,6 +47,7 @@ from llmc.quant.scheme import (
     nvfp4,
     refuse,
     shape_of,
+    table,
 )  # fmt: skip
 
 METHOD = "compressed-tensors"
@@ -243,9 +244,7 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
         raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
     if transform := config.get("transform_config"):
         _check_transforms(transform)
-    declared = config.get("config_groups") or {}
-    if not isinstance(declared, dict):
-        raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
+    declared = table(config, "config_groups", METHOD)
     groups = tuple(_group(name, g, config.get("format")) for name, g in declared.items() if not _of_activations(g))
     return CompressedTensors(groups, _targets(config.get("ignore") or [], "ignore"))
 
@@ -255,9 +254,9 @@ def _check_transforms(config: Any) -> None:
     groups = config.get("config_groups") if isinstance(config, Mapping) else None
     for scheme in groups.values() if isinstance(groups, Mapping) else (None,):
         applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
-        for one in applied if isinstance(applied, list) else (None,):
-            if not isinstance(one, Mapping) or one.get("location") not in FUSED:
-                raise refuse(METHOD, "transform_config", one or config, [f"location {place}" for place in FUSED])
+        for transform in applied if isinstance(applied, list) else (None,):
+            if not isinstance(transform, Mapping) or transform.get("location") not in FUSED:
+                raise refuse(METHOD, "transform_config", transform or config, [f"location {place}" for place in FUSED])
 
 
 def _targets(targets: Any, where: str) -> tuple[str, ...]:

@@ -143,10 +143,10 @@ class Stored:
         runs = np.arange(columns) // size
         if np.array_equal(index, runs) or not index.any():
             return None
-        have, want = (np.bincount(x, minlength=count) for x in (index, runs))
-        if (have != want).any():
-            g = int(np.argmax(have != want))
-            cause = f"{value.name} puts {have[g]} columns in group {g}, which has {want[g]} columns"
+        sizes, expected = (np.bincount(x, minlength=count) for x in (index, runs))
+        if (sizes != expected).any():
+            g = int(np.argmax(sizes != expected))
+            cause = f"{value.name} puts {sizes[g]} columns in group {g}, which has {expected[g]} columns"
             raise Diagnostic("E342", cause, AGAIN)
         return Groups(value, index.tobytes())
 
@@ -209,6 +209,14 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a number", AGAIN)
+    return value
+
+
+def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]:
+    """A table of a quantization_config, empty if it is missing; raises Diagnostic E340 for another type."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a table", AGAIN)
     return value
 
 

@@ -339,7 +339,9 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
         "ct-any-columns-of-int8", groups("int-quantized", group("Linear", 8, 32, symmetric=False)), "E340",
         ("lacks weight_zero_point",),
     ),
-    "dynamic-list": ("gptq-dynamic", {"dynamic": ["a"]}, "E340", ("dynamic",)),
+    "dynamic-list": ("gptq-dynamic", {"dynamic": ["a"]}, "E340", ("dynamic", "not a table")),
+    "groups-list": ("ct-head", {"config_groups": ["a"]}, "E340", ("config_groups", "not a table")),
+    "extra-list": ("ar-some-blocks", {"extra_config": ["a"]}, "E340", ("extra_config", "not a table")),
     "adapter": ("gptq-head", {"adapter": {"name": "lora"}}, "E307", ("adapter", "lora")),
     "awq-plain": ("awq-rows", {"modules_to_not_convert": ["lm_head"]}, "E340", ("lm_head", "modules_to_not_convert")),
     "fp8-plain": (
