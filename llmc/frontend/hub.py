@@ -187,12 +187,12 @@ class _Fetch:
 
         return Path(self.guarded(download))
 
-    def guarded(self, ask: Callable[[], Any]) -> Any:
-        """Return ask(), translating each of the hub client's errors into a Diagnostic."""
+    def guarded(self, call: Callable[[], Any]) -> Any:
+        """Return call(), translating each of the hub client's errors into a Diagnostic."""
         from huggingface_hub import errors
 
         try:
-            return ask()
+            return call()
         except errors.GatedRepoError:
             raise Diagnostic(
                 "E331",

@@ -156,7 +156,7 @@ def check_model_type(source: Source, pools: bool) -> None:
 
 
 def _has_encoder(source: Source) -> bool:
-    """Whether a config describes an encoder and a decoder; the decoder alone would ignore what the encoder read."""
+    """Whether a config describes an encoder and a decoder. A decoder without its encoder would ignore the input."""
     stated = source.config.get("is_encoder_decoder")
     return bool(CONFIG_MAPPING[source.model_type].is_encoder_decoder if stated is None else stated)
 

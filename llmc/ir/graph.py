@@ -258,7 +258,7 @@ class Module:
 
     @property
     def launched(self) -> list[Graph]:
-        """The graphs that become programs: all but @weights."""
+        """The graphs that become programs: all except @weights."""
         return [g for name, g in self.graphs.items() if name != WEIGHTS]
 
     def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:

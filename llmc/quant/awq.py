@@ -17,7 +17,7 @@ from llmc.quant.scheme import Codes, Stored, integer, last_part, refuse, shape_o
 PARTS = ("qweight", "qzeros", "scales", "weight")
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 LAYOUTS = ("gemm", "gemv")
-OTHER_BACKEND = "llm-awq"  # a value of `backend` that means another layout, whatever `version` says
+OTHER_BACKEND = "llm-awq"  # a value of `backend` that means another layout, for any `version`
 LABEL = "awq 4 bit"
 
 

@@ -273,7 +273,7 @@ def _targets(targets: Any, where: str) -> tuple[str, ...]:
 
 
 def _of_activations(group: Any) -> bool:
-    """Whether a group quantises activations alone, such as queries, keys and values: its modules have no codes."""
+    """Whether a group quantises only activations, such as queries, keys and values: its modules have no codes."""
     return isinstance(group, dict) and group.get("weights", group) is None
 
 
