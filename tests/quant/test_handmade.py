@@ -344,9 +344,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "extra-list": ("ar-some-blocks", {"extra_config": ["a"]}, "E340", ("extra_config", "not a table")),
     "adapter": ("gptq-head", {"adapter": {"name": "lora"}}, "E307", ("adapter", "lora")),
     "awq-plain": ("awq-rows", {"modules_to_not_convert": ["lm_head"]}, "E340", ("lm_head", "modules_to_not_convert")),
-    "fp8-plain": (
-        "fp8-ignored-layers", {"ignored_layers": ["model.layers.1.mlp.up_proj"]}, "E340", ("up_proj", "ignored_layers"),
-    ),
+    "fp8-plain": ("fp8-ignored-layers", {"ignored_layers": ["model.layers.1.mlp.up_proj"]}, "E340", ("up_proj",)),
     "rotated": ("ar-some-blocks", {"rotation_config": {"algorithm": "hadamard"}}, "E307", ("rotation_config",)),
     "numbers": ("ar-some-blocks", {"data_type": "nf"}, "E307", ("data_type", "model.layers.1", "nf", "int")),
     "tied-head": ("gptq-head", {}, "E327", ("lm_head.weight", "tie_word_embeddings")),

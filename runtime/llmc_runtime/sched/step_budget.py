@@ -8,7 +8,7 @@ Kernels compute tiles of tokens, and other sizes run other kernels, so that the 
 budget of a large step is a whole number of tiles, and a size that was measured to miss the target is left out.
 
 While one prompt follows the other, no step only decodes, and what decoding takes would be counted as time of the
-prompts' tokens. A step with at most one token of a prompt is therefore planned before the first step with prompts, and
+prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
 after every PROBE of them.
 
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
@@ -26,7 +26,7 @@ from llmc_runtime.sched.step import Work
 STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
 EASE = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
 SHORTEST = 0.4  # but at least this share of the target
-FEWEST = 16  # prompt tokens that every step may compute, except those that measure decoding
+FEWEST = 16  # prompt tokens that every step may compute, but for those that measure decoding
 PROBE = 64  # steps with prompts in a row, after which decoding is measured
 FIRST = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
