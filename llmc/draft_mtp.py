@@ -21,7 +21,7 @@ class MtpLayer:
     """A head that reads the last hidden state of the model that verifies."""
 
     def aux_layers(self, total: int) -> tuple[int, ...]:
-        """Return the values that the traced model hands over (see trace_model.trace): its last hidden state."""
+        """Return the number of the last hidden state, which the traced model returns (see trace_model.trace)."""
         return (total,)
 
 

@@ -77,13 +77,13 @@ class WithKvScales:
     def __init__(self, source: ScaledSource, graph: Graph, prefix: str = ""):
         """Serve the scales that `graph` reads by names that begin with `prefix`, ones for layers without scales."""
         self.source = source
-        one = np.ones((), np.float32)
+        unit = np.ones((), np.float32)
         self.scales: dict[str, np.ndarray] = {}
         for v in graph.inputs:
             if v.name.startswith(prefix + KV_SCALES):
                 name = v.name.removeprefix(prefix)
                 layer, size = int(name.removeprefix(KV_SCALES)), int(v.type.shape[0])
-                pair = source.kv_scales.get(layer, (one, one))
+                pair = source.kv_scales.get(layer, (unit, unit))
                 self.scales[name] = np.concatenate([_spread(x, size // 2, layer) for x in pair])
 
     @property

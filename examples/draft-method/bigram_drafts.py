@@ -10,12 +10,12 @@ from llmc_runtime.drafts import Draft, DraftContext
 class Bigrams(Draft):
     """--speculate bigrams: looks in the last 256 tokens of the output and its prompt."""
 
-    def propose(self, context: DraftContext, most: int) -> Sequence[int]:
-        """Return up to `most` token ids that followed the last two."""
+    def propose(self, context: DraftContext, max_tokens: int) -> Sequence[int]:
+        """Return up to `max_tokens` ids that followed the last two."""
         recent = context.tokens[-256:]
         for at in range(len(recent) - 2, 1, -1):
             if recent[at - 2 : at] == recent[-2:]:
-                return recent[at : at + most]
+                return recent[at : at + max_tokens]
         return []
 
     def end(self, context: DraftContext) -> None:

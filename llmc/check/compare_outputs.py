@@ -113,12 +113,13 @@ def judged_rounding(
     return Rounding(largest_old, largest_new, changed / max(1, total))
 
 
-def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequence[str]) -> Compared:
+def judged(name: str, expected: Sequence[Array], actual: Sequence[Array], names: Sequence[str]) -> Compared:
     """Compare the outputs; raises Diagnostic E425 if one differs by more than the tolerance."""
-    if len(want) != len(got):
-        raise Diagnostic("E425", f"@{name} had {len(want)} outputs and has {len(got)}", "the pass changes the meaning")
+    if len(expected) != len(actual):
+        cause = f"@{name} had {len(expected)} outputs and has {len(actual)}"
+        raise Diagnostic("E425", cause, "the pass changes the meaning")
     worst = 0.0
-    for i, (a, b) in enumerate(zip(want, got, strict=True)):
+    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.shape != b.shape:
             raise Diagnostic("E425", f"@{name}: output {i} has shape {b.shape}, it had {a.shape}", "the pass is wrong")
         error = difference(a, b)
@@ -127,7 +128,7 @@ def judged(name: str, want: Sequence[Array], got: Sequence[Array], names: Sequen
             label = f"{i} (%{names[i]})" if i < len(names) and names[i] else str(i)
             remedy = "bisect with --fuel; --only restricts the pass to one place"
             raise Diagnostic("E425", f"@{name}: output {label} differs by {error:.3g} of its size", remedy)
-    return Compared(name, len(want), worst)
+    return Compared(name, len(expected), worst)
 
 
 def unit_of(g: Graph) -> float:

@@ -47,8 +47,8 @@ def check_config(config: Any) -> None:
     if config.model_type != "mpt":
         return
     for key, value in MPT_IGNORES.items():
-        if (found := getattr(config.attn_config, key)) != value:
-            cause = f"config.json: attn_config.{key} is {found!r}, which transformers' MPT ignores"
+        if (actual := getattr(config.attn_config, key)) != value:
+            cause = f"config.json: attn_config.{key} is {actual!r}, which transformers' MPT ignores"
             raise Diagnostic("E305", cause, f"use a model with attn_config.{key}: {value!r}")
 
 

@@ -63,26 +63,26 @@ def joined(c: Call, x: Value, part: Value, dim: int, start: Any, end: Any, step:
     if step != 1:
         return None
     axis = axis_of(x, dim)
-    whole = x.type.shape[axis]
-    lo, hi = _bounds(whole, start, end)
+    size = x.type.shape[axis]
+    lo, hi = _bounds(size, start, end)
     before = [c.part(x, axis, 0, lo)] if lo != 0 else []
-    after = [c.part(x, axis, hi, whole)] if hi != whole else []
+    after = [c.part(x, axis, hi, size)] if hi != size else []
     return c.b.concat(*before, part, *after, axis=axis) if before or after else part
 
 
-def _bounds(whole: Dim, start: Any, end: Any) -> tuple[Dim, Dim]:
+def _bounds(size: Dim, start: Any, end: Any) -> tuple[Dim, Dim]:
     """Start and end of a torch slice of an axis, as non-negative indices."""
 
     def bound(v: Any, default: Dim) -> Dim:
         if v is None or (isinstance(v, int) and v >= END):
             return default
         v = Dim.of(v)
-        if v.const is None or whole.const is None:
-            least = v.subs(dict.fromkeys(v.symbols, 1)).const or 0
-            return whole + v if least < 0 else v
-        return Dim.of(max(0, min(whole.const, v.const + (whole.const if v.const < 0 else 0))))
+        if v.const is None or size.const is None:
+            minimum = v.subs(dict.fromkeys(v.symbols, 1)).const or 0
+            return size + v if minimum < 0 else v
+        return Dim.of(max(0, min(size.const, v.const + (size.const if v.const < 0 else 0))))
 
-    return bound(start, Dim.of(0)), bound(end, whole)
+    return bound(start, Dim.of(0)), bound(end, size)
 
 
 def select(c: Call, x: Value, dim: int, index: Any) -> Value:
@@ -117,8 +117,8 @@ def cat(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
 def stack(c: Call, xs: Sequence[Value], dim: int = 0) -> Value:
     """Lower stack: concatenate along a new axis."""
     axis = axis_of(c.type, dim)
-    one = (*c.shape[:axis], Dim.of(1), *c.shape[axis + 1 :])
-    return c.b.concat(*[c.reshape(c.cast(x, c.type.dtype), one) for x in xs], axis=axis)
+    shape = (*c.shape[:axis], Dim.of(1), *c.shape[axis + 1 :])
+    return c.b.concat(*[c.reshape(c.cast(x, c.type.dtype), shape) for x in xs], axis=axis)
 
 
 def repeat_interleave(c: Call, x: Value, repeats: Any, dim: int | None = None, **_: Any) -> Value:

@@ -78,15 +78,15 @@ def _widen(c: Call, x: Value, layout: str) -> Value:
     if layout == "twice":
         return c.b.concat(x, x, axis=1)
     if layout == "pairs":
-        one = c.reshape(x, (*x.type.shape, Dim.of(1)))
-        return c.broadcast(one, (*x.type.shape, Dim.of(2)))
+        column = c.reshape(x, (*x.type.shape, Dim.of(1)))
+        return c.broadcast(column, (*x.type.shape, Dim.of(2)))
     return x
 
 
 def complex_(c: Call, real: Value, imaginary: Value) -> Value:
     """Lower torch.complex: real and imaginary parts become the last axis."""
-    one = (*real.type.shape, Dim.of(1))
-    return c.b.concat(c.reshape(real, one), c.reshape(imaginary, one), axis=len(one) - 1)
+    shape = (*real.type.shape, Dim.of(1))
+    return c.b.concat(c.reshape(real, shape), c.reshape(imaginary, shape), axis=len(shape) - 1)
 
 
 def complex_mul(c: Call, x: Value, y: Value) -> Value:
@@ -99,8 +99,8 @@ def complex_mul(c: Call, x: Value, y: Value) -> Value:
     d, e = (c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], h * two)) for i in (0, 1))
     x = c.reshape(c.broadcast(x, c.shape), flat)
     a, b = (c.b.slice(x, axis=last, start=Dim.of(i), stop=h * two, step=2) for i in (0, 1))
-    one = (*outer, h, Dim.of(1))
-    turned = c.b.concat(c.reshape(c.b.neg(b), one), c.reshape(a, one), axis=last + 1)
+    pair = (*outer, h, Dim.of(1))
+    turned = c.b.concat(c.reshape(c.b.neg(b), pair), c.reshape(a, pair), axis=last + 1)
     return c.reshape(c.b.add(c.b.mul(x, d), c.b.mul(c.reshape(turned, flat), e)), c.shape)
 
 

@@ -20,7 +20,7 @@ from llmc.frontend.truncate import outside_layers
 from llmc.frontend.weight_mapping import places_of, resolve
 from llmc.frontend.weight_place import Place
 from llmc.ir.dtype import DTYPES
-from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value
+from llmc.ir.graph import Builder, Graph, QuantisedWeight, Value, inputs_of
 from llmc.ir.ops import OPS
 from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type, tensor
@@ -184,7 +184,7 @@ class Checkpoint:
         """Describe which stored tensors a weight comes from, as file:name."""
         if name in self.traced.buffers:
             return "computed"
-        stored = [self._tensors.tensors[v.name] for v in _inputs(self._values[name])]
+        stored = [self._tensors.tensors[v.name] for v in inputs_of(self._values[name])]
         return f"{stored[0].file.name}:{stored[0].name}" + (f" and {len(stored) - 1} more" if len(stored) > 1 else "")
 
     def part_types(self, name: str) -> Mapping[str, Type]:
@@ -192,8 +192,8 @@ class Checkpoint:
 
         Keys are the names under which `read` returns the parts.
         """
-        found = {part: self._values.get(part) for part in (f"{name}.{p}" for p in PARTS)}
-        return {part: value.type for part, value in found.items() if value is not None}
+        parts = {part: self._values.get(part) for part in (f"{name}.{p}" for p in PARTS)}
+        return {part: value.type for part, value in parts.items() if value is not None}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight in the graph."""
@@ -208,25 +208,25 @@ class Checkpoint:
         Only these rows are read from disk, unless the weight is stored transposed. Raises KeyError for an unknown name
         and ValueError for a slice with a step.
         """
-        want = DTYPES[self._type(name).dtype].np
+        dtype = DTYPES[self._type(name).dtype].np
         shape = self.shape(name)
         start, stop, step = (rows or slice(None)).indices(shape[0] if shape else 1)
         if step != 1:
             raise ValueError(f"rows of {name} with step {step}: only contiguous rows can be read")
         if name in self.traced.buffers:
             buffer = np.asarray(self.traced.buffers[name])
-            return np.array(buffer[start:stop] if shape else buffer, dtype=want)
+            return np.array(buffer[start:stop] if shape else buffer, dtype=dtype)
         value = self._values[name]
         rows_read = self._blocks.rows(value, start, max(start, stop)) if shape else self._blocks.whole(value)
         self.not_finite.count(name, rows_read, self._type(name).dtype)
-        return rows_read.view(want)
+        return rows_read.view(dtype)
 
     def _located(self, known: Mapping[str, Value]) -> Mapping[str, Value]:
         """Find the value of each stored weight, under its own name or the name of a weight tied to it."""
         aliases: dict[str, list[str]] = {}
         for other, owner in self.traced.tied.items():
             aliases.setdefault(owner, []).append(other)
-        found: dict[str, Value] = {}
+        located: dict[str, Value] = {}
         missing = []
         for name in self.traced.weights:
             if name in self.traced.buffers:
@@ -235,10 +235,10 @@ class Checkpoint:
             if at is None:
                 missing.append(name)
             else:
-                found[name] = known[at]
+                located[name] = known[at]
         if missing:
             raise self._lacks(missing, known)
-        return MappingProxyType(found)
+        return MappingProxyType(located)
 
     def _lacks(self, missing: list[str], known: Mapping[str, Value]) -> Diagnostic:
         """Return the error for weights that the files lack; `known` is what they hold, by state-dict name."""
@@ -256,7 +256,7 @@ class Checkpoint:
         )
         return Diagnostic("E323", cause, remedy)
 
-    def _check_extra(self, found: Mapping[str, Value], stored: Container[str]) -> None:
+    def _check_extra(self, values: Mapping[str, Value], stored: Container[str]) -> None:
         """Raise Diagnostic E324 for stored tensors that the model does not use, except known harmless ones.
 
         Zeros as the bias of a product without one are harmless; old GPTQ checkpoints have them. `stored` are the names
@@ -274,9 +274,9 @@ class Checkpoint:
         ]
         known = set(model.state_dict()) | set(self.traced.tied)
         extra = sorted(
-            n for n, v in found.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
+            n for n, v in values.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
         )
-        extra = [n for n in extra if n not in self._tensors.unlisted and not self._no_bias(found[n], stored)]
+        extra = [n for n in extra if n not in self._tensors.unlisted and not self._no_bias(values[n], stored)]
         if extra:
             raise Diagnostic(
                 "E324",
@@ -294,7 +294,7 @@ class Checkpoint:
 
     def _check_dtype(self, name: str, value: Value) -> None:
         if value.type.dtype not in FLOATS:
-            stored = self._tensors.tensors[_inputs(value)[0].name]
+            stored = self._tensors.tensors[inputs_of(value)[0].name]
             raise Diagnostic(
                 "E326",
                 f"{name} is stored as {stored.dtype} in {stored.file.name}; float weights are required "
@@ -353,8 +353,8 @@ def _wrapper_prefix(missing: list[str], stored: Collection[str]) -> str:
 
 def _check_not_quantised(stored: Mapping[str, Stored]) -> None:
     """Raise Diagnostic E340 for parts of quantised weights in a checkpoint that does not say how to read them."""
-    if found := [name for name in stored if name.rpartition(".")[2] in MARKS]:
-        cause = f"{shortened(found)} are parts of quantised weights, and config.json has no quantization_config"
+    if marked := [name for name in stored if name.rpartition(".")[2] in MARKS]:
+        cause = f"{shortened(marked)} are parts of quantised weights, and config.json has no quantization_config"
         raise Diagnostic("E340", cause, f"download config.json again, and {', '.join(FILES)} if the model has one")
 
 
@@ -370,13 +370,6 @@ def _cast(build: Builder, value: Value, dtype: str) -> Value:
     return value if value.type.dtype == dtype else build.cast(value, dtype=dtype)
 
 
-def _inputs(value: Value) -> list[Value]:
-    """The stored tensors that a value is made of, in the order in which they are first used."""
-    if value.node is None:
-        return [value]
-    return list(dict.fromkeys(leaf for operand in value.node.operands for leaf in _inputs(operand)))
-
-
 def _head(model: Any) -> str:
     """Module path of the output projection, or "" if the model does not report one."""
     head = model.get_output_embeddings()
@@ -390,11 +383,11 @@ def _mask(name: str, value: Value) -> bool:
 
 
 def _check_shape(weight: WeightInfo, value: Value) -> None:
-    want, have = ([d.const for d in t.shape] for t in (weight.type, value.type))
-    if have != want:
+    expected, stored = ([d.const for d in t.shape] for t in (weight.type, value.type))
+    if stored != expected:
         raise Diagnostic(
             "E325",
-            f"{weight.name} is {have} in the checkpoint and {want} by config.json",
+            f"{weight.name} is {stored} in the checkpoint and {expected} by config.json",
             "config.json and weights must be of one model; check hidden_size, vocab_size and the head counts",
             loc=weight.module,
         )

@@ -74,10 +74,10 @@ def check_layers(folder: Path, layers: int) -> None:
         files = TensorFiles(folder)
     except Diagnostic:
         return
-    found = [int(m[1]) + 1 for name in files.tensors for m in [_LAYER.search(name)] if m and len(m[1]) < 6]
+    counts = [int(m[1]) + 1 for name in files.tensors for m in [_LAYER.search(name)] if m and len(m[1]) < 6]
     files.close()
-    if found and layers > 8 * max(found) + 8:  # a model that reuses its layers may count every pass
-        cause = f"config.json counts {layers} layers; the checkpoint contains tensors of {max(found)}"
+    if counts and layers > 8 * max(counts) + 8:  # a model that reuses its layers may count every pass
+        cause = f"config.json counts {layers} layers; the checkpoint contains tensors of {max(counts)}"
         raise Diagnostic("E323", cause, "download the whole checkpoint; config.json and weights must be of one model")
 
 

@@ -228,9 +228,9 @@ def _number_layers(g: Graph) -> None:
     for kind in PROMPT_OPS:
         for i, n in enumerate(n for n in g.nodes if n.op.name == kind):
             n.attrs["layer"] = i
-    found = [n for n in g.nodes if n.op.name in ATTENTION]
-    if len({n.attrs["layer"] for n in found}) < len(found):
-        for i, n in enumerate(found):
+    attention_nodes = [n for n in g.nodes if n.op.name in ATTENTION]
+    if len({n.attrs["layer"] for n in attention_nodes}) < len(attention_nodes):
+        for i, n in enumerate(attention_nodes):
             n.attrs["layer"] = i
 
 
@@ -249,11 +249,11 @@ def _is_piece(n: Any) -> bool:
     return n.target is operator.getitem
 
 
-def _fit(call: Call, v: Value, want: Type) -> Value:
+def _fit(call: Call, v: Value, expected: Type) -> Value:
     """Cast a lowering's result to torch's dtype; raises Unsupported if its shape differs from torch's."""
-    if v.type.shape != want.shape:
-        raise Unsupported(f"the lowering returned {v.type}, torch {want}")
-    return call.cast(v, want.dtype)
+    if v.type.shape != expected.shape:
+        raise Unsupported(f"the lowering returned {v.type}, torch {expected}")
+    return call.cast(v, expected.dtype)
 
 
 def _functional(name: str) -> str:

@@ -25,7 +25,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface, rope_interface
 from llmc.frontend.convert import convert
 from llmc.frontend.eagle_config import ANOTHER, HeadConfig
-from llmc.frontend.export import TOKENS, Exported, export, exported, quiet
+from llmc.frontend.export import Exported, export_head, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.ir.dtype import DTYPES
@@ -66,8 +66,7 @@ class MidLayer(nn.Module):
         normed = self.hidden_norm(hidden)
         joined = torch.cat((self.input_layernorm(embedding), normed), -1)
         x = (normed if self.before else hidden) + self.self_attn(joined, tables)[0]
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Head(LlamaPreTrainedModel):
@@ -111,9 +110,7 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
             raise Diagnostic("E302", f"{head.folder / 'config.json'}: {reason}", "download the file again") from e
         model.to(TORCH_DTYPE[dtype]).eval()
         computed = rope_interface.patch(model, positions)
-        width = torch.empty((1, TOKENS, config.hidden_size), dtype=TORCH_DTYPE[dtype], device="meta")
-        program = export(model, tokens, rows, {"hidden_states": width})
-        return exported(model, program, computed, tokens, rows, num_hidden=1)
+        return export_head(model, TORCH_DTYPE[dtype], computed, tokens, rows)
 
 
 def head_graph(exported_head: Exported, vocab: int) -> Graph:
@@ -175,9 +172,10 @@ class HeadWeights:
         """
         self._buffers |= buffers
         for name, t in weights.items():
-            want = tuple(d.const for d in t.shape)
-            if name not in self._buffers and self._shape(name) != want:
-                cause = f"the head {self.head.folder}: {name} is {list(self._shape(name))}, by config.json {list(want)}"
+            expected = tuple(d.const for d in t.shape)
+            if name not in self._buffers and self._shape(name) != expected:
+                shapes = f"{list(self._shape(name))}, by config.json {list(expected)}"
+                cause = f"the head {self.head.folder}: {name} is {shapes}"
                 raise Diagnostic("E360", cause, "config.json and weights must be of one head")
             self._dtypes[name] = t.dtype
         if unknown := sorted(self._stored.keys() - weights.keys() - set(_UNUSED)):

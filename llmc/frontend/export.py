@@ -90,7 +90,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
         with quiet():
             local = {"local_files_only": True, "trust_remote_code": False}
             config = transformers.AutoConfig.from_pretrained(str(source.folder), **local)
-            config = getattr(config, model_class.part_that_writes(name) or "", config)
+            config = getattr(config, model_class.text_part(name) or "", config)
             text = config.get_text_config()
     except Exception as e:  # transformers raises many types; each means that it rejects this config.json
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
@@ -155,6 +155,15 @@ def exported(
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, num_hidden)
 
 
+def export_head(
+    model: Any, dtype: torch.dtype, computed: Mapping[str, torch.Tensor], max_tokens: int, max_rows: int
+) -> Exported:
+    """Trace a head, whose forward also takes and returns hidden states [1, T, H] of `dtype`; see `exported`."""
+    hidden = torch.empty((1, TOKENS, model.config.hidden_size), dtype=dtype, device="meta")
+    program = export(model, max_tokens, max_rows, {"hidden_states": hidden})
+    return exported(model, program, computed, max_tokens, max_rows, num_hidden=1)
+
+
 def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
     """Make the model return its logits and the inputs of the layers of these numbers; raises Diagnostic E305.
 
@@ -167,20 +176,20 @@ def _return_hidden_states(model: Any, numbers: Sequence[int]) -> None:
     if layers is None:
         cause = f"{type(model).__name__} has no list of its {count} decoder layers, as a head that drafts needs"
         raise Diagnostic("E305", cause, "compile without the head")
-    found: dict[int, torch.Tensor] = {}
+    states: dict[int, torch.Tensor] = {}
 
     def keep(number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        found[number] = args[0] if args else kwargs["hidden_states"]
+        states[number] = args[0] if args else kwargs["hidden_states"]
 
     def keep_last(out: Any) -> None:
-        found[count] = out[0]
+        states[count] = out[0]
 
     for n in numbers:
         if n == count:
             model.get_decoder().register_forward_hook(lambda _, args, out: keep_last(out))
         else:
             layers[n].register_forward_pre_hook(lambda _, args, kwargs, n=n: keep(n, args, kwargs), with_kwargs=True)
-    model.register_forward_hook(lambda _, args, out: (out.logits, *(found[n] for n in numbers)))
+    model.register_forward_hook(lambda _, args, out: (out.logits, *(states[n] for n in numbers)))
 
 
 def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
@@ -196,8 +205,8 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     except Diagnostic:
         raise
     except Exception as e:
-        found = _failed(config.model_type, "cannot be built from its config", e)
-        raise Diagnostic(found.code, found.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
+        error = _failed(config.model_type, "cannot be built from its config", e)
+        raise Diagnostic(error.code, error.cause, f"correct config.json; {KNOWN_TO_WORK}") from e
     legacy_experts.trim(model)
     keep_wide(model, TORCH_DTYPE[dtype])
     model.eval()
@@ -293,14 +302,13 @@ def export(
 def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
     """The Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known one."""
     loc, cls = at
-    reason = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-    if (isinstance(e, KeyError) and attention_interface.NAME in str(e)) or attention_interface.MaskTag.__name__ in str(
-        e
-    ):
+    text = str(e)
+    reason = f"{type(e).__name__}: {' '.join(text.split())[:200]}"
+    if attention_interface.MaskTag.__name__ in text or (isinstance(e, KeyError) and attention_interface.NAME in text):
         reason = "it bypasses transformers' AttentionInterface"
-    elif "Constraints violated (T)" in str(e):
+    elif "Constraints violated (T)" in text:
         reason = "its forward is not one computation for every number of tokens (layers that divide a prompt are not)"
-    elif "data-dependent" in str(e):
+    elif "data-dependent" in text:
         reason = "a size in it depends on what it computes (experts that gather their own tokens, for example)"
     return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
 
@@ -308,12 +316,12 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
 def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
     """Path and class of the innermost module that was running when `e` was raised; empty if there is none."""
     paths = {id(m): path for path, m in model.named_modules()}
-    found = ("", "")
+    innermost = ("", "")
     for frame, _ in traceback.walk_tb(e.__traceback__):
         running = frame.f_locals.get("self")
         if paths.get(id(running)):
-            found = (paths[id(running)], type(running).__name__)
-    return found
+            innermost = (paths[id(running)], type(running).__name__)
+    return innermost
 
 
 def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[str]:
@@ -338,11 +346,11 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
 
 def _owner(model: Any, path: str) -> Any:
     """The innermost model of transformers that contains the module at `path`: each initializes its own modules."""
-    found = model
+    owner = module = model
     for part in filter(None, path.split(".")):
-        model = getattr(model, part)
-        found = model if isinstance(model, transformers.PreTrainedModel) else found
-    return found
+        module = getattr(module, part)
+        owner = module if isinstance(module, transformers.PreTrainedModel) else owner
+    return owner
 
 
 def recompute(model: Any, name: str) -> torch.Tensor:

@@ -28,12 +28,12 @@ NOT_APPLIED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults by their names in generation_config.json; raises Diagnostic E302 if one is not a number."""
-    found = {k: v for k in DEFAULTS if (v := generation.get(k)) is not None}
-    for key, value in found.items():
+    defaults = {k: v for k in DEFAULTS if (v := generation.get(k)) is not None}
+    for key, value in defaults.items():
         if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
             shown = repr(value)[:40]
             raise Diagnostic("E302", f"generation_config.json: {key} is {shown}, not a number", "correct the file")
-    return found
+    return defaults
 
 
 def generation_notes(generation: Mapping[str, Any]) -> Iterator[str]:

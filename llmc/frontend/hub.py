@@ -170,8 +170,8 @@ class _Fetch:
     def downloaded(self) -> tuple[str, dict[str, int]]:
         """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
-        found = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"), *folder.glob("*_Pooling/config.json")]
-        return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in found}
+        paths = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"), *folder.glob("*_Pooling/config.json")]
+        return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths}
 
     def file(self, name: str, revision: str) -> Path:
         """Download one file, or find it in the cache, and return its path."""
@@ -187,12 +187,12 @@ class _Fetch:
 
         return Path(self.guarded(download))
 
-    def guarded(self, ask: Callable[[], Any]) -> Any:
-        """Return ask(), translating each of the hub client's errors into a Diagnostic."""
+    def guarded(self, call: Callable[[], Any]) -> Any:
+        """Return call(), translating each of the hub client's errors into a Diagnostic."""
         from huggingface_hub import errors
 
         try:
-            return ask()
+            return call()
         except errors.GatedRepoError:
             raise Diagnostic(
                 "E331",

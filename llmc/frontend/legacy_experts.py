@@ -71,8 +71,8 @@ def _llama4(moe: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     out = moe.shared_expert(x)
     for k in range(moe.top_k):
         score, chosen = scores[:, k : k + 1], index[:, k : k + 1]
-        one = torch.ones_like(score)
-        out = out + torch.ops.llmc.moe(x * score, chosen, one, gate_up, down, getattr(moe, GATE).body)
+        ones = torch.ones_like(score)
+        out = out + torch.ops.llmc.moe(x * score, chosen, ones, gate_up, down, getattr(moe, GATE).body)
     return out, logits
 
 

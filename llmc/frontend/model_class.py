@@ -38,7 +38,7 @@ OTHERS: tuple[tuple[Mapping[str, Any], str], ...] = (
 )
 
 
-def sees(name: str) -> bool:
+def reads_images(name: str) -> bool:
     """Whether a model type reads images and text, with one decoder for both.
 
     Without images, such a model is a causal language model.
@@ -48,13 +48,13 @@ def sees(name: str) -> bool:
     )
 
 
-def hears(name: str) -> bool:
+def reads_audio(name: str) -> bool:
     """Whether a model type reads audio and text, with one decoder for both, which a part of its config describes.
 
     Without audio, such a model is a causal language model. transformers lists some of these types as encoder-decoders,
     which their configs are not.
     """
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or sees(name):
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or reads_images(name):
         return False
     if name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and name not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return False
@@ -65,13 +65,13 @@ def hears(name: str) -> bool:
 def _reads(part: Any) -> bool:
     """Whether the class of a part's config describes a language model with inputs beside text."""
     name = getattr(part, "model_type", "")
-    return name in CONFIG_MAPPING_NAMES and (sees(name) or hears(name))
+    return name in CONFIG_MAPPING_NAMES and (reads_images(name) or reads_audio(name))
 
 
-def part_that_writes(name: str) -> str:
+def text_part(name: str) -> str:
     """Return the key of the part of a type's config that describes a language model; "" if it is not in a part.
 
-    It is in models that answer in text and in speech by separate parts, such as a thinker and a talker.
+    Models that answer in text and in speech have such parts, for example a thinker and a talker.
     """
     if name not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return ""
@@ -81,27 +81,27 @@ def part_that_writes(name: str) -> str:
     return next((key for key, part in parts.items() if _reads(part)), "")
 
 
-def senses(config: Any) -> str:
-    """Return what a model reads beside text, such as `images and audio`; "" if text is all."""
+def other_modalities(config: Any) -> str:
+    """Return what a model reads beside text, such as `images and audio`; "" for nothing."""
     name = config.model_type
-    if config.get_text_config() is config or not (sees(name) or hears(name)):
+    if config.get_text_config() is config or not (reads_images(name) or reads_audio(name)):
         return ""
-    audio = hears(name) or any("audio" in key for key in config.sub_configs)
-    return " and ".join(["images"] * sees(name) + ["audio"] * audio)
+    audio = reads_audio(name) or any("audio" in key for key in config.sub_configs)
+    return " and ".join(["images"] * reads_images(name) + ["audio"] * audio)
 
 
 def auto_class(name: str) -> Any:
     """Return the class of transformers whose `from_config` builds the language model of a type."""
-    if sees(name):
+    if reads_images(name):
         return transformers.AutoModelForImageTextToText
-    if not hears(name):
+    if not reads_audio(name):
         return transformers.AutoModelForCausalLM
     multimodal = name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     return transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForSeq2SeqLM
 
 
 class Unbuilt(torch.nn.Module):
-    """Stands for a tower of a model that sees or hears if a package that it needs is not installed.
+    """Stands for a tower for images or audio if a package that it needs is not installed.
 
     A language model is compiled without its towers, whose weights are not read.
     """
@@ -131,7 +131,7 @@ def tower_weights(model: torch.nn.Module) -> Iterator[re.Pattern[str]]:
 
 def weights_of_other_parts(name: str) -> Iterator[re.Pattern[str]]:
     """Yield patterns of the names of stored weights of the parts of a type beside the one that writes."""
-    if part := part_that_writes(name):
+    if part := text_part(name):
         others = (key.removesuffix("_config") for key in CONFIG_MAPPING[name].sub_configs if key != part)
         yield from (re.compile(rf"^{re.escape(other)}\.") for other in others)
 
@@ -140,7 +140,7 @@ def check_model_type(source: Source, pools: bool) -> None:
     """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
     name = source.model_type
     in_transformers = name in CONFIG_MAPPING_NAMES
-    inside = in_transformers and not pools and (sees(name) or hears(name) or bool(part_that_writes(name)))
+    inside = in_transformers and not pools and (reads_images(name) or reads_audio(name) or bool(text_part(name)))
     alone = in_transformers and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not _has_encoder(source)
     if alone or inside or (in_transformers and pools and name in ENCODERS):
         return
@@ -156,7 +156,7 @@ def check_model_type(source: Source, pools: bool) -> None:
 
 
 def _has_encoder(source: Source) -> bool:
-    """Whether a config describes an encoder and a decoder; the decoder alone would ignore what the encoder read."""
+    """Whether a config describes an encoder and a decoder. A decoder without its encoder would ignore the input."""
     stated = source.config.get("is_encoder_decoder")
     return bool(CONFIG_MAPPING[source.model_type].is_encoder_decoder if stated is None else stated)
 
@@ -165,10 +165,10 @@ def _same_architecture(config: Mapping[str, Any]) -> str:
     """The remedy if config.json names a class of transformers for a model type that transformers lacks; else ""."""
     named = config.get("architectures")
     classes = ((cls, own) for own, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-    found = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
-    if found is None:
+    match = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
+    if match is None:
         return ""
-    return f'transformers has {found[0]}: if it is the same model, set "model_type": "{found[1]}" in config.json'
+    return f'transformers has {match[0]}: if it is the same model, set "model_type": "{match[1]}" in config.json'
 
 
 def _what(name: str) -> str:

@@ -127,8 +127,12 @@ def open_source(path: str | Path) -> Source:
 
 def adapter_note(folder: Path) -> str:
     """Return a note about an adapter beside a model's weights, which is not applied; "" if there is none."""
-    found = (folder / ADAPTER).exists()
-    return f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are" if found else ""
+    has_adapter = (folder / ADAPTER).exists()
+    return (
+        f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are"
+        if has_adapter
+        else ""
+    )
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface, legacy_attention, rope_interface
 from llmc.frontend.convert import convert
-from llmc.frontend.export import TOKENS, export, exported, keep_wide, quiet
+from llmc.frontend.export import export_head, keep_wide, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.mtp_apart import ApartHead
 from llmc.frontend.mtp_names import are_apart, tensors_of
@@ -53,8 +53,8 @@ class MtpHead(MtpModel):
 
     def owns(self, name: str) -> bool:
         """Whether the checkpoint's tensor of this name belongs to the layer."""
-        found = tensors_of(self.main[0].config, 1)
-        return found is not None and found.search(name) is not None
+        pattern = tensors_of(self.main[0].config, 1)
+        return pattern is not None and pattern.search(name) is not None
 
     def checkpoint_transforms(self) -> list[Any]:
         """Return the renamings and converters of the layer's tensors, as MtpModel.from_pretrained does."""
@@ -95,14 +95,12 @@ def trace_mtp(traced: Traced, tokens: int, rows: int) -> TracedHead:
         keep_wide(head, dtype)
         attention_interface.read_gates(head)
         computed = rope_interface.patch(head, traced.facts.max_positions)
-        width = torch.empty((1, TOKENS, head.config.hidden_size), dtype=dtype, device="meta")
-        program = export(head, tokens, rows, {"hidden_states": width})
-        found = exported(head, program, computed, tokens, rows, num_hidden=1)
-    module = convert(found).module
+        exported = export_head(head, dtype, computed, tokens, rows)
+    module = convert(exported).module
     names = [v for v in module.graphs["main"].inputs if v.weight and v.name not in (EMBEDDING, HEAD)]
     weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in names}
     of_head = replace(
-        traced, module=module, weights=MappingProxyType(weights), buffers=found.buffers, tied=MappingProxyType({}),
+        traced, module=module, weights=MappingProxyType(weights), buffers=exported.buffers, tied=MappingProxyType({}),
         model=head,
     )  # fmt: skip
     return TracedHead(of_head, ((EMBEDDING, main.get_input_embeddings()), (HEAD, main.get_output_embeddings())))

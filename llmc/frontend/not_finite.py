@@ -23,7 +23,7 @@ class NotFinite:
 
     def __init__(self) -> None:
         """Start with no weights."""
-        self.found: list[tuple[str, int]] = []  # a weight's name and a number of its values, for each block of rows
+        self.counts: list[tuple[str, int]] = []  # a weight's name and a number of its values, for each block of rows
 
     def count(self, name: str, rows: np.ndarray, dtype: str) -> None:
         """Count the numbers of rows of a weight that are not finite; `dtype` is the IR's name of the dtype."""
@@ -32,14 +32,14 @@ class NotFinite:
         kind, mask, least = BITS[dtype]
         magnitude = rows.view(kind) & np.array(mask, kind)
         if magnitude.max() >= least:
-            self.found.append((name, int((magnitude >= least).sum())))
+            self.counts.append((name, int((magnitude >= least).sum())))
 
     @property
     def note(self) -> str:
         """A sentence that names weights with such numbers; "" if there are none."""
-        if not self.found:
+        if not self.counts:
             return ""
-        names = list(dict.fromkeys(name for name, _ in self.found))
+        names = list(dict.fromkeys(name for name, _ in self.counts))
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more weights" if len(names) > 3 else "")
-        count = sum(n for _, n in self.found)
+        count = sum(n for _, n in self.counts)
         return f"{count} numbers of {listed} are NaN or infinite, as stored or in the dtype of the compiled model"

@@ -68,8 +68,8 @@ def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> Poole
 
 def refuse_pooled(source: Source, why: str) -> None:
     """Raise Diagnostic E313 if the model of a folder pools; `why` names what it cannot do."""
-    if (found := read_pooled(source)) is not None:
-        cause = f"{source.folder} is a model that pools ({found.pooling.task}): {why}"
+    if (pooled := read_pooled(source)) is not None:
+        cause = f"{source.folder} is a model that pools ({pooled.pooling.task}): {why}"
         raise Diagnostic("E313", cause, "compile it as it is, or with a --quant recipe that rounds weights")
 
 
@@ -142,7 +142,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 def _kind(config: Mapping[str, Any], folder: Path) -> str:
     mode = config.get("pooling_mode")
     modes = [mode] if mode else [key for key, value in config.items() if key.startswith("pooling_mode") and value]
-    known = [_MODES.get(one) if isinstance(one, str) else None for one in modes]
+    known = [_MODES.get(name) if isinstance(name, str) else None for name in modes]
     if len(known) != 1 or known[0] is None or config.get("include_prompt") is False:
         said = ", ".join(map(str, modes)) or "no mode"
         said += "" if config.get("include_prompt", True) else " without the prompt's tokens"

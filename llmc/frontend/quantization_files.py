@@ -56,12 +56,12 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[st
     if known is not None and not isinstance(known, Mapping):
         return config
     for name, content, default in _places(config, beside):
-        found = {**content, "quant_method": content.get("quant_method") or default or None}
+        settings = {**content, "quant_method": content.get("quant_method") or default or None}
         if known:
-            _compare(name, found, source, known)
-            known = {**found, **{key: value for key, value in known.items() if value is not None}}
-        elif found["quant_method"]:
-            known, source = found, name
+            _compare(name, settings, source, known)
+            known = {**settings, **{key: value for key, value in known.items() if value is not None}}
+        elif settings["quant_method"]:
+            known, source = settings, name
     if known:
         _compare(source, known, source, known)
     return {**config, KEY: known} if known else config
@@ -82,11 +82,11 @@ def _places(
             yield name, content, method
 
 
-def _compare(name: str, found: Mapping[str, Any], source: str, known: Mapping[str, Any]) -> None:
+def _compare(name: str, settings: Mapping[str, Any], source: str, known: Mapping[str, Any]) -> None:
     """Raise Diagnostic E340 if two places, or two synonyms in one of them, give a decisive key different values."""
     for synonyms in DECISIVE:
         values = []  # (place, key, value)
-        for place, config in ((name, found), (source, known)):
+        for place, config in ((name, settings), (source, known)):
             values += [(place, key, config[key]) for key in synonyms if config.get(key) is not None]
         for place, key, value in values[:-1]:
             last_place, last_key, last_value = values[-1]

@@ -151,13 +151,13 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     rest = next((p for p, x in expected.parameters.items() if x.kind is x.VAR_KEYWORD), "")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(expected.bind(*args, **kwargs).arguments)
-        given |= given.pop(rest, {})
+        arguments = dict(expected.bind(*args, **kwargs).arguments)
+        arguments |= arguments.pop(rest, {})
         if surplus := sorted(
-            k for k, x in given.items() if k not in known | IGNORED and x is not None and x is not False
+            k for k, x in arguments.items() if k not in known | IGNORED and x is not None and x is not False
         ):
             cause = f"{name} is called with {', '.join(surplus)}"
             raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")
-        return ours(**{k: x for k, x in given.items() if k in known})
+        return ours(**{k: x for k, x in arguments.items() if k in known})
 
     return call

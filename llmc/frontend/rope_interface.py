@@ -34,11 +34,11 @@ def check_config(config: dict[str, Any]) -> None:
 def _rope_types(entry: Any) -> list[str]:
     if not isinstance(entry, dict):
         return []
-    found = [str(t) for k in ("rope_type", "type") if (t := entry.get(k)) is not None]
+    names = [str(t) for k in ("rope_type", "type") if (t := entry.get(k)) is not None]
     for value in entry.values():
-        found += _rope_types(value)
+        names += _rope_types(value)
     # "su" and "mrope" are older names, which transformers itself maps to longrope and default.
-    return [{"su": "longrope", "mrope": "default"}.get(t, t) for t in found]
+    return [{"su": "longrope", "mrope": "default"}.get(t, t) for t in names]
 
 
 def rope_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

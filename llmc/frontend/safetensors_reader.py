@@ -52,10 +52,10 @@ class TensorFiles:
         self._open = ExitStack()
         self._data: dict[Path, mmap] = {}
         listed = _listed(folder)
-        found, again = self._collect(listed)
-        self.tensors: Mapping[str, Stored] = MappingProxyType(found)
-        self.unlisted = frozenset(found.keys() - listed.keys()) if listed else frozenset[str]()
-        if absent := sorted(listed.keys() - found.keys()):
+        tensors, again = self._collect(listed)
+        self.tensors: Mapping[str, Stored] = MappingProxyType(tensors)
+        self.unlisted = frozenset(tensors.keys() - listed.keys()) if listed else frozenset[str]()
+        if absent := sorted(listed.keys() - tensors.keys()):
             raise Diagnostic(
                 "E322",
                 f"{INDEX} places {absent[0][:200]!r} in {listed[absent[0]].name}, which does not contain it "
@@ -63,7 +63,7 @@ class TensorFiles:
                 f"download the index and the files again, from one revision; or {unsupported.SAVE_AGAIN.format('')}",
             )
         for stored in again:
-            if not self._equal(stored, first := found[stored.name]):
+            if not self._equal(stored, first := tensors[stored.name]):
                 cause = f"{stored.name[:200]!r} is in {first.file.name} and in {stored.file.name}, and they differ"
                 raise Diagnostic("E322", cause, "download the index and the files again, from one revision")
 
@@ -72,18 +72,18 @@ class TensorFiles:
 
         A tensor that the index lacks is taken from the first file that has it.
         """
-        found: dict[str, Stored] = {}
+        tensors: dict[str, Stored] = {}
         others: list[Stored] = []  # further tensors of the same names
         for file in sorted(set(listed.values()), key=str) if listed else _unlisted_files(self.folder):
             for t in self._header(file).values():
                 stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
                 is_listed_elsewhere = t.name in listed and listed[t.name] != file
-                is_found_unlisted = t.name not in listed and t.name in found
+                is_found_unlisted = t.name not in listed and t.name in tensors
                 if is_listed_elsewhere or is_found_unlisted:
                     others.append(stored)
                 else:
-                    found[t.name] = stored
-        return found, others
+                    tensors[t.name] = stored
+        return tensors, others
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -103,20 +103,20 @@ class TensorFiles:
         if not count * width:
             return np.empty((count, *stored.shape[1:]), dtype)
         data = self._data[stored.file]
-        found = np.frombuffer(data, dtype, count * width, begin).reshape(-1, *stored.shape[1:]).copy()
+        copied = np.frombuffer(data, dtype, count * width, begin).reshape(-1, *stored.shape[1:]).copy()
         # Pages that were read would count as memory of this process until the file is closed.
         page = begin // PAGESIZE * PAGESIZE
-        data.madvise(MADV_DONTNEED, page, begin + found.nbytes - page)
-        return found
+        data.madvise(MADV_DONTNEED, page, begin + copied.nbytes - page)
+        return copied
 
     def metadata(self) -> Mapping[str, str]:
         """Return the texts that the headers of all files have beside the tensors (`__metadata__`), by name."""
-        found: dict[str, str] = {}
+        merged: dict[str, str] = {}
         for data in self._data.values():
             header = load_json(data[8 : 8 + header_length(data[:8], len(data), "")], "")
             texts = header.get("__metadata__") or {}
-            found |= {k: v for k, v in texts.items() if isinstance(v, str)} if isinstance(texts, dict) else {}
-        return MappingProxyType(found)
+            merged |= {k: v for k, v in texts.items() if isinstance(v, str)} if isinstance(texts, dict) else {}
+        return MappingProxyType(merged)
 
     def close(self) -> None:
         """Close all files."""

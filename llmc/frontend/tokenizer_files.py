@@ -56,7 +56,7 @@ def _open(path: Path) -> None:
     tokenizer_files.check_growth(Tokenizer.from_buffer(data))
 
 
-def _check(found: Any) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object, found {type(found).__name__}")
-    tokenizer_files.templates(found.get("chat_template"))
+def _check(config: Any) -> None:
+    if not isinstance(config, dict):
+        raise ValueError(f"expected an object, found {type(config).__name__}")
+    tokenizer_files.templates(config.get("chat_template"))

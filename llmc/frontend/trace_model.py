@@ -138,10 +138,10 @@ def trace(
 
 def notes_of(traced: Traced) -> Iterator[str]:
     """Yield notes about a part that is left out, a shorter limit, an adapter, and a generation_config.json."""
-    from llmc.frontend.model_class import senses
+    from llmc.frontend.model_class import other_modalities
 
     config = traced.model.config
-    if read := senses(config):
+    if read := other_modalities(config):
         name = traced.source.model_type
         yield f"{name} reads {read}: its language model is compiled, and requests with {read} are rejected"
     if (dense := dense_limit(config.get_text_config())) and dense[0] == traced.facts.max_positions:
@@ -251,8 +251,8 @@ def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
     """Token ids of a role, one, several or null, from generation_config.json, else config.json, else its text half."""
-    found = (source.generation.get(key), source.config.get(key), getattr(config, key, None))
-    value = next((x for x in found if x is not None and x != []), None)
+    candidates = (source.generation.get(key), source.config.get(key), getattr(config, key, None))
+    value = next((x for x in candidates if x is not None and x != []), None)
     ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")

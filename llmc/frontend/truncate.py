@@ -56,7 +56,7 @@ def layer_lists(model: Any, count: int) -> list[tuple[str, Any]]:
     get_decoder = getattr(model, "get_decoder", None)
     inside = {id(m) for m in get_decoder().modules()} if get_decoder else set()
     lists = [(path, m) for path, m in model.named_modules() if type(m).__name__ == "ModuleList" and len(m) == count]
-    return sorted(lists, key=lambda found: (id(found[1]) not in inside, found[0].count(".")))
+    return sorted(lists, key=lambda item: (id(item[1]) not in inside, item[0].count(".")))
 
 
 def outside_layers(model: Any, count: int) -> Callable[[str], bool]:
@@ -65,7 +65,7 @@ def outside_layers(model: Any, count: int) -> Callable[[str], bool]:
     layer = re.compile(rf"(?:^|\.){re.escape(path.rpartition('.')[2])}\.(\d+)\.")
 
     def is_outside(name: str) -> bool:
-        found = layer.search(name)
-        return found is not None and int(found[1]) >= count
+        match = layer.search(name)
+        return match is not None and int(match[1]) >= count
 
     return is_outside

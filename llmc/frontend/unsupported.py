@@ -112,9 +112,9 @@ def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
         if name in names:
             return Diagnostic("E302", f"{where} {what}", remedy.format(where=where))
     for ending in (".gguf", ".onnx", *PICKLES):
-        if found := sorted(n for n in names if n.endswith(ending)):
+        if matching := sorted(n for n in names if n.endswith(ending)):
             what, remedy = FILES[ending]
-            return Diagnostic("E302", f"{where} has no config.json; {found[0]} is {what}", remedy)
+            return Diagnostic("E302", f"{where} has no config.json; {matching[0]} is {what}", remedy)
     listed = ", ".join(sorted(names)[:4]) or "nothing"
     return Diagnostic(
         "E302",
@@ -142,14 +142,14 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
         cause = f"{where} contains pickled weights only ({old[0]}), which are never opened: loading them runs code"
         return Diagnostic("E320", cause, "convert: " + SAVE_AGAIN.format(""))
     for ending in (".gguf", ".onnx", ".msgpack", ".h5"):
-        if found := sorted(n for n in names if n.endswith(ending)):
+        if matching := sorted(n for n in names if n.endswith(ending)):
             what, remedy = FILES[ending]
-            return Diagnostic("E320", f"{where} has no {SINGLE}; {found[0]} is {what}", remedy)
-    if found := sorted(n for n in names if n.endswith(".safetensors")):
-        remedy = f"also download {INDEX}" if len(found) > 1 or "-of-" in found[0] else f"rename it to {SINGLE}"
-        if found[0].startswith("consolidated"):
+            return Diagnostic("E320", f"{where} has no {SINGLE}; {matching[0]} is {what}", remedy)
+    if matching := sorted(n for n in names if n.endswith(".safetensors")):
+        remedy = f"also download {INDEX}" if len(matching) > 1 or "-of-" in matching[0] else f"rename it to {SINGLE}"
+        if matching[0].startswith("consolidated"):
             remedy = "these are in the publisher's own layout; download the model's other safetensors"
-        return Diagnostic("E320", f"{lacks}; it contains {found[0]}", remedy)
+        return Diagnostic("E320", f"{lacks}; it contains {matching[0]}", remedy)
     return Diagnostic("E320", lacks, "download the model's weights into the folder")
 
 

@@ -25,12 +25,12 @@ def missing_shards(names: Iterable[str]) -> list[str]:
 
 def _numbers(names: Iterable[str]) -> dict[int, set[int]]:
     """Return the numbers of the files by the count in their names. A number beyond its count belongs to no set."""
-    found: dict[int, set[int]] = {}
+    by_count: dict[int, set[int]] = {}
     for m in filter(None, map(NUMBERED.fullmatch, names)):
         number, count = int(m[1]), int(m[2])
         if 1 <= number <= count:
-            found.setdefault(count, set()).add(number)
-    return found
+            by_count.setdefault(count, set()).add(number)
+    return by_count
 
 
 def _names(count: int) -> list[str]:

@@ -204,7 +204,7 @@ class Graph:
     def erase(self, node: Node) -> None:
         """Remove a node whose results have no uses; raises AssertionError otherwise."""
         assert not any(r.uses for r in node.results), f"{node.op.name}: erasing a node in use"
-        assert not any(r is o for r in node.results for o in self.outputs), f"{node.op.name}: erasing an output"
+        assert not any(r in self.outputs for r in node.results), f"{node.op.name}: erasing an output"
         for v in node.operands:
             v.uses.remove(node)
         self.nodes.remove(node)
@@ -216,7 +216,7 @@ class Graph:
 
     def is_used(self, node: Node) -> bool:
         """Whether a result of `node` is read by another node or is an output."""
-        return any(r.uses or any(r is o for o in self.outputs) for r in node.results)
+        return any(r.uses or r in self.outputs for r in node.results)
 
     def copy(self, name: str | None = None) -> Graph:
         """Return a deep copy; ops and types are shared."""
@@ -231,6 +231,13 @@ class Graph:
             env |= dict(zip(n.results, new.results, strict=True))
         out.outputs = [env[v] for v in self.outputs]
         return out
+
+
+def inputs_of(value: Value) -> list[Value]:
+    """Return the graph inputs from which a value is computed, in the order in which they are first used."""
+    if value.node is None:
+        return [value]
+    return list(dict.fromkeys(v for operand in value.node.operands for v in inputs_of(operand)))
 
 
 WEIGHTS = "weights"  # the graph that is evaluated when weights are packed, and never launched
@@ -251,7 +258,7 @@ class Module:
 
     @property
     def launched(self) -> list[Graph]:
-        """The graphs that become programs: all but @weights."""
+        """The graphs that become programs: all except @weights."""
         return [g for name, g in self.graphs.items() if name != WEIGHTS]
 
     def bounds(self, g: Graph) -> dict[str, tuple[int, int]]:

@@ -104,9 +104,7 @@ def round_to_type(x: Any, t: Type, exact: bool = False) -> np.ndarray:
     x = np.asarray(x)
     if dt.kind != "f":
         return x.astype(dt.np)
-    if exact:
-        return x.astype(np.float64)
-    if t.dtype == "f64":
+    if exact or t.dtype == "f64":
         return x.astype(np.float64)
     if t.dtype == "f32" or t.format is not None:
         return x.astype(np.float32)

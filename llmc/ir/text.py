@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.qformat import QFormat, parse_qformat
-from llmc.ir.types import Type, parse_type, split_commas
+from llmc.ir.types import Type, parse_type, split_commas, unquoted
 
 
 def show(m: Module) -> str:
@@ -209,7 +209,7 @@ class _Reader:
         attrs_text, types_text = _split_attrs(line[p.end() :])
         if attrs_text is None or types_text is None:
             raise self.fail(number, f"cannot read {line!r}: expected {{attributes}} : types")
-        attrs = dict(self.attr(number, a) for a in split_attr_list(attrs_text))
+        attrs = dict(self.attr(number, a) for a in split_commas(attrs_text))
         choice = _take_choice(op, attrs)
         operands = [self.value(number, env, a) for a in split_commas(p["args"])]
         names = [r.strip().removeprefix("%") for r in p["res"].split(",")]
@@ -247,7 +247,7 @@ def parse_attr(text: str) -> Any:
     if text.startswith("["):
         if not text.endswith("]"):
             raise ValueError(f"not a list: {text!r}")
-        return tuple(parse_attr(t) for t in split_attr_list(text[1:-1]))
+        return tuple(parse_attr(t) for t in split_commas(text[1:-1]))
     if text in ("inf", "-inf", "nan"):
         return float(text)
     try:
@@ -256,39 +256,13 @@ def parse_attr(text: str) -> Any:
         return Dim.of(text)
 
 
-def _plain(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (index, character) for every character outside string literals."""
-    quoted, i = False, 0
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            i += c == "\\"
-            quoted = c != '"'
-        elif c == '"':
-            quoted = True
-        else:
-            yield i, c
-        i += 1
-
-
-def split_attr_list(text: str) -> list[str]:
-    """Split at commas outside of brackets and string literals."""
-    out, depth, start = [], 0, 0
-    for i, c in _plain(text):
-        if c == "," and depth == 0:
-            out.append(text[start:i])
-            start = i + 1
-        depth += (c in "([{") - (c in ")]}")
-    return [s.strip() for s in [*out, text[start:]] if s.strip()]
-
-
 def _split_attrs(text: str) -> tuple[str | None, str | None]:
     """Split '{a=1} : types' into ('a=1', 'types'), ignoring braces in string literals."""
     text = text.strip()
     if not text.startswith("{"):
         return ("", text[1:].strip()) if text.startswith(":") else (None, None)
     depth = 0
-    for i, c in _plain(text):
+    for i, c in unquoted(text):
         depth += (c == "{") - (c == "}")
         if depth == 0:
             rest = text[i + 1 :].strip()

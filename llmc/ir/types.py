@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,12 +90,27 @@ def state(dtype: str, *shape: DimLike) -> Type:
 _TYPE = re.compile(r"\s*(state\s+)?(\w+)\[(.*)\]\s*", re.S)
 
 
-def split_commas(text: str) -> list[str]:
-    """Split at commas outside of (), [] and {}."""
+def unquoted(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (index, character) for every character outside string literals."""
+    quoted, i = False, 0
+    while i < len(text):
+        c = text[i]
+        if quoted:
+            i += c == "\\"
+            quoted = c != '"'
+        elif c == '"':
+            quoted = True
+        else:
+            yield i, c
+        i += 1
+
+
+def split_commas(text: str, separators: str = ",") -> list[str]:
+    """Split at commas, or other separators, outside of (), [], {} and string literals; empty parts are dropped."""
     out, depth, start = [], 0, 0
-    for i, c in enumerate(text):
+    for i, c in unquoted(text):
         depth += (c in "([{") - (c in ")]}")
-        if c == "," and depth == 0:
+        if c in separators and depth == 0:
             out.append(text[start:i])
             start = i + 1
     return [s.strip() for s in [*out, text[start:]] if s.strip()]

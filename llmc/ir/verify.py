@@ -70,11 +70,11 @@ def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], overwritten_by
 
 def _check_types(g: Graph, n: Node) -> None:
     try:
-        got = n.op.infer_types([v.type for v in n.operands], n.op.normal_attrs(n.attrs))
+        inferred = n.op.infer_types([v.type for v in n.operands], n.op.normal_attrs(n.attrs))
     except Mismatch as e:
         raise _broken(g, n, str(e)) from None
-    if got != [r.type for r in n.results]:
-        rule = ", ".join(map(str, got))
+    if inferred != [r.type for r in n.results]:
+        rule = ", ".join(map(str, inferred))
         raise _broken(g, n, f"the type rule gives {rule}, the results are {', '.join(str(r.type) for r in n.results)}")
 
 
@@ -96,5 +96,5 @@ def _check_uses(g: Graph) -> None:
     for v in g.values:
         if sorted(map(id, v.uses)) != sorted(map(id, readers.get(v, []))):
             raise Diagnostic("E402", f"@{g.name}: the use list of {_described(v)} does not match its readers", REMEDY)
-        if v.node is not None and not any(v is r for r in v.node.results):
+        if v.node is not None and v not in v.node.results:
             raise Diagnostic("E402", f"@{g.name}: {_described(v)} does not belong to its node", REMEDY)

@@ -83,6 +83,11 @@ def squeezed(v: Value) -> Value:
     return v
 
 
+def only_reader(g: Graph, v: Value) -> Node | None:
+    """Return the node that reads `v` if no other node does, it reads `v` once, and `v` is no output; else None."""
+    return v.uses[0] if len(v.uses) == 1 and v not in g.outputs else None
+
+
 def is_pointwise(n: Node) -> bool:
     """Whether an op is a single scalar expression without row reductions."""
     return n.op.scalar is not None and n.op.name not in ("softmax", "rms_norm", "layer_norm") and not n.op.writes

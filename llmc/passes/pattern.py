@@ -168,13 +168,13 @@ def _match_through(p: Through, v: Value, s: State, t: Tracker) -> Iterator[State
 
 
 def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
-    got = const_value(v)
-    if got is None:
+    number = const_value(v)
+    if number is None:
         t.fail(len(s[1]), f"expected a constant, got {v.node.op.name if v.node else 'an input'}")
-    elif p.value is not None and got != p.value:
-        t.fail(len(s[1]), f"expected the constant {p.value:g}, got {got:g}")
+    elif p.value is not None and number != p.value:
+        t.fail(len(s[1]), f"expected the constant {p.value:g}, got {number:g}")
     elif p.name:
-        yield {**s[0], p.name: got}, s[1]
+        yield {**s[0], p.name: number}, s[1]
     else:
         yield s
 
@@ -205,11 +205,11 @@ def _match_op(p: Op, v: Value, s: State, t: Tracker) -> Iterator[State]:
 def _bind_attrs(p: Op, n: Node, bound: dict[str, Any]) -> str | None:
     """Add the attributes that the pattern binds to `bound`; return why the node's attributes do not match, or None."""
     for key, expected in p.attrs:
-        got = n.attrs.get(key)
+        attr = n.attrs.get(key)
         if isinstance(expected, Var):
-            expected = bound.setdefault(expected.name, got)
-        if got != expected:
-            return f"{p.op} has {key}={got}, not {expected}"
+            expected = bound.setdefault(expected.name, attr)
+        if attr != expected:
+            return f"{p.op} has {key}={attr}, not {expected}"
     return None
 
 

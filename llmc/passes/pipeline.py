@@ -19,6 +19,7 @@ from llmc_runtime.format.nearest import did_you_mean
 
 from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Module
+from llmc.ir.types import split_commas
 from llmc.ir.verify import verify
 from llmc.passes.base import Ctx, Pass
 
@@ -33,7 +34,7 @@ def parse_pipeline(
     """Parse a pipeline into passes; raises Diagnostic E420 (unknown name) or E421 (bad syntax or option)."""
     named = pipelines or {}
     out: list[Pass] = []
-    for item in _split(text):
+    for item in split_commas(text, ",|\n"):
         if m := _WITHOUT.fullmatch(item):
             del out[_position(out, m[1], item)]
             continue
@@ -118,16 +119,6 @@ def _run(p: Pass, m: Module, ctx: Ctx) -> int:
         if e.code != "E427" or e.cause.startswith("pass "):
             raise
         raise Diagnostic(e.code, f"pass {p.name!r}: {e.cause}", e.remedy) from e
-
-
-def _split(text: str) -> list[str]:
-    out, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += (c in "{[") - (c in "}]")
-        if c in ",|\n" and depth == 0:
-            out.append(text[start:i])
-            start = i + 1
-    return [s.strip() for s in [*out, text[start:]] if s.strip()]
 
 
 def _position(out: Sequence[Pass], name: str, item: str) -> int:

@@ -27,12 +27,14 @@ from llmc.passes.pattern import Match, Op, Pat, check, const, either, match, nam
 
 __all__ = [
     "Match",
+    "NoMatch",
     "Pat",
     "Rewrite",
     "Simplify",
     "apply",
     "const",
     "either",
+    "hoist",
     "in_graph",
     "match",
     "named",
@@ -43,6 +45,10 @@ __all__ = [
 ]  # fmt: skip
 
 Build = Callable[[Any], Value]
+
+
+class NoMatch(Exception):
+    """Raised by passes that match by hand if a node does not match; the message is the reason."""
 
 
 class Misses(dict[tuple[Node, str], str]):
@@ -188,13 +194,27 @@ def substitute(g: Graph, n: Node, new: Sequence[Value], rule: str = "") -> None:
     sweep(g, n)
 
 
-def sweep(g: Graph, n: Node) -> int:
-    """Erase the node if it is unused, then its operands' nodes in the same way; return the number of erased nodes."""
-    erased, work = 0, [n]
+def hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
+    """Move the nodes that compute `values` from weights in front of the node `before`, if they come after it."""
+    producers: set[Node] = set()
+    work = [v.node for v in values]
+    while work:
+        n = work.pop()
+        if n is not None and n not in producers:
+            producers.add(n)
+            work += [v.node for v in n.operands]
+    is_after = False
+    for n in g.nodes:
+        is_after = is_after or n is before
+        if is_after and n in producers:
+            g.move_before(n, before)
+
+
+def sweep(g: Graph, n: Node) -> None:
+    """Erase the node if it is unused, then its operands' nodes in the same way."""
+    work = [n]
     while work:
         n = work.pop()
         if in_graph(g, n) and not g.is_used(n):
             work += [v.node for v in n.operands if v.node is not None]
             g.erase(n)
-            erased += 1
-    return erased

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.quant import awq, compressed_tensors, fp8, gptq
-from llmc.quant.scheme import AGAIN, Codes, Stored, activations, integer, last_part, refuse
+from llmc.quant.scheme import AGAIN, Codes, Stored, activations, integer, last_part, refuse, table
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,8 @@ def auto_round(config: Mapping[str, Any]) -> AutoRound:
             raise refuse("auto-round", key, config[key], ("none",))
     extra: dict[str, Mapping[str, Any]] = {}
     for key in EXTRA:
-        named = config.get(key) or {}
-        if not isinstance(named, dict) or not all(isinstance(v, dict) for v in named.values()):
-            raise Diagnostic("E340", f"quantization_config (auto-round): {key} is not a table of tables", AGAIN)
-        extra |= named
+        changes = table(config, key, "auto-round")
+        extra |= {module: table(changes, module, "auto-round") for module in changes}
     return AutoRound(PACKINGS[packing], config, extra)
 
 

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.quant.scheme import Codes, Stored, check_not_left_out, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import Codes, Stored, integer, last_part, refuse, shape_of
 
 PARTS = ("qweight", "qzeros", "scales", "weight")
-PLAIN = ("modules_to_not_convert",)
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 LAYOUTS = ("gemm", "gemv")
-OTHER_BACKEND = "llm-awq"  # a value of `backend` that means another layout, whatever `version` says
+OTHER_BACKEND = "llm-awq"  # a value of `backend` that means another layout, for any `version`
 LABEL = "awq 4 bit"
 
 
@@ -27,7 +26,6 @@ class Awq:
     """The scheme of one checkpoint."""
 
     group_size: int
-    plain: Mapping[str, Any]  # lists of modules that are not quantised, by their keys
     layout: str = LAYOUTS[0]
 
     def split(self, name: str) -> tuple[str, str] | None:
@@ -36,7 +34,6 @@ class Awq:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, "awq")
         return unpack(stored, self.group_size) if self.layout == "gemm" else unpack_rows(stored, self.group_size)
 
 
@@ -51,7 +48,7 @@ def awq(config: Mapping[str, Any]) -> Awq:
     if bits != 4:
         raise refuse("awq", "bits", bits, (4,))
     size = integer(config, "group_size" if "group_size" in config else "q_group_size", "awq", 128)
-    return Awq(size, {key: config.get(key) for key in PLAIN}, layout)
+    return Awq(size, layout)
 
 
 def unpack(stored: Stored, group_size: int) -> Codes:

@@ -13,22 +13,20 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, check_not_left_out, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, last_part, refuse, shape_of
 
 METHOD = "bitnet"
 FLOATS = ("bf16", "f16", "f32")
 PARTS = ("weight", "weight_scale")
 CLASSES = ("bitlinear", "autobitlinear")
-PLAIN = ("modules_to_not_convert",)
 FIELDS = 4  # codes in a byte
 
 
 @dataclass(frozen=True)
 class BitNet:
-    """The scheme of one checkpoint. divides: whether scales are divisors. plain: modules that are not quantised."""
+    """The scheme of one checkpoint. divides: whether scales are divisors."""
 
     divides: bool
-    plain: Mapping[str, Any]
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -36,7 +34,6 @@ class BitNet:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, METHOD)
         b = stored.build
         weight, scale = stored.part("weight", ("u8", *FLOATS), 2), stored.number("weight_scale", FLOATS)
         stored.check_scales(stored.parts["weight_scale"])
@@ -60,7 +57,7 @@ def bitnet(config: Mapping[str, Any]) -> BitNet:
         raise refuse(METHOD, "quantization_mode", mode, ("offline",))  # weights that every product rounds anew
     if config.get("use_rms_norm"):
         raise refuse(METHOD, "use_rms_norm", True, (False,))
-    return BitNet(kind == CLASSES[0], {key: config.get(key) for key in PLAIN})
+    return BitNet(kind == CLASSES[0])
 
 
 def _check_codes(stored: Stored, weight: Value) -> None:

@@ -34,7 +34,6 @@ from llmc.ir.graph import Value
 from llmc.quant.fp8 import tile
 from llmc.quant.scheme import (
     AGAIN,
-    POWERS,
     Codes,
     Groups,
     Stored,
@@ -43,9 +42,12 @@ from llmc.quant.scheme import (
     integer,
     last_part,
     left_out,
-    powers_of_two,
+    microscaled,
+    nibbles,
+    nvfp4,
     refuse,
     shape_of,
+    table,
 )  # fmt: skip
 
 METHOD = "compressed-tensors"
@@ -162,28 +164,15 @@ def _plain(label: str, *dtypes: str) -> Decode:
 
 
 def _nvfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
-    b = stored.build
-    packed, scale = stored.part("weight_packed", ("u8",), 2), stored.part("weight_scale", ("f8e4m3",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    stored.expect(scale, n, -(-k // 16))
-    divisor = stored.number("weight_global_scale", ("f32",))
-    for value in (scale, stored.parts["weight_global_scale"]):
-        stored.check_scales(value)
-    factor = b.div(b.cast(scale, dtype="f32"), divisor)
-    code = b.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")
+    return nvfp4(stored, "weight_packed", "weight_global_scale", divides=True)
 
 
 def _mxfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:
-    packed = stored.part("weight_packed", ("u8",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    code = stored.build.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, powers_of_two(stored, n, k), (1, POWERS), "mxfp4", values="e2m1")
+    return microscaled(stored, nibbles(stored, "weight_packed"), "mxfp4", "e2m1")
 
 
 def _mxfp8(stored: Stored, args: Mapping[str, Any]) -> Codes:
-    code = stored.part("weight", ("f8e4m3",), 2)
-    return Codes(code, powers_of_two(stored, *shape_of(code)), (1, POWERS), "mxfp8")
+    return microscaled(stored, stored.part("weight", ("f8e4m3",), 2), "mxfp8")
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
@@ -255,9 +244,7 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
         raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
     if transform := config.get("transform_config"):
         _check_transforms(transform)
-    declared = config.get("config_groups") or {}
-    if not isinstance(declared, dict):
-        raise Diagnostic("E340", f"quantization_config ({METHOD}) has config_groups that are not a table", AGAIN)
+    declared = table(config, "config_groups", METHOD)
     groups = tuple(_group(name, g, config.get("format")) for name, g in declared.items() if not _of_activations(g))
     return CompressedTensors(groups, _targets(config.get("ignore") or [], "ignore"))
 
@@ -267,9 +254,9 @@ def _check_transforms(config: Any) -> None:
     groups = config.get("config_groups") if isinstance(config, Mapping) else None
     for scheme in groups.values() if isinstance(groups, Mapping) else (None,):
         applied = scheme.get("apply") if isinstance(scheme, Mapping) else None
-        for one in applied if isinstance(applied, list) else (None,):
-            if not isinstance(one, Mapping) or one.get("location") not in FUSED:
-                raise refuse(METHOD, "transform_config", one or config, [f"location {place}" for place in FUSED])
+        for transform in applied if isinstance(applied, list) else (None,):
+            if not isinstance(transform, Mapping) or transform.get("location") not in FUSED:
+                raise refuse(METHOD, "transform_config", transform or config, [f"location {place}" for place in FUSED])
 
 
 def _targets(targets: Any, where: str) -> tuple[str, ...]:
@@ -286,7 +273,7 @@ def _targets(targets: Any, where: str) -> tuple[str, ...]:
 
 
 def _of_activations(group: Any) -> bool:
-    """Whether a group quantises activations alone, such as queries, keys and values: its modules have no codes."""
+    """Whether a group quantises only activations, such as queries, keys and values: its modules have no codes."""
     return isinstance(group, dict) and group.get("weights", group) is None
 
 

@@ -18,21 +18,23 @@ from llmc.ir.graph import Builder, Node, QuantisedWeight, Value
 from llmc.ir.qformat import ENCODINGS, QFormat
 from llmc.ir.signature import Mismatch
 from llmc.quant.kv_scales import KV_SCALES, Scales, kv_scales_of
-from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored
+from llmc.quant.scheme import AGAIN, Codes, Scheme, SchemeOf, Stored, left_out
 
 # Dtypes of codes in a tensor named `weight`, stored one per element or packed.
 FLOAT_CODES = ("f8e4m3", "f8e5m2")
 CODES = ("i8", "u8", "i32", *FLOAT_CODES)
 MOVES = ("reshape", "transpose", "slice", "concat")  # ops that leave codes what they are
 TRANSPOSED = "Conv1D"  # transformers' class of modules that hold the transpose, [k, n]
+# Keys of configurations that list modules that are not quantised.
+PLAIN = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
 
 
 class Decoder:
     """Decodes a checkpoint by its scheme. Implements `llmc.frontend.checkpoint.WeightDecoder`."""
 
-    def __init__(self, scheme: Scheme) -> None:
-        """Decode by `scheme`."""
-        self.scheme = scheme
+    def __init__(self, scheme: Scheme, plain: Mapping[str, str]) -> None:
+        """Decode by `scheme`. `plain` maps the modules that the configuration leaves out to the key that lists each."""
+        self.scheme, self.plain = scheme, plain
         self.labels: Counter[str] = Counter()  # weights by their format
         self._codes: dict[Value, Codes] = {}  # of each decoded weight
         self._orders: dict[bytes, Value] = {}  # of columns, by the content of their group index
@@ -72,6 +74,8 @@ class Decoder:
         return kv_scales_of((name for name in names if self.scheme.split(name) is None), read)
 
     def _weight(self, stored: Stored) -> Value:
+        if (key := self.plain.get(stored.module)) is not None:
+            raise left_out(stored.module, key)
         if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:
             have = ", ".join(sorted(stored.parts))
             raise Diagnostic("E340", f"{stored.module} is stored both quantised and unquantised: {have}", AGAIN)
@@ -192,15 +196,28 @@ def decoder_of(config: Mapping[str, Any], schemes: Mapping[str, SchemeOf]) -> De
     quantisation = config.get("quantization_config")
     if not quantisation:
         return None
-    named = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-    method = str(named or "")
+    if not isinstance(quantisation, Mapping):
+        cause = f"config.json has quantization_config = {str(quantisation)[:80]!r}, not a table"
+        raise Diagnostic("E340", cause, AGAIN)
+    named = str(quantisation.get("quant_method") or "")
+    method = named if named in schemes else named.lower().replace("_", "-")
     if method not in schemes:
-        method = method.lower().replace("_", "-")
-    if method not in schemes:
-        raise Diagnostic(
-            "E307",
-            f"config.json has quantised weights by {str(named or 'a method without a name')[:80]!r}; supported: "
-            f"{', '.join(schemes)}",
-            "use a checkpoint of one of these, or the original one",
-        )
-    return Decoder(schemes[method](quantisation))
+        by = repr(named[:80]) if named else "a method without a name"
+        cause = f"config.json has quantised weights by {by}; supported: {', '.join(schemes)}"
+        raise Diagnostic("E307", cause, "use a checkpoint of one of these, or the original one")
+    return Decoder(schemes[method](quantisation), _plain_modules(quantisation, method))
+
+
+def _plain_modules(config: Mapping[str, Any], method: str) -> dict[str, str]:
+    """Map each module that a configuration lists as not quantised to a description of the list.
+
+    Only full names of modules have an effect. The meaning of shorter ones differs between tools, so a module is
+    quantised if its tensors are.
+    """
+    places = [place for place in (config, config.get("quantization")) if isinstance(place, Mapping)]
+    lists = ((key, place.get(key)) for place in places for key in PLAIN)
+    return {
+        name: f"{key} ({method})"
+        for key, names in lists if isinstance(names, list)
+        for name in names if isinstance(name, str)
+    }  # fmt: skip

@@ -10,22 +10,17 @@ halves are exchanged; and codes are stored plus 128. With columns of a run of 16
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from llmc.quant.scheme import Codes, Stored, check_not_left_out, last_part, refuse, shape_of
+from llmc.quant.scheme import Codes, Stored, last_part, refuse, shape_of
 
 METHOD = "eetq"
 PARTS = ("weight", "weight_scales")
-PLAIN = ("modules_to_not_convert",)
 RUN = 64  # columns of a row that are stored together
 
 
-@dataclass(frozen=True)
 class Eetq:
-    """The scheme of one checkpoint. plain: modules that are not quantised."""
-
-    plain: Mapping[str, Any]
+    """The scheme of a checkpoint."""
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -33,7 +28,6 @@ class Eetq:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, METHOD)
         b, weight, scale = stored.build, stored.part("weight", ("i8",), 2), stored.part("weight_scales", ("f16",), 1)
         k, n = shape_of(weight)
         if n % 2 or k % RUN:
@@ -50,4 +44,4 @@ def eetq(config: Mapping[str, Any]) -> Eetq:
     """The scheme of a quantization_config; raises Diagnostic E307."""
     if (weights := config.get("weights") or "int8") != "int8":
         raise refuse(METHOD, "weights", weights, ("int8",))
-    return Eetq({key: config.get(key) for key in PLAIN})
+    return Eetq()

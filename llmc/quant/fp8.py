@@ -17,12 +17,11 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, POWERS, Codes, Stored, block_of, check_not_left_out, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, POWERS, Codes, Stored, block_of, last_part, refuse, shape_of
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = ("f32", "bf16", "f16", "f8e8m0", "u8")
 STACK_PARTS = ("scale_inv", "activation_scale")  # of a stack of experts, after its name and an underscore
-PLAIN = ("modules_to_not_convert", "ignored_layers")
 ACT = "f8e4m3"
 ACTIVATIONS = ("dynamic", "static")  # values of activation_scheme
 FORMATS = ("e4m3", "float8_e4m3fn")  # values of fmt and of format
@@ -34,12 +33,10 @@ PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
 class Fp8:
     """The scheme of one checkpoint. `block`: rows and columns of a tile of `weight_block_size`, or (0, 0).
 
-    plain: lists of modules that are not quantised, by their keys in the configuration. divides: whether scales are
-    divisors.
+    divides: whether scales are divisors.
     """
 
     block: tuple[int, int]
-    plain: Mapping[str, Any]
     divides: bool = False
 
     def split(self, name: str) -> tuple[str, str] | None:
@@ -51,7 +48,6 @@ class Fp8:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, "fp8")
         weight = stored.parts.get("weight")
         how = stack if weight is not None and weight.type.rank == 3 else scaled
         codes, b = how(stored, self.block), stored.build
@@ -70,8 +66,7 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
         raise refuse("fp8", "activation_scheme", scheme, ACTIVATIONS)
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
-    plain = {key: config.get(key) for key in PLAIN}
-    return Fp8(tile(config.get("weight_block_size"), "fp8"), plain, meaning is not None)
+    return Fp8(tile(config.get("weight_block_size"), "fp8"), meaning is not None)
 
 
 def mxfp8(config: Mapping[str, Any]) -> Fp8:
@@ -81,7 +76,7 @@ def mxfp8(config: Mapping[str, Any]) -> Fp8:
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
     """The scheme of a quantization_config of FBGEMM: one scale for each row, weight_scale [n, 1]."""
-    return Fp8((0, 0), {key: config.get(key) for key in PLAIN})
+    return Fp8((0, 0))
 
 
 def tile(size: Any, method: str) -> tuple[int, int]:

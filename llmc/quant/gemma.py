@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-from llmc.quant.scheme import AGAIN, Codes, Stored, check_not_left_out, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of
 
 METHOD = "gemma"
 TABLE, TABLE_SCALE = "embedding_quantized", "embedding_scale"
 INPUT = "input_activation_scale"
 PARTS = ("weight", "weight_scale", TABLE, TABLE_SCALE, INPUT, "output_activation_scale")
-PLAIN = ("modules_to_not_convert",)
 BITS = (2, 4, 8)
 
 
@@ -31,7 +30,6 @@ class Gemma:
 
     bits: int
     rules: tuple[tuple[re.Pattern[str], int], ...]
-    plain: Mapping[str, Any]
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -39,14 +37,13 @@ class Gemma:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, METHOD)
         b, bits = stored.build, self._bits(stored.module)
         name, scale_name = (TABLE, TABLE_SCALE) if TABLE in stored.parts else ("weight", "weight_scale")
         code = stored.part(name, ("i8" if bits == 8 else "u8",), 2)
         scale = stored.part(scale_name, ("f32", "bf16", "f16"), 2)
         stored.check_scales(scale)
-        n, k = self._shape(stored, shape_of(code), bits)
-        if bits != 8:
+        n, k = shape_of(code)[0], stored.shape[1] if len(stored.shape) == 2 else shape_of(code)[1] * (8 // bits)
+        if bits != 8:  # the last byte of a row may have fields of no column
             stored.expect(code, n, -(-k * bits // 8))
             code = b.unpack_bits(code, bits=bits, axis=1, size=k)
         blocks = shape_of(scale)[1]
@@ -59,12 +56,6 @@ class Gemma:
 
     def _bits(self, module: str) -> int:
         return next((bits for pattern, bits in self.rules if pattern.search(module)), self.bits)
-
-    def _shape(self, stored: Stored, packed: tuple[int, ...], bits: int) -> tuple[int, int]:
-        """The weight's rows and columns; the last byte of a row may have fields of no column."""
-        n, fields = packed[0], 8 // bits
-        columns = stored.shape[1] if len(stored.shape) == 2 else packed[1] * fields
-        return n, columns
 
     def _rounds(self, stored: Stored) -> bool:
         """Whether the inputs of a product are rounded to 8 bits."""
@@ -90,4 +81,4 @@ def gemma(config: Mapping[str, Any]) -> Gemma:
     for num_bits in (bits, *(width for _, width in rules)):
         if num_bits not in BITS:
             raise refuse(METHOD, "num_bits", num_bits, BITS)
-    return Gemma(bits, tuple(rules), {key: config.get(key) for key in PLAIN})
+    return Gemma(bits, tuple(rules))

@@ -17,7 +17,7 @@ from typing import Any
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.ir.ops.quantize import unpack_bits
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, left_out, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, left_out, refuse, shape_of, table
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
 BITS = (2, 3, 4, 8)
@@ -73,13 +73,10 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
     for key in INPUTS:
         if config.get(key):
             raise refuse("gptq", key, config[key], ("none",))
-    rules = config.get("dynamic") or {}
-    if not isinstance(rules, dict):
-        raise Diagnostic("E340", f"quantization_config (gptq) has dynamic = {str(rules)[:80]!r}, not a table", AGAIN)
     return Gptq(
         integer(config, "bits", "gptq"), integer(config, "group_size", "gptq", -1), kind == "gptq",
         bool(config.get("desc_act")) and not config.get("static_groups"),
-        tuple(_rule(key, value, config) for key, value in rules.items()),
+        tuple(_rule(key, value, config) for key, value in table(config, "dynamic", "gptq").items()),
     )  # fmt: skip
 
 

@@ -113,8 +113,8 @@ def _spread(stored: Stored, part: str, axis: int, rows: int, columns: int) -> Va
     b, value = stored.build, stored.part(part, FLOATS)
     if part == "scale":
         stored.check_scales(value)
-    elif not np.isfinite(stored.load(value.name).astype(np.float32)).all():
-        raise Diagnostic("E342", f"{value.name} has zero points that are not finite", AGAIN)
+    else:
+        stored.check_finite(value)
     shape = (rows, 1) if axis == 1 else (1, columns)
     if int(np.prod(shape_of(value))) == 1:  # of the tensor
         return b.broadcast(b.reshape(value, shape=(1, 1)), shape=shape)

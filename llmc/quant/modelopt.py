@@ -36,15 +36,15 @@ from llmc.quant.scheme import (
     Codes,
     Stored,
     block_of,
-    check_not_left_out,
     last_part,
-    powers_of_two,
+    microscaled,
+    nibbles,
+    nvfp4,
     refuse,
     shape_of,
 )
 
 PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
-PLAIN = ("exclude_modules", "ignore")
 TILE, GROUP = 128, 16  # columns that share a scale in FP8_PB_WO and NVFP4
 MIXED = "MIXED_PRECISION"
 FLOATS = ("f32", "bf16", "f16")
@@ -68,28 +68,15 @@ def _tiles(stored: Stored) -> Codes:
 
 
 def _nvfp4(stored: Stored) -> Codes:
-    b = stored.build
-    packed, scale = stored.part("weight", ("u8",), 2), stored.part("weight_scale", ("f8e4m3",), 2)
-    whole = stored.number("weight_scale_2", ("f32",))
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    stored.expect(scale, n, -(-k // GROUP))
-    for value in (scale, stored.parts["weight_scale_2"]):
-        stored.check_scales(value)
-    factor = b.mul(b.cast(scale, dtype="f32"), whole)
-    code = b.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, factor, (1, GROUP), "nvfp4", values="e2m1")
+    return nvfp4(stored, "weight", "weight_scale_2", divides=False)
 
 
 def _mxfp8(stored: Stored) -> Codes:
-    code = stored.part("weight", ("f8e4m3",), 2)
-    return Codes(code, powers_of_two(stored, *shape_of(code)), (1, POWERS), "mxfp8", act=ACT)
+    return microscaled(stored, stored.part("weight", ("f8e4m3",), 2), "mxfp8", act=ACT)
 
 
 def _mxfp4(stored: Stored) -> Codes:
-    packed = stored.part("weight", ("u8",), 2)
-    n, k = shape_of(packed)[0], shape_of(packed)[1] * 2
-    code = stored.build.unpack_bits(packed, bits=4, axis=1, size=k)
-    return Codes(code, powers_of_two(stored, n, k), (1, POWERS), "mxfp4", values="e2m1")
+    return microscaled(stored, nibbles(stored, "weight"), "mxfp4", "e2m1")
 
 
 def _int8(act: str) -> Callable[[Stored], Codes]:
@@ -146,12 +133,10 @@ class ModelOpt:
     """The scheme of one checkpoint.
 
     default: the decoder of all weights; if None, `modules` has one for each module, or for all modules below a name.
-    plain: lists of modules that are not quantised, by their keys in the configuration.
     """
 
     default: Callable[[Stored], Codes] | None
     modules: Mapping[str, Callable[[Stored], Codes]]
-    plain: Mapping[str, Any]
 
     def split(self, name: str) -> tuple[str, str] | None:
         """See `Scheme.split`."""
@@ -159,7 +144,6 @@ class ModelOpt:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        check_not_left_out(stored, self.plain, "modelopt")
         codes = self._decoder(stored.module)(stored)
         return _scaled_inputs(stored, codes) if "pre_quant_scale" in stored.parts else codes
 
@@ -184,16 +168,15 @@ def modelopt(config: Mapping[str, Any]) -> ModelOpt:
     named = [str(x["quant_algo"]) for x in (config, inner) if isinstance(x, Mapping) and x.get("quant_algo")]
     if len({name.upper() for name in named}) > 1:
         raise Diagnostic("E340", f"quantization_config (modelopt) has two quant_algo: {' and '.join(named)}", AGAIN)
-    plain = {key: flat.get(key) for key in PLAIN}
     known = (*ALGORITHMS, MIXED)
     if flat.get("quant_algo") is None and flat.get("kv_cache_quant_algo"):
-        return ModelOpt(lambda stored: _algorithm(flat, known)(stored), {}, plain)  # no weight is quantised
+        return ModelOpt(lambda stored: _algorithm(flat, known)(stored), {})  # no weight is quantised
     if str(flat.get("quant_algo")).upper() != MIXED:
-        return ModelOpt(_algorithm(flat, known), {}, plain)
+        return ModelOpt(_algorithm(flat, known), {})
     layers = flat.get("quantized_layers")
     if not isinstance(layers, Mapping) or not all(isinstance(facts, Mapping) for facts in layers.values()):
         raise Diagnostic("E340", "quantization_config (modelopt) has no quantized_layers with an algorithm each", AGAIN)
-    return ModelOpt(None, {name: _algorithm(facts, tuple(ALGORITHMS)) for name, facts in layers.items()}, plain)
+    return ModelOpt(None, {name: _algorithm(layer, tuple(ALGORITHMS)) for name, layer in layers.items()})
 
 
 def _algorithm(facts: Mapping[str, Any], known: tuple[str, ...]) -> Callable[[Stored], Codes]:

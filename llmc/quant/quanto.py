@@ -36,7 +36,7 @@ ACTS: Mapping[str, str] = MappingProxyType({"qint8": "i8", "qfloat8": "f8e4m3", 
 
 @dataclass(frozen=True)
 class Quanto:
-    """The scheme of a checkpoint. modules: what quanto_qmap.json says of each. everywhere: the type of all others."""
+    """The scheme of a checkpoint. modules: the entries of quanto_qmap.json. everywhere: the type of all others."""
 
     modules: Mapping[str, Any]
     everywhere: str

@@ -28,7 +28,7 @@ import numpy as np
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.quant.awq import ORDER
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of, table
 
 METHOD = "quark"
 PARTS = (
@@ -61,7 +61,7 @@ class Quark:
             if part in stored.parts:
                 raise refuse(METHOD, "tensor", stored.parts[part].name, ("weights of unchanged inputs",))
         settings = self._settings(stored)
-        weight = _table(settings, "weight", stored)
+        weight = _weight_settings(settings, stored)
         if isinstance(weight, list):
             raise refuse(METHOD, f"scales of scales of {stored.module}", len(weight), ("one scale",))
         return replace(_decoded(stored, weight, self.order), act=_act(settings.get("input_tensors")))
@@ -84,21 +84,16 @@ def quark(config: Mapping[str, Any]) -> Quark:
         raise refuse(METHOD, "pack_method", pack, PACKS)
     if isinstance(export, dict) and (kind := export.get("weight_format") or "real_quantized") != "real_quantized":
         raise refuse(METHOD, "weight_format", kind, ("real_quantized",))
-    tables = []
-    for key in ("layer_quant_config", "layer_type_quant_config"):
-        table = config.get(key) or {}
-        if not isinstance(table, dict):
-            raise Diagnostic("E340", f"quantization_config ({METHOD}) has {key} that is not a table", AGAIN)
-        tables.append(table)
-    return Quark(tables[0], tables[1], config.get("global_quant_config"), ORDER if pack == PACKS[0] else ())
+    rules, classes = (table(config, key, METHOD) for key in ("layer_quant_config", "layer_type_quant_config"))
+    return Quark(rules, classes, config.get("global_quant_config"), ORDER if pack == PACKS[0] else ())
 
 
-def _table(settings: Mapping[str, Any], key: str, stored: Stored) -> Any:
-    table = settings.get(key)
-    if not isinstance(table, dict | list):
-        cause = f"{stored.module} is quantised, and quantization_config ({METHOD}) has {key} = {str(table)[:80]!r}"
+def _weight_settings(settings: Mapping[str, Any], stored: Stored) -> Any:
+    weight = settings.get("weight")
+    if not isinstance(weight, dict | list):
+        cause = f"{stored.module} is quantised, and quantization_config ({METHOD}) has weight = {str(weight)[:80]!r}"
         raise Diagnostic("E340", cause, AGAIN)
-    return table
+    return weight
 
 
 def _act(settings: Any) -> str:

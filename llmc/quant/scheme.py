@@ -99,9 +99,12 @@ class Stored:
             raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
         return self.build.reshape(value, shape=(1, 1))
 
-    def check_finite(self, value: Value) -> None:
-        """Raise Diagnostic E342 if a zero point, or another number that is added to a weight, is NaN or infinite."""
-        numbers = self.load(value.name).astype(np.float32)
+    def check_finite(self, value: Value, used: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
+        """Raise Diagnostic E342 if a zero point, or another number that is added to a weight, is NaN or infinite.
+
+        `used` returns the numbers without padding, which may have any content.
+        """
+        numbers = used(self.load(value.name)).astype(np.float32)
         if not np.isfinite(numbers).all():
             where = tuple(int(i) for i in np.argwhere(~np.isfinite(numbers))[0])
             cause = f"{value.name} has {numbers[where]} at {list(where)}; a finite number is expected"
@@ -110,7 +113,7 @@ class Stored:
     def check_scales(self, value: Value, used: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
         """Raise Diagnostic E342 if a scale is NaN, infinite or zero (scales of eight bits may be zero).
 
-        `used` returns the scales without padding, which may have any content.
+        `used`: see `check_finite`.
         """
         scales = used(self.load(value.name))
         if scales.dtype == np.uint8:
@@ -140,10 +143,10 @@ class Stored:
         runs = np.arange(columns) // size
         if np.array_equal(index, runs) or not index.any():
             return None
-        have, want = (np.bincount(x, minlength=count) for x in (index, runs))
-        if (have != want).any():
-            g = int(np.argmax(have != want))
-            cause = f"{value.name} puts {have[g]} columns in group {g}, which has {want[g]} columns"
+        sizes, expected = (np.bincount(x, minlength=count) for x in (index, runs))
+        if (sizes != expected).any():
+            g = int(np.argmax(sizes != expected))
+            cause = f"{value.name} puts {sizes[g]} columns in group {g}, which has {expected[g]} columns"
             raise Diagnostic("E342", cause, AGAIN)
         return Groups(value, index.tobytes())
 
@@ -196,17 +199,6 @@ def activations(method: str, key: str, kind: str, bits: Any) -> str:
     return known[kind, bits]
 
 
-def check_not_left_out(stored: Stored, plain: Mapping[str, Any], method: str) -> None:
-    """Raise Diagnostic E340 if a configuration lists a quantised module, by its full name, as not quantised.
-
-    `plain` are its lists of such modules by key. Shorter names in them, whose meaning differs between tools, are not
-    compared: a module is quantised if its tensors are.
-    """
-    for key, names in plain.items():
-        if isinstance(names, list) and stored.module in names:
-            raise left_out(stored.module, f"{key} ({method})")
-
-
 def left_out(module: str, rule: str) -> Diagnostic:
     """The error for a module that is quantised although a rule of the configuration leaves it out."""
     return Diagnostic("E340", f"{module} is quantised, and quantization_config leaves it out: {rule}", AGAIN)
@@ -217,6 +209,14 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a number", AGAIN)
+    return value
+
+
+def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]:
+    """A table of a quantization_config, empty if it is missing; raises Diagnostic E340 for another type."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a table", AGAIN)
     return value
 
 
@@ -244,9 +244,35 @@ def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]
     return scale, size
 
 
-def powers_of_two(stored: Stored, n: int, k: int) -> Value:
-    """The scales of runs of 32 columns of a weight [n, k], stored as exponents; raises Diagnostic E340 to E342."""
+def nibbles(stored: Stored, part: str) -> Value:
+    """The codes [n, k] of 4 bits in a part u8 [n, k / 2], the low four bits first; raises Diagnostic E340 or E341."""
+    packed = stored.part(part, ("u8",), 2)
+    return stored.build.unpack_bits(packed, bits=4, axis=1, size=2 * shape_of(packed)[1])
+
+
+def microscaled(stored: Stored, code: Value, label: str, values: str = "", act: str = "") -> Codes:
+    """Codes whose runs of 32 columns have scales `weight_scale`, stored as exponents of powers of two.
+
+    Raises Diagnostic E340 to E342.
+    """
+    n, k = shape_of(code)
     scale = stored.part("weight_scale", ("u8", "f8e8m0"), 2)
     stored.expect(scale, n, -(-k // POWERS))
     stored.check_scales(scale)
-    return scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
+    scale = scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
+    return Codes(code, scale, (1, POWERS), label, values=values, act=act)
+
+
+def nvfp4(stored: Stored, part: str, tensor_scale: str, divides: bool) -> Codes:
+    """Codes of 4-bit floats, whose runs of 16 columns have scales `weight_scale`, f8e4m3 [n, k / 16].
+
+    The scales are multiplied, or divided, by the number in the part `tensor_scale`. Raises Diagnostic E340 to E342.
+    """
+    b, code, scale = stored.build, nibbles(stored, part), stored.part("weight_scale", ("f8e4m3",), 2)
+    n, k = shape_of(code)
+    stored.expect(scale, n, -(-k // 16))
+    whole = stored.number(tensor_scale, ("f32",))
+    for value in (scale, stored.parts[tensor_scale]):
+        stored.check_scales(value)
+    factor = (b.div if divides else b.mul)(b.cast(scale, dtype="f32"), whole)
+    return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")

@@ -28,11 +28,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, refuse, shape_of, with_offsets
+from llmc.quant.scheme import AGAIN, Codes, Stored, nibbles, refuse, shape_of, with_offsets
 
 METHOD = "torchao"
 FLOATS = ("f32", "bf16", "f16")
@@ -155,9 +153,9 @@ def _tiles(stored: Stored, facts: Facts) -> Codes:
     if not (rows - 8 < n <= rows and k <= columns) or columns % size:
         raise Diagnostic("E341", f"{qdata.name} is {qdata.type}; it should hold {n} rows and {k} columns", AGAIN)
     stored.expect(pairs, columns // size, rows, 2)
-    nibbles = b.unpack_bits(qdata, bits=4, axis=3, size=words * 8)
+    codes = b.unpack_bits(qdata, bits=4, axis=3, size=words * 8)
     # rows, runs, row in the tile, lane, word, odd column, tile, half of the tile
-    parts = b.reshape(nibbles, shape=(row_tiles, runs, 8, 4, words, 2, 2, 2))
+    parts = b.reshape(codes, shape=(row_tiles, runs, 8, 4, words, 2, 2, 2))
     code = b.reshape(b.transpose(parts, perm=(0, 2, 1, 4, 6, 7, 3, 5)), shape=(rows, columns))
     groups = -(-k // size)
     scale, zero = (
@@ -167,7 +165,7 @@ def _tiles(stored: Stored, facts: Facts) -> Codes:
     )  # fmt: skip
     scale, zero = (_cut(stored, x, n, groups) for x in (scale, zero))
     stored.check_scales(pairs, lambda x: x[:groups, :n, 0])
-    _check_zeros(stored, pairs, n, groups)
+    stored.check_finite(pairs, lambda x: x[:groups, :n, 1])
     return with_offsets(b, _cut(stored, code, n, k), scale, zero, size if size < k else 0, "int4", zero=8)
 
 
@@ -177,12 +175,6 @@ def _cut(stored: Stored, value: Value, n: int, k: int) -> Value:
         if shape_of(value)[axis] != size:
             value = stored.build.slice(value, axis=axis, start=0, stop=size, step=1)
     return value
-
-
-def _check_zeros(stored: Stored, pairs: Value, n: int, groups: int) -> None:
-    """Raise Diagnostic E342 for zero points of a weight that are NaN or infinite; those of the padding may be."""
-    if not np.isfinite(stored.load(pairs.name)[:groups, :n, 1].astype(np.float32)).all():
-        raise Diagnostic("E342", f"{pairs.name} has zero points that are not finite", AGAIN)
 
 
 def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) -> Value:
@@ -200,19 +192,13 @@ def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) ->
     return _cut(stored, b.reshape(b.transpose(parts, perm=perm), shape=whole), n, groups)
 
 
-def _four_bit_floats(stored: Stored) -> Value:
-    """The codes [n, k] of 4-bit floats."""
-    packed = stored.part("qdata", ("u8",), 2)
-    return stored.build.unpack_bits(packed, bits=4, axis=1, size=shape_of(packed)[1] * 2)
-
-
 def _mx(stored: Stored, facts: Facts) -> Codes:
     b, scale = stored.build, stored.part("scale", ("f8e8m0", "u8"), 2)
     if facts.get("block_size") != 32:
         raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (32,))
     code = stored.part("qdata", ("u8", "f8e4m3"), 2)
     if packed := code.type.dtype == "u8":
-        code = _four_bit_floats(stored)
+        code = nibbles(stored, "qdata")
     n, k = shape_of(code)
     powers = _natural(stored, facts, scale, n, -(-k // 32))
     if scale.type.dtype == "u8":
@@ -224,7 +210,7 @@ def _nvfp4(stored: Stored, facts: Facts) -> Codes:
     b, scale = stored.build, stored.part("scale", ("f8e4m3",), 2)
     if facts.get("block_size") != 16:
         raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (16,))
-    code = _four_bit_floats(stored)
+    code = nibbles(stored, "qdata")
     n, k = shape_of(code)
     factor = b.cast(_natural(stored, facts, scale, n, -(-k // 16)), dtype="f32")
     if "per_tensor_scale" in stored.parts:

@@ -150,10 +150,10 @@ class Bound:
             compare(case, t.dtype, round_to_type(buffer.get(t, expected.shape), t), expected)
 
 
-def compare(case: Case, dtype: str, got: np.ndarray, want: np.ndarray) -> None:
+def compare(case: Case, dtype: str, actual: np.ndarray, expected: np.ndarray) -> None:
     """Compare floats within the case's tolerance and a unit in the last place, everything else exactly."""
     if DTYPES[dtype].kind == "f":
         unit = UNITS.get(dtype, 0.0) if case.rtol else 0.0
-        np.testing.assert_allclose(got, want, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)
+        np.testing.assert_allclose(actual, expected, rtol=case.rtol + unit, atol=case.atol, err_msg=case.name)
     else:
-        np.testing.assert_array_equal(got, want, err_msg=case.name)
+        np.testing.assert_array_equal(actual, expected, err_msg=case.name)

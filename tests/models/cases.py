@@ -75,7 +75,7 @@ MLA = SMALL | {
 }
 MLA_EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
-# Of a model that sees, the language half is compiled.
+# Of a model that reads images, the language model is compiled.
 TINY_VISION = {
     "mm_tokens_per_image": 4,
     "vision_config": {

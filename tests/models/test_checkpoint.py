@@ -215,13 +215,13 @@ def test_numbers_that_are_not_finite_are_counted(dtype: str) -> None:
         patterns = rng.integers(0, 1 << bits, 5000, np.dtype(kind), endpoint=False)
         patterns = np.concatenate([patterns, np.array([least - 1, least, least + 1, (1 << bits) - 1], kind)])
     values = patterns.view(DTYPES[dtype].np)
-    found = NotFinite()
-    found.count("w", values, dtype)
-    assert found.found == [("w", int((~np.isfinite(values.astype(np.float64))).sum()))]
-    found = NotFinite()
-    found.count("w", values[np.isfinite(values.astype(np.float64))], dtype)
-    found.count("codes", np.array([255], np.uint8), "u8")
-    assert not found.found and found.note == ""
+    not_finite = NotFinite()
+    not_finite.count("w", values, dtype)
+    assert not_finite.counts == [("w", int((~np.isfinite(values.astype(np.float64))).sum()))]
+    not_finite = NotFinite()
+    not_finite.count("w", values[np.isfinite(values.astype(np.float64))], dtype)
+    not_finite.count("codes", np.array([255], np.uint8), "u8")
+    assert not not_finite.counts and not_finite.note == ""
 
 
 def test_a_note_names_weights_that_are_not_finite(tmp_path: Path) -> None:

@@ -9,20 +9,19 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
 from llmc.dry_run import dry_run
 from llmc.frontend.export import quiet
-from llmc.frontend.model_class import hears, part_that_writes, sees
+from llmc.frontend.model_class import reads_audio, reads_images, text_part
 from llmc.frontend.trace_model import trace
 from llmc.options import Options
 
 CAUSAL = sorted(CONFIG_MAPPING_NAMES.keys() & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
-SEEING = sorted(n for n in CONFIG_MAPPING_NAMES.keys() & MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() if sees(n))
-HEARING = sorted(n for n in CONFIG_MAPPING_NAMES if hears(n) or part_that_writes(n))
+WITH_IMAGES = sorted(n for n in CONFIG_MAPPING_NAMES if reads_images(n))
+WITH_AUDIO = sorted(n for n in CONFIG_MAPPING_NAMES if reads_audio(n) or text_part(n))
 REFUSALS = ("E302", "E303", "E305", "E306", "E310", "E311", "E312", "E430", "E435")
 SMALL = Options(target="cpu:portable", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, cache=None)
 
@@ -44,7 +43,7 @@ def write_config(name: str, folder: Path) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("name", sorted({*CAUSAL, *SEEING, *HEARING}))
+@pytest.mark.parametrize("name", sorted({*CAUSAL, *WITH_IMAGES, *WITH_AUDIO}))
 def test_a_causal_type_with_its_default_config(name: str, tmp_path: Path) -> None:
     write_config(name, tmp_path)
     try:
@@ -90,7 +89,7 @@ def test_attention_of_other_kinds_is_refused_by_name(name: str, tmp_path: Path) 
 
 
 def test_all_other_types_are_refused_by_name(tmp_path: Path) -> None:
-    others = sorted(CONFIG_MAPPING_NAMES.keys() - set(CAUSAL) - set(SEEING) - set(HEARING))
+    others = sorted(CONFIG_MAPPING_NAMES.keys() - set(CAUSAL) - set(WITH_IMAGES) - set(WITH_AUDIO))
     assert len(others) > 250
     for name in others:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))

@@ -68,7 +68,7 @@ def audit_snapshots(scheduler: Scheduler) -> None:
     those are pinned from which rows will start.
     """
     if scheduler.snapshots is None:
-        assert not any(request.snapshot >= 0 or request.marks for request in scheduler.requests.values())
+        assert not any(request.snapshot >= 0 or request.snapshot_positions for request in scheduler.requests.values())
         return
     pool, kept = scheduler.snapshots.pool, scheduler.snapshots.pool.content()
     assert kept.keys() <= scheduler.prefix._page.keys(), "a snapshot without its pages"
@@ -76,7 +76,8 @@ def audit_snapshots(scheduler: Scheduler) -> None:
     assert sorted([*pool._free, *kept.values(), *written]) == list(range(pool.count)), "entries"
     pins = Counter(request.snapshot for request in scheduler.running if request.snapshot >= 0)
     assert +pool._pins == pins, f"pinned: {+pool._pins}, rows start from {pins}"
-    assert not any(r.marks or r.snapshot >= 0 for r in scheduler.requests.values() if r.status is not Status.RUNNING)
+    idle = [r for r in scheduler.requests.values() if r.status is not Status.RUNNING]
+    assert not any(r.snapshot_positions or r.snapshot >= 0 for r in idle)
 
 
 def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from llmc.ir import contents
 from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.state import HOLDS, ends
+from llmc.ir.ops.state import HOLDS, ends, last_entries
 
 
 def _emit_last(d: Drawing, shape: Shape) -> Any:
@@ -96,8 +96,8 @@ def row_propose(tokens: Any, drafts: Any, length: Any, rows: Any, starts: Any, e
     """
     tokens, drafts = tokens.copy(), drafts.copy()
     proposed = np.zeros(len(rows), np.int32)
-    for i, row in enumerate(rows):
-        if row < 0 or not emit[i] or starts[i] == starts[i + 1] or (i + 1 < len(rows) and rows[i + 1] == row):
+    for i, row in last_entries(rows, starts):
+        if not emit[i]:
             continue
         known = int(length[row]) + 1
         room = min(int(drafts[row, 1]), tokens.shape[1] - known)
@@ -139,12 +139,11 @@ def row_extend(tokens: Any, reach: Any, rows: Any, starts: Any, positions: Any, 
     has; if emit is set, the id is written after them, unless the row is full.
     """
     tokens, reach = tokens.copy(), reach.copy()
-    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
-        if row < 0 or starts[i] == starts[i + 1] or (i + 1 < len(rows) and rows[i + 1] == row):
-            continue
-        reach[row] = end
-        if emit[i] and end < tokens.shape[1]:
-            tokens[row, end] = ids[i]
+    end = ends(rows, starts, positions)
+    for i, row in last_entries(rows, starts):
+        reach[row] = end[i]
+        if emit[i] and end[i] < tokens.shape[1]:
+            tokens[row, end[i]] = ids[i]
     return tokens, reach
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.opdef import OpDef, op
-from llmc.ir.ops.state import HOLDS, ends
+from llmc.ir.ops.state import HOLDS, ends, last_entries
 
 
 @op("(starts: i32[r]) -> i32[r-1]", holds=HOLDS, example={"r": 6})
@@ -51,10 +51,9 @@ def row_mean(x: Any, starts: Any) -> Any:
 )  # fmt: skip
 def row_advance(length: Any, rows: Any, starts: Any, positions: Any) -> Any:
     """Set the length of each row to the number of computed tokens, of its last entry unless that has no tokens."""
-    length = length.copy()
-    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
-        if row >= 0 and starts[i] < starts[i + 1] and (i + 1 == len(rows) or rows[i + 1] != row):
-            length[row] = end
+    length, end = length.copy(), ends(rows, starts, positions)
+    for i, row in last_entries(rows, starts):
+        length[row] = end[i]
     return length
 
 

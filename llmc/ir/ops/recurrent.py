@@ -76,6 +76,11 @@ def runs(rows: Any, starts: Any, positions: Any) -> Iterator[tuple[int, slice, i
         i = end
 
 
+def tokens_of(span: slice, *operands: Any) -> list[Any]:
+    """Return the operands of some tokens; an operand that is None remains None."""
+    return [None if x is None else x[span] for x in operands]
+
+
 def _convolve(x: Any, before: Any, weight: Any, bias: Any) -> Any:
     """The convolution of x [t, c] along t, after the w - 1 rows `before`."""
     n, w = len(x), weight.shape[1]
@@ -131,7 +136,7 @@ def linear_recurrence(q: Any, k: Any, v: Any, decay: Any, pos: Any, beta: Any = 
     out = np.zeros_like(v)
     for span in sequences(pos):
         state = np.zeros((v.shape[1], k.shape[2], v.shape[2]), decay.dtype)
-        out[span] = recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
+        out[span] = recur(state, *tokens_of(span, q, k, v, decay, beta))
     return out
 
 
@@ -175,7 +180,7 @@ def row_recurrence(
     out, memory = np.zeros_like(v), memory.copy()
     for row, span, first in runs(rows, starts, positions):
         state = memory[row].copy() if first else np.zeros_like(memory[row])
-        out[span] = recur(state, q[span], k[span], v[span], decay[span], None if beta is None else beta[span])
+        out[span] = recur(state, *tokens_of(span, q, k, v, decay, beta))
         memory[row] = state
     return out, memory
 
@@ -203,13 +208,13 @@ def row_recurrence_draft(
     out, memory = np.zeros_like(v), memory.copy()
     n = log.shape[1]
     for row, span, first in runs(rows, starts, positions):
-        cut = kept_positions(first, span, n) - first
+        cut = span.start + kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
         replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        of_run = [q[span], k[span], v[span], decay[span], None if beta is None else beta[span]]
-        out[span][:cut] = recur(state, *(None if x is None else x[:cut] for x in of_run))
+        kept, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
+        out[kept] = recur(state, *tokens_of(kept, q, k, v, decay, beta))
         memory[row] = state
-        out[span][cut:] = recur(state, *(None if x is None else x[cut:] for x in of_run))
+        out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
     return out, memory
 
 

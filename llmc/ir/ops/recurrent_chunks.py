@@ -18,7 +18,7 @@ from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import OpDef, op
 from llmc.ir.ops.recurrent import HOLDS as STEP
-from llmc.ir.ops.recurrent import kept_positions, recur, replay, runs
+from llmc.ir.ops.recurrent import kept_positions, recur, replay, runs, tokens_of
 from llmc.ir.types import Type
 
 
@@ -108,7 +108,7 @@ def chunk_recurrence(
         if span.stop - span.start >= least:
             out[span] = _advance(state, span, q, k, v, decay, factors)
         else:
-            out[span] = recur(state, *_of(span, q, k, v, decay, beta))
+            out[span] = recur(state, *tokens_of(span, q, k, v, decay, beta))
         memory[row] = state
     return out, memory
 
@@ -135,19 +135,14 @@ def chunk_recurrence_draft(
         cut = span.start + kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
         replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        kept, rest = np.s_[span.start : cut], np.s_[cut : span.stop]
+        kept, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
         if span.stop - span.start >= least:
             out[kept] = _advance(state, kept, q, k, v, decay, factors)
         else:
-            out[kept] = recur(state, *_of(kept, q, k, v, decay, beta))
+            out[kept] = recur(state, *tokens_of(kept, q, k, v, decay, beta))
         memory[row] = state
-        out[rest] = recur(state, *_of(rest, q, k, v, decay, beta))
+        out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
     return out, memory
-
-
-def _of(span: slice, *operands: Any) -> list[Any]:
-    """The operands of some tokens."""
-    return [None if x is None else x[span] for x in operands]
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

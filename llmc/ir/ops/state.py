@@ -7,7 +7,7 @@ row are adjacent and their tokens consecutive; each entry has its own logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -134,6 +134,13 @@ def row_last(starts: Any) -> Any:
     return np.where(starts[1:] > starts[:-1], starts[1:] - 1, -1)
 
 
+def last_entries(rows: Any, starts: Any) -> Iterator[tuple[int, int]]:
+    """Yield (entry, device row) for the last entry of each row, unless that has no tokens."""
+    for i, row in enumerate(rows):
+        if row >= 0 and starts[i] < starts[i + 1] and (i + 1 == len(rows) or rows[i + 1] != row):
+            yield i, row
+
+
 def ends(rows: Any, starts: Any, positions: Any) -> Any:
     """Return the position of each entry's new token, one after its last; undefined for padding."""
     return positions[np.clip(starts[1:] - 1, 0, None)] + 1
@@ -155,16 +162,15 @@ def row_commit(
     set, the sampled id is counted as output and becomes the row's next token (unless the row is full).
     """
     tokens, length, counts = tokens.copy(), length.copy(), counts.copy()
-    for i, (row, end) in enumerate(zip(rows, ends(rows, starts, positions), strict=True)):
-        if row < 0 or starts[i] == starts[i + 1] or (i + 1 < len(rows) and rows[i + 1] == row):
-            continue
-        length[row] = end
+    end = ends(rows, starts, positions)
+    for i, row in last_entries(rows, starts):
+        length[row] = end[i]
         if emit[i]:
-            if end < tokens.shape[1]:
-                tokens[row, end] = ids[i]
+            if end[i] < tokens.shape[1]:
+                tokens[row, end[i]] = ids[i]
             counts[row, ids[i]] += 1
     return tokens, length, counts
 
 
 OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["HOLDS", "OPS", "ends"]
+__all__ = ["HOLDS", "OPS", "ends", "last_entries"]

@@ -34,7 +34,7 @@ def _nodes(g: Graph, ctx: Ctx) -> int:
 def _weights(g: Graph, ctx: Ctx) -> int:
     done = 0
     for v in list(g.inputs):
-        if v.weight and not v.uses and not any(v is o for o in g.outputs):
+        if v.weight and not v.uses and v not in g.outputs:
             if not ctx.spend():
                 return done
             g.inputs.remove(v)

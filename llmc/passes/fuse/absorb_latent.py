@@ -10,13 +10,9 @@ from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.ops.quantize import ENCODINGS
 from llmc.passes.analysis import drop_ones, made_by, weight_only
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.rewrite import substitute
+from llmc.passes.rewrite import NoMatch, substitute
 
 SWAP = (1, 0, 2)  # exchanges tokens and heads
-
-
-class NoMatch(Exception):
-    """Attention is not latent attention; the message has the reason."""
 
 
 class Latent(NamedTuple):
@@ -68,22 +64,22 @@ class AbsorbLatent(Pass):
 
 
 def _plain(v: Value) -> tuple[Value, bool]:
-    """`v` without transposes of tokens and heads, and whether their number is odd."""
-    odd = False
+    """`v` without transposes of tokens and heads, and whether these swap the two axes."""
+    swapped = False
     while (n := made_by(v, "transpose")) and tuple(n.attrs["perm"]) == SWAP:
-        v, odd = n.operands[0], not odd
-    return v, odd
+        v, swapped = n.operands[0], not swapped
+    return v, swapped
 
 
 def _columns(v: Value) -> tuple[Value, int, int, bool] | None:
     """(x, start, stop, swapped) if v is x[:, :, start:stop] of a value of rank 3, whose first axes may be swapped."""
-    v, odd = _plain(v)
+    v, part_swapped = _plain(v)
     n = made_by(v, "slice")
     if n is None or n.attrs["axis"] % v.type.rank != 2 or v.type.rank != 3 or n.attrs["step"] != 1:
         return None
     start, stop = n.attrs["start"].const, n.attrs["stop"].const
     x, swapped = _plain(n.operands[0])
-    return None if start is None or stop is None else (x, start, stop, odd != swapped)
+    return None if start is None or stop is None else (x, start, stop, part_swapped != swapped)
 
 
 def _key_parts(k: Value) -> tuple[Value, Value] | None:
@@ -150,8 +146,7 @@ def _absorbed(b: Any, n: Node, x: Latent) -> Value:
     key = b.concat(x.latent, rotary, axis=1)
     queries = _cut(b, n.operands[0], x.plain, int(size))
     mixed = b.latent_attention(own, queries, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
-    out: Value = b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
-    return out
+    return b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
 
 
 def _dequantized(b: Any, weight: Value) -> Value:
@@ -163,8 +158,7 @@ def _dequantized(b: Any, weight: Value) -> Value:
     a = n.attrs
     point = 0 if len(n.operands) > 2 else int(a["zero"] or 0)
     values = ENCODINGS.get(a["code"], "")
-    out: Value = b.dequantize(*n.operands, block=a["block"], dtype=a["dtype"], zero_point=point, values=values)
-    return out
+    return b.dequantize(*n.operands, block=a["block"], dtype=a["dtype"], zero_point=point, values=values)
 
 
 def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
@@ -180,9 +174,6 @@ def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
             at += width
         if sum(int(v.type.shape[2]) for v in parts) == stop - start:
             whole = parts[0] if len(parts) == 1 else b.concat(*parts, axis=2)
-            inner, odd = _plain(whole)
-            if odd != swapped:
-                return b.transpose(inner, perm=SWAP)
-            return inner
-    out: Value = b.slice(q, axis=2, start=D(start), stop=D(stop))
-    return out
+            inner, whole_swapped = _plain(whole)
+            return b.transpose(inner, perm=SWAP) if whole_swapped != swapped else inner
+    return b.slice(q, axis=2, start=D(start), stop=D(stop))

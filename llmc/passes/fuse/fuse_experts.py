@@ -14,7 +14,7 @@ from llmc.passes.fuse.fuse_pointwise import expression
 from llmc.passes.rewrite import Match, Pat, Rewrite, apply, through
 
 NAME = "fuse-experts"
-MOST_COLUMNS, MOST_K = 4096, 64  # of a row that one program keeps in registers
+MAX_COLUMNS, MAX_K = 4096, 64  # of a row that one program keeps in registers
 p = Pat()
 TOTAL = p.sum(p.y, axis=1, keepdim=False)
 
@@ -67,7 +67,7 @@ class FuseExperts(Pass):
 def _round(g: Graph, n: Node, ctx: Ctx) -> None:
     """Round the terms of a moe_combine to the dtype of the rows of its moe_down."""
     dtype = n.operands[0].type.dtype
-    summed = all(u.op.name == "moe_combine" for u in n.result.uses) and not any(n.result is v for v in g.outputs)
+    summed = all(u.op.name == "moe_combine" for u in n.result.uses) and n.result not in g.outputs
     if n.result.type.dtype == dtype or any(v.type.format for v in n.operands) or not summed:
         return
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
@@ -105,7 +105,7 @@ def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
     if topk is None or topk.op.name != "topk_map" or not ctx.allows(n):
         return False
     x = topk.operands[0].type
-    is_only_reader = len(indices.uses) == 1 and not any(v is indices for v in g.outputs)
+    is_only_reader = len(indices.uses) == 1 and indices not in g.outputs
     chooses_from_all = [d.const for d in x.shape] == [1, n.attrs["experts"]]
     if not is_only_reader or not chooses_from_all or not ctx.spend():
         return False
@@ -120,19 +120,19 @@ def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
 
 def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
     columns, k = n.operands[0].type.shape[-1].const, n.attrs["k"]
-    if columns is None or columns > MOST_COLUMNS or k > MOST_K:
-        return f"it selects {k} of {n.operands[0].type.shape[-1]} elements; at most {MOST_K} of {MOST_COLUMNS}"
-    if any(v is n.results[1] for v in g.outputs):
+    if columns is None or columns > MAX_COLUMNS or k > MAX_K:
+        return f"it selects {k} of {n.operands[0].type.shape[-1]} elements; at most {MAX_K} of {MAX_COLUMNS}"
+    if n.results[1] in g.outputs:
         return "its indices are a result of the graph"
-    odd = [u for u in casts if u.op.name != "cast" or u.result.type.dtype != "i32"]
-    return f"{odd[0].op.name} reads its indices; only casts to i32 may" if odd else None
+    others = [u for u in casts if u.op.name != "cast" or u.result.type.dtype != "i32"]
+    return f"{others[0].op.name} reads its indices; only casts to i32 may" if others else None
 
 
 def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
     """The operand of the replacement, the expression of its rows that topk reads, and the nodes that this replaces."""
     x = n.operands[0]
     producer = x.node
-    if producer is None or len(set(x.uses)) > 1 or any(v is x for v in g.outputs):
+    if producer is None or len(set(x.uses)) > 1 or x in g.outputs:
         return x, arg(0), []
     e = _row_expression(producer, [v for v in producer.operands if const_value(v) is None][:1])
     source = next((v for v in producer.operands if const_value(v) is None), x)
@@ -148,7 +148,7 @@ def _after(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
     sums = [u for u in users if _is_row_sum(u)]
     others = list(dict.fromkeys([*(u for u in users if u not in sums), *(r for s in sums for r in s.result.uses)]))
     selected = [values, *(s.result for s in sums)]
-    if len(others) != 1 or any(v is o for v in selected for o in g.outputs):
+    if len(others) != 1 or any(v in g.outputs for v in selected):
         return values, arg(0), []
     (last,) = others
     e = _row_expression(last, selected)

@@ -12,6 +12,7 @@ from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.scalar import E, arg, parse_expr, substitute
 from llmc.passes.analysis import const_value, is_pointwise, rounds_little, weight_only
 from llmc.passes.base import Ctx, Pass
+from llmc.passes.rewrite import hoist
 
 PRODUCTS = ("linear", "linear_map")
 
@@ -42,7 +43,7 @@ def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
     """A linear read only through slices of its last axis -> one linear per distinct slice (phi3's gate and up)."""
     product, (x, weight) = n.result, n.operands
     readers = list(dict.fromkeys(product.uses))
-    if not readers or any(product is o for o in g.outputs) or weight not in known or not ctx.allows(n):
+    if not readers or product in g.outputs or weight not in known or not ctx.allows(n):
         return False
     if not all(_slices_columns(reader, product.type.rank) for reader in readers):
         return False
@@ -100,7 +101,7 @@ def _absorb(g: Graph, n: Node, limit: int, ctx: Ctx) -> bool:
 
 def _only_reader(g: Graph, v: Value, n: Node) -> bool:
     is_product = v.node is not None and v.node.op.name in PRODUCTS
-    return is_product and all(u is n for u in v.uses) and not any(v is o for o in g.outputs)
+    return is_product and all(u is n for u in v.uses) and v not in g.outputs
 
 
 def _together(products: Sequence[Value], limit: int) -> list[Value]:
@@ -204,25 +205,10 @@ def _joinable(n: Node, known: set[Value]) -> bool:
     )
 
 
-def _hoist(g: Graph, values: Sequence[Value], before: Node) -> None:
-    """Move the nodes that compute these weight-only values in front of `before`, if they come after it."""
-    hoisted: dict[Node, None] = {}
-    work = [v.node for v in values if v.node is not None]
-    while work:
-        n = work.pop()
-        hoisted[n] = None
-        work += [v.node for v in n.operands if v.node is not None and v.node not in hoisted]
-    behind = False
-    for n in g.nodes:
-        behind = behind or n is before
-        if behind and n in hoisted:
-            g.move_before(n, before)
-
-
 def _join(g: Graph, nodes: Sequence[Node], ctx: Ctx) -> None:
     """Replace sibling products by one product over concatenated weights, and slices of its result."""
     first = nodes[0]
-    _hoist(g, [v for n in nodes for v in n.operands[1:]], first)
+    hoist(g, [v for n in nodes for v in n.operands[1:]], first)
     b = Builder(g, ctx.opset, before=first, loc=first.loc)
     columns = [b.concat(*(n.operands[i] for n in nodes), axis=0) for i in range(1, len(first.operands))]
     out = b.emit(first.op, [first.operands[0], *columns], first.attrs)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.analysis import only_reader
 from llmc.passes.base import Ctx, NodePass
 
 
@@ -33,12 +34,12 @@ class FuseNormLinear(NodePass):
         return True
 
     def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
-        readers = n.result.uses
-        if len(readers) != 1 or any(v is n.result for v in g.outputs):
-            return f"its result has {len(readers)} users"
-        if readers[0].op.name not in ("linear", "linear_map") or readers[0].operands[0] is not n.result:
-            return f"its reader is {readers[0].op.name}"
-        if f := readers[0].operands[1].type.format:
+        reader = only_reader(g, n.result)
+        if reader is None:
+            return f"its result has {len(n.result.uses)} users"
+        if reader.op.name not in ("linear", "linear_map") or reader.operands[0] is not n.result:
+            return f"its reader is {reader.op.name}"
+        if f := reader.operands[1].type.format:
             return f"the weight is quantised ({f.name}); no kernel fuses a norm into such a product"
         tokens = product(n.result.type.shape[:-1]).bounds(m.bounds(g))[1]
         return f"the graph has up to {tokens} tokens, more than {self.rows}" if tokens > self.rows else None

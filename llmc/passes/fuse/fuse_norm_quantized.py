@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.analysis import only_reader
 from llmc.passes.base import Ctx, NodePass, rejected
 
 NAME = "fuse-norm-quantized"
@@ -25,11 +26,8 @@ class FuseNormQuantized(NodePass):
 
     def node(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> int:
         """Fuse one norm; return whether it was fused."""
-        readers = norm.result.uses
-        if len(readers) != 1 or any(v is norm.result for v in g.outputs):
-            return False
-        n = readers[0]
-        if n.op.name != "quantized_linear" or n.operands[0] is not norm.result or n.attrs["act"]:
+        n = only_reader(g, norm.result)
+        if n is None or n.op.name != "quantized_linear" or n.operands[0] is not norm.result or n.attrs["act"]:
             return False
         tokens = product(norm.result.type.shape[:-1]).bounds(m.bounds(g))[1]
         if tokens > self.rows:

@@ -106,7 +106,7 @@ class _Groups:
 
     def _joins(self, n: Node, v: Value, producer: _Group) -> bool:
         y = n.results[0]
-        if any(u is not n for u in v.uses) or any(v is o for o in self.g.outputs):
+        if any(u is not n for u in v.uses) or v in self.g.outputs:
             self.ctx.miss(FusePointwise.name, n, f"{producer.nodes[0].op.name} has {len(v.uses)} users")
             return False
         return v.type.shape == y.type.shape

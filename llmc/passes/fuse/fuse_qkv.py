@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
-from llmc.passes.analysis import made_by
+from llmc.passes.analysis import made_by, only_reader
 from llmc.passes.base import Ctx, NodePass
-from llmc.passes.rewrite import in_graph, sweep
+from llmc.passes.rewrite import NoMatch, sweep
 
 RULE = "rope-append"
-
-
-class NoMatch(Exception):
-    """Raised if the pattern does not match; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class FuseQkv(NodePass):
             new.name = old.name
             g.replace(old, new)
         for end in (n, q.last.node, k.last.node, v.last.node):
-            if end is not None and in_graph(g, end):
+            if end is not None:
                 sweep(g, end)
         return True
 
@@ -103,9 +99,8 @@ def _trace_forward(g: Graph, cut: Node) -> Part:
 
 def _reader(g: Graph, v: Value, op: str) -> Value | None:
     """The result of the only reader of `v`, if it is `op` with `v` as its first operand, else None."""
-    if len(v.uses) != 1 or any(v is o for o in g.outputs) or v.uses[0].op.name != op or v.uses[0].operands[0] is not v:
-        return None
-    return v.uses[0].result
+    n = only_reader(g, v)
+    return n.result if n is not None and n.op.name == op and n.operands[0] is v else None
 
 
 def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
@@ -157,7 +152,7 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
         v = part.result
         while v.uses and v.uses[0].op.name == "reshape" and len(v.uses) == 1:
             v = v.uses[0].result
-        if len(v.uses) != 1 or (v.uses[0] is not n and v.uses[0] not in nodes) or any(v is o for o in g.outputs):
+        if only_reader(g, v) not in (n, *nodes):
             raise NoMatch(f"the result of {part.op.name} has other readers, too")
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx, Pass, rejected
+from llmc.passes.rewrite import hoist
 
 NAME = "fuse-reduce-norm"
 SUMS = ("all_reduce", "all_reduce_add")
@@ -66,21 +67,7 @@ def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
         g.erase(total.node)
         ctx.miss(NAME, n, why)
         return False
-    _move_before(g, norm.operands[1], total.node)
+    hoist(g, [norm.operands[1]], total.node)
     g.replace_node(n, total)
     g.replace_node(norm, out)
     return True
-
-
-def _move_before(g: Graph, v: Value, at: Node) -> None:
-    """Move the nodes that compute a value from weights in front of the node `at`, if they come after it."""
-    place = {n: i for i, n in enumerate(g.nodes)}
-    late: list[Node] = []
-    todo = [v]
-    while todo:
-        node = todo.pop().node
-        if node is not None and node not in late and place[node] > place[at]:
-            late.append(node)
-            todo += node.operands
-    for node in sorted(late, key=lambda n: place[n]):
-        g.move_before(node, at)

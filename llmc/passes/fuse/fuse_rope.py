@@ -65,11 +65,11 @@ def table(v: Value) -> Table:
 def _narrow(m: Match, spread: str) -> str | None:
     """None if both tables are [t, h] with this spread, else the reason."""
     for key in ("c", "s"):
-        got = table(m[key])
-        if got.spread != spread:
+        rotation = table(m[key])
+        if rotation.spread != spread:
             return f"the table {m[key]} is not spread as {spread}"
-        if len(drop_ones(got.value.type.shape)) != 2:
-            return f"the table {got.value.type} is not of shape [tokens, columns]"
+        if len(drop_ones(rotation.value.type.shape)) != 2:
+            return f"the table {rotation.value.type} is not of shape [tokens, columns]"
     return None
 
 

@@ -218,5 +218,4 @@ class _Parts:
         if size == 0:
             return part
         start, stop = ends if size == 1 else [d.ceildiv(size) for d in ends]
-        value: Value = b.slice(part, axis=axis, start=start, stop=stop, step=n.attrs["step"])
-        return value
+        return b.slice(part, axis=axis, start=start, stop=stop, step=n.attrs["step"])

@@ -201,8 +201,7 @@ class _Rows:
         """Store a head's own hidden states at its tokens, where its next step reads them; return the pool."""
         hidden = self.g.outputs.pop()
         b = Builder(self.g, self.ops, loc="head")
-        pool: Value = b.page_put(self.hidden, hidden, self.slots)
-        return pool
+        return b.page_put(self.hidden, hidden, self.slots)
 
     def hand_over(self, head: Graph) -> list[Value]:
         """Store the hidden states of the step's tokens, and a head's keys and values; return the two pools.
@@ -294,8 +293,7 @@ class _Rows:
             cause = "KV pools of latents cannot hold 8-bit floats"
             raise Diagnostic("E435", cause, "use --kv-cache-dtype bf16, or the pipeline `serve, without absorb-latent`")
         pool = self.g.input(f"{prefix}kv.{layer}", Type(dtype, (D("P"), D(self.options.page), k.type.shape[1]), True))
-        newest: Value = b.page_put(pool, k if k.type.dtype == dtype else b.cast(k, dtype=dtype), slots)
-        return newest
+        return b.page_put(pool, k if k.type.dtype == dtype else b.cast(k, dtype=dtype), slots)
 
     def _append(self, b: Builder, prefix: str, layer: int, k: Value, v: Value, slots: Value) -> Value:
         """Append keys, and values that are as wide or narrower, to the pool of a layer; return its newest version."""
@@ -308,8 +306,7 @@ class _Rows:
         if pool.dtype in (F8, FNUZ):
             stored = self.g.input(f"{prefix}{KV_SCALES}{layer}", tensor("f32", heads * 2), weight=True)
             scales = [stored if pool.dtype == F8 else b.mul(stored, b.constant(2.0, "f32"))]
-        newest: Value = b.kv_append(kv, k, v, slots, *scales)
-        return newest
+        return b.kv_append(kv, k, v, slots, *scales)
 
     def sample(self, pools: list[Value]) -> None:
         """Replace the logits by the step's outputs: ids and log-probabilities, then the new versions of all states."""
@@ -376,5 +373,4 @@ def _pad(b: Builder, v: Value, width: int) -> Value:
     """Append zeros to the last axis, so that values fit a pool with the width of the keys."""
     t, heads, narrow = v.type.shape
     zero = b.broadcast(b.constant(0.0, v.type.dtype), shape=[t, heads, D(width) - narrow])
-    out: Value = b.concat(v, zero, axis=2)
-    return out
+    return b.concat(v, zero, axis=2)

@@ -65,7 +65,7 @@ class Rounded:
         """Return x as an expression over values: the norm that computes x, if only products read x; otherwise x."""
         n, shape = x.node, x.type.shape
         e = expression(n) if n is not None and all(u.op.name in PRODUCTS for u in x.uses) else None
-        if n is None or e is None or any(x is o for o in self.g.outputs):
+        if n is None or e is None or x in self.g.outputs:
             return arg(0), [x]
         wide = any(v.type.shape == shape for v in n.operands)
         fits = all(DTYPES[v.type.dtype].kind == "f" and v.type.rank <= len(shape) for v in n.operands)
@@ -85,8 +85,7 @@ def product_of_codes(b: Any, n: Node, factors: tuple[Value, Value], weight_scale
     others = [arg(2 * parts + 1 + i) for i in range(len(extras))]
     body = substitute(parse_expr(n.attrs.get("body", "a0")), [*sums, *others])
     dtype = n.attrs.get("dtype", "") or n.result.type.dtype
-    value: Value = b.linear_map(*factors, *scales, row_scale, *extras, parts=parts, body=str(body), dtype=dtype)
-    return value
+    return b.linear_map(*factors, *scales, row_scale, *extras, parts=parts, body=str(body), dtype=dtype)
 
 
 def product_of_tiles(
@@ -97,11 +96,10 @@ def product_of_tiles(
     scales: f32 [*b, groups] of x, and those of the weight, [blocks of rows, groups].
     """
     x_scale, scale = scales[0], _float32(b, scales[1])
-    value: Value = b.block_scaled_linear(
+    return b.block_scaled_linear(
         *factors, x_scale, scale, *n.operands[2:], block=block, parts=n.attrs.get("parts", 1),
         body=n.attrs.get("body", "a0"), dtype=n.attrs.get("dtype", "") or n.result.type.dtype,
     )  # fmt: skip
-    return value
 
 
 def product_of_experts(
@@ -115,8 +113,7 @@ def product_of_experts(
     operands = codes, *n.operands[1:3], stack, _float32(b, scales[1]), scales[0], *n.operands[4:]
     dtype = n.result.type.dtype
     if n.op.name == "moe_up":
-        up: Value = b.scaled_moe_up(*operands, block=block, dtype=dtype, **n.attrs)
-        return up
+        return b.scaled_moe_up(*operands, block=block, dtype=dtype, **n.attrs)
     down: Value = b.scaled_moe_down(*operands, block=block)
     return down if down.type.dtype == dtype else b.cast(down, dtype=dtype)
 

@@ -182,16 +182,14 @@ class _Sharding:
             x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)
         part = D(RANK) if s.parts == self.ranks else (D(RANK) + 1).ceildiv(self.ranks // s.parts) - 1
         start = offset + width * part
-        out: Value = b.slice(x, axis=s.axis, start=start, stop=start + width)
-        return out
+        return b.slice(x, axis=s.axis, start=start, stop=start + width)
 
     def _padded(self, b: Builder, x: Value, axis: int, offset: Dim, size: Dim, zeros: Dim) -> Value:
         """`size` elements from `offset` along an axis, and zeros after them."""
         if size != x.type.shape[axis]:
             x = b.slice(x, axis=axis, start=offset, stop=offset + size)
         shape = (*x.type.shape[:axis], zeros, *x.type.shape[axis + 1 :])
-        out: Value = b.concat(x, b.broadcast(b.constant(0.0, x.type.dtype), shape=shape), axis=axis)
-        return out
+        return b.concat(x, b.broadcast(b.constant(0.0, x.type.dtype), shape=shape), axis=axis)
 
 
 def _local_shape(shape: tuple[Dim, ...], s: Split) -> tuple[Dim, ...]:

@@ -227,7 +227,7 @@ class _Region:
         """`whole`: values that stay whole."""
         self.g, self.ranks, self.plan, self.whole, self.gather = g, ranks, plan, whole, gather
         self.additions = Plan()  # to `plan`
-        self.demanded: set[Value] = set()  # split because a reader wants it
+        self.demanded: set[Value] = set()  # split because a reader needs a part of it
         self.work: list[Value] = []
         self.outputs = set(g.outputs)
 

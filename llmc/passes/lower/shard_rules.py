@@ -90,7 +90,7 @@ def _rows(n: Node, v: Value, s: Split) -> Relation | None:
     slots = n.op.slots([x.type for x in n.operands])
     leading = [n.op.leading(slots[min(i, len(slots) - 1)]) is not None for i in range(len(n.operands))]
     rows = n.operands[0].type.rank - len(n.op.operands[0].dims) + 1
-    is_result = any(v is r for r in n.results)
+    is_result = v in n.results
     if s.axis >= rows or not (is_result or leading[next(i for i, x in enumerate(n.operands) if x is v)]):
         return None
     return Relation(tuple(s if b else None for b in leading), (s,) * len(n.results))

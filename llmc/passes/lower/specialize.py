@@ -10,7 +10,7 @@ from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import FILL, FIRST, NEXT, PLAIN
 
 from llmc.ir.dim import Dim
-from llmc.ir.graph import Builder, Graph, Module, Value
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX, HIDDEN_POOL
@@ -130,24 +130,26 @@ def _only_pools(g: Graph) -> None:
     g.erase_unused()
 
 
+def _spans(g: Graph) -> tuple[Node, Value]:
+    """Return the row_spans of a draft model's graph, and the input row.length, which is added if it is missing."""
+    spans = next(n for n in g.nodes if n.op.name == "row_spans")
+    length = next((v for v in g.inputs if v.name == "row.length"), None)
+    return spans, length or g.input("row.length", spans.operands[2].type)
+
+
 def _rewind(g: Graph, ctx: Ctx) -> None:
     """Begin one token before the last computed one of each row."""
-    inputs = {v.name: v for v in g.inputs}
-    spans = next(n for n in g.nodes if n.op.name == "row_spans")
-    b = Builder(g, ctx.opset, before=spans, loc=spans.loc)
-    reach = inputs["row.reach"]
-    length = g.input("row.length", reach.type) if "row.length" not in inputs else inputs["row.length"]
+    spans, length = _spans(g)
+    reach = spans.operands[2]
     users = dict.fromkeys(reach.uses)
-    start = b.row_rewind(reach, length, spans.operands[0])
+    start = Builder(g, ctx.opset, before=spans, loc=spans.loc).row_rewind(reach, length, spans.operands[0])
     for n in users:
         g.set_operands(n, [start if v is reach else v for v in n.operands])
 
 
 def _begin_last(g: Graph) -> None:
     """Begin at the last token of each row, the first one that is not computed."""
-    spans = next(n for n in g.nodes if n.op.name == "row_spans")
-    reach = spans.operands[2]
-    length = next((v for v in g.inputs if v.name == "row.length"), None) or g.input("row.length", reach.type)
+    spans, length = _spans(g)
     g.set_operands(spans, [*spans.operands[:2], length])
 
 

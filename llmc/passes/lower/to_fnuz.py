@@ -70,5 +70,4 @@ def _doubled(b: Any, scale: Value) -> Value:
     """The scales of codes that stand for half the numbers."""
     if scale.type.dtype in NARROW:
         scale = b.cast(scale, dtype="f32")
-    doubled: Value = b.mul(scale, b.constant(2.0, scale.type.dtype))
-    return doubled
+    return b.mul(scale, b.constant(2.0, scale.type.dtype))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.passes.analysis import only_reader
 from llmc.passes.base import Ctx, NodePass
 from llmc.passes.fuse.fuse_norm_linear import into_product
 from llmc.passes.rewrite import substitute
@@ -59,23 +59,20 @@ class GatherExperts(NodePass):
         fixed = [n.operands[1].type.shape[1], *(d for v in n.operands[3:5] for d in v.type.shape)]
         if any(d.const is None for d in fixed):
             return "the experts' sizes and their number per token are not constant"
-        users = n.result.uses
-        if len(users) != 1 or users[0].op.name != "add" or any(v is n.result for v in g.outputs):
-            return f"its result has the users {_names(users)}, not one addition"
-        if any(v.type.shape != n.result.type.shape for v in users[0].operands):
+        add = only_reader(g, n.result)
+        if add is None or add.op.name != "add":
+            users = ", ".join(u.op.name for u in n.result.uses) or "none"
+            return f"its result has the users {users}, not one addition"
+        if any(v.type.shape != n.result.type.shape for v in add.operands):
             return "its result is added to another shape"
         return None
-
-
-def _names(users: Sequence[Node]) -> str:
-    return ", ".join(u.op.name for u in users) or "none"
 
 
 def _norm(g: Graph, n: Node) -> Node | None:
     """The norm that `n` reads, if all of its readers can compute it."""
     x = n.operands[0]
     norm = x.node
-    if norm is None or norm.op.name != "rms_norm" or any(v is x for v in g.outputs):
+    if norm is None or norm.op.name != "rms_norm" or x in g.outputs:
         return None
     others = [r for r in x.uses if r is not n]
     products = all(r.op.name in ("linear", "linear_map") and r.operands[0] is x for r in others)

@@ -47,8 +47,7 @@ class SplitSample(Pass):
     def _build(self, b: Any, m: Match) -> Value:
         operands = [m[name] for name in _OPERANDS]
         maxima = b.row_block_max(*operands, block=self.block)
-        out: Value = b.row_sample_blocks(*operands, m["tokens"], *maxima, block=self.block)
-        return out
+        return b.row_sample_blocks(*operands, m["tokens"], *maxima, block=self.block)
 
 
 def _finish(g: Graph, n: Node, ctx: Ctx) -> int:

@@ -40,8 +40,7 @@ def _into_gain(m: Match) -> str | None:
 
 def _scaled(b: Any, w: Value, c: float, dtype: str) -> Value:
     w = w if w.type.dtype == dtype else b.cast(w, dtype=dtype)
-    out: Value = b.mul(w, b.constant(c, dtype))
-    return out
+    return b.mul(w, b.constant(c, dtype))
 
 
 RULES: tuple[Rule, ...] = (
@@ -97,8 +96,7 @@ def _scaled_side(n: Node, index: int) -> Build | None:
         for move in reversed(moves):
             v = b.emit(move.op, (v, *move.operands[1:]), move.attrs)
         operands = [*n.operands[:index], v, *n.operands[index + 1 :]]
-        out: Value = b.emit(n.op, operands, {**n.attrs, "scale": n.attrs["scale"] * factor})
-        return out
+        return b.emit(n.op, operands, {**n.attrs, "scale": n.attrs["scale"] * factor})
 
     return build
 

@@ -98,8 +98,7 @@ class Quantize(Pass):
 
 def _quantized(g: Graph, n: Node, w: Value, f: QFormat, ctx: Ctx) -> Value:
     b: Any = Builder(g, ctx.opset, before=n, loc=n.loc)
-    value: Value = b.quantize(w, code=f.code, block=f.block, scale=f.scale, zero=f.zero, act=f.act)
-    return value
+    return b.quantize(w, code=f.code, block=f.block, scale=f.scale, zero=f.zero, act=f.act)
 
 
 def _refuse(n: Node, f: QFormat) -> str | None:

@@ -12,28 +12,19 @@ from torch import Tensor
 from torch.nn import Linear
 
 from llmc.diagnostics import Diagnostic
+from llmc.quant.make.folder_writer import ShardWriter
 from llmc.quant.make.kv_ranges import KvRanges
 from llmc.quant.make.layer_runs import Layer, LayerRuns
 from llmc.quant.make.methods import METHODS, REFERENCE
 from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.plan import Plan, first_names
-from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
+from llmc.quant.make.rounding import finite, round_to_nearest
 
 SPILL = "activations"  # folder of the hidden states, removed at the end
 
 
-class Output(Protocol):
-    """The destination of the new checkpoint's tensors."""
-
-    def add(self, name: str, x: Tensor) -> None:
-        """Write a tensor unchanged."""
-
-    def add_weight(self, module: str, q: Quantised) -> None:
-        """Write a quantised weight."""
-
-
-class Steps(Protocol):
-    """The display of progress."""
+class Progress(Protocol):
+    """The display of the plan and of progress."""
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -43,7 +34,7 @@ class Steps(Protocol):
 
 
 def quantise_layers(
-    source: ModelSource, plan: Plan, tokens: Tensor, seed: int, folder: Path, out: Output, progress: Steps
+    source: ModelSource, plan: Plan, tokens: Tensor, seed: int, folder: Path, out: ShardWriter, progress: Progress
 ) -> None:
     """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355."""
     runs = LayerRuns(source, tokens, folder / SPILL, plan.recipe.method in REFERENCE, seed)
@@ -72,7 +63,7 @@ def quantise_layers(
         )
 
 
-def _outside(source: ModelSource, plan: Plan, name: str, out: Output) -> None:
+def _outside(source: ModelSource, plan: Plan, name: str, out: ShardWriter) -> None:
     """Write a tensor outside of the layers unchanged."""
     x = source.read(name)
     if name in plan.experts:
@@ -83,7 +74,7 @@ def _outside(source: ModelSource, plan: Plan, name: str, out: Output) -> None:
         out.add(name, x)
 
 
-def _kv_scales(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> bool:
+def _kv_scales(source: ModelSource, plan: Plan, layer: Layer, out: ShardWriter) -> bool:
     """Write the scales of a layer's keys and values; return whether it has any."""
     if layer.kv is None or not (kv_scales := layer.kv.scales(layer.path, plan.kv)):
         return False
@@ -95,7 +86,7 @@ def _kv_scales(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> bo
     return True
 
 
-def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[str]:
+def _layer(source: ModelSource, plan: Plan, layer: Layer, out: ShardWriter) -> set[str]:
     """Quantise a layer and write its tensors; return their names."""
     prefix = f"{layer.path}."
     stored = {n.removeprefix(prefix): s for n, s in source.plain_names().items() if n.startswith(prefix)}
@@ -120,7 +111,7 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: Output) -> set[st
     return written | _plain(source, layer, {name: s for name, s in stored.items() if s not in written}, out)
 
 
-def _plain(source: ModelSource, layer: Layer, stored: Mapping[str, str], out: Output) -> set[str]:
+def _plain(source: ModelSource, layer: Layer, stored: Mapping[str, str], out: ShardWriter) -> set[str]:
     """Write a layer's parameters that are not quantised, which the method may have changed; return their names.
 
     `stored`: parameter -> its name in the checkpoint.
@@ -154,7 +145,5 @@ def _targets(
         if isinstance(module, Linear) and stored.get(f"{name}.weight") in plan.weights
     }
     for name, module in linears.items():
-        if not module.weight.isfinite().all():
-            cause = f"{stored[f'{name}.weight']} has values that are NaN or infinite"
-            raise Diagnostic("E350", cause, "download the checkpoint again")
+        finite(stored[f"{name}.weight"], module.weight)
     return linears, {name: source.dtype(stored[f"{name}.weight"]) for name in linears}

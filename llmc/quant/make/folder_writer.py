@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from llmc.diagnostics import Diagnostic
+from llmc.quant.make.packing import stored_parts
+from llmc.quant.make.rounding import Quantised
 
 SHARD = 2 << 30  # bytes of tensors in a file
 PIECE = 16 << 20  # bytes that are copied at a time
@@ -102,6 +104,11 @@ class ShardWriter:
         self._pending.append(_Entry(name, x.dtype, tuple(x.shape), self._size, x.nbytes))
         self._size += x.nbytes
         self.total += x.nbytes
+
+    def add_weight(self, module: str, q: Quantised) -> None:
+        """Add the tensors of a quantised weight."""
+        for part, x in stored_parts(q).items():
+            self.add(f"{module}.{part}", x)
 
     def finish(self) -> int:
         """Save the rest, name the shards and write their index; return their number."""

@@ -184,8 +184,8 @@ class LayerRuns:
         cached = OLD_CACHE if OLD_CACHE in takes else "past_key_values"
 
         def call(hidden: Tensor, weights: Mapping[str, Tensor] = NO_WEIGHTS, cache: KvRanges | None = None) -> Tensor:
-            given = kwargs if cache is None else {**kwargs, cached: cache}
-            out = functional_call(module, dict(weights), (hidden, *args), given)
+            keywords = kwargs if cache is None else {**kwargs, cached: cache}
+            out = functional_call(module, dict(weights), (hidden, *args), keywords)
             return out[0] if isinstance(out, tuple) else out
 
         return Layer(path, module, call, self.hidden, self.reference, self.seed)

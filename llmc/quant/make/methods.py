@@ -28,20 +28,8 @@ Method = Callable[[Layer, Mapping[str, Linear], Recipe, Dtypes], dict[str, Quant
 
 def by_gptq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
     """Quantise by GPTQ."""
-    rounded = {}
-    for group in layer.observe(linears):
-        for name in group.linears:
-            w = linears[name].weight.data
-            rounded[name] = gptq(w, group.gram, recipe, dtypes[name], f"{layer.path}.{name}")
-    for _, group in expert_inputs(layer):
-        for name in group.linears:
-            w = layer.experts[name].of(layer.module)
-            if too_few_tokens(group.tokens, w):
-                layer.rounded.add(name)
-                rounded[name] = round_to_nearest(w, recipe, dtypes[name])
-            else:
-                rounded[name] = gptq(w, group.gram, recipe, dtypes[name], name)
-    return rounded
+    layer.observe(linears)
+    return _observed(layer, linears, recipe, dtypes, gptq)
 
 
 def by_awq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
@@ -49,18 +37,8 @@ def by_awq(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: 
     layer.observe(linears)
     fold_all(layer, linears, dtypes, lambda group, weights: awq_scales(group, weights, recipe))
     fold_experts(layer, lambda group, weights: awq_scales(group, weights, recipe))
-    rounded = _rounded(layer, linears, recipe, dtypes)
-    for group in layer.inputs:
-        for name in group.linears:
-            rounded[name] = round_clipped(linears[name].weight.data, group.gram, recipe, dtypes[name])
-    for _, group in expert_inputs(layer):
-        for name in group.linears:
-            w = layer.experts[name].of(layer.module)
-            if too_few_tokens(group.tokens, w):
-                layer.rounded.add(name)
-            else:
-                rounded[name] = round_clipped(w, group.gram, recipe, dtypes[name])
-    return rounded
+    clipped = _observed(layer, linears, recipe, dtypes, lambda w, gram, r, dtype, _: round_clipped(w, gram, r, dtype))
+    return _rounded(layer, linears, recipe, dtypes) | clipped
 
 
 def by_smoothing(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:
@@ -75,6 +53,29 @@ def by_rounding(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dty
     """Round to nearest."""
     layer.rounded |= layer.experts.keys()
     return _rounded(layer, linears, recipe, dtypes)
+
+
+def _observed(
+    layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes, quantise: Callable[..., Quantised]
+) -> dict[str, Quantised]:
+    """Quantise the observed linear modules, and experts, by quantise(weight, sum of x xT, recipe, dtype, name).
+
+    Experts with too few tokens are rounded to nearest.
+    """
+    quantised = {}
+    for group in layer.inputs:
+        for name in group.linears:
+            path, w = f"{layer.path}.{name}", linears[name].weight.data
+            quantised[name] = quantise(w, group.gram, recipe, dtypes[name], path)
+    for _, group in expert_inputs(layer):
+        for name in group.linears:
+            w = layer.experts[name].of(layer.module)
+            if too_few_tokens(group.tokens, w):
+                layer.rounded.add(name)
+                quantised[name] = round_to_nearest(w, recipe, dtypes[name])
+            else:
+                quantised[name] = quantise(w, group.gram, recipe, dtypes[name], name)
+    return quantised
 
 
 def _rounded(layer: Layer, linears: Mapping[str, Linear], recipe: Recipe, dtypes: Dtypes) -> dict[str, Quantised]:

@@ -21,7 +21,7 @@ from llmc.frontend.model_folder import Source
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.frontend.weight_mapping import resolve
 from llmc.ir.dim import Dim
-from llmc.ir.graph import Builder, Graph, Value
+from llmc.ir.graph import Builder, Graph, Value, inputs_of
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
 from llmc.ir.weight_eval import Blocks, widen
@@ -125,7 +125,7 @@ class ModelSource:
         """Yield the stored weights of experts that the checkpoint holds one by one, and the model in stacks."""
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 3 and name in self.values:
-                for value in inputs(self.values[name]):
+                for value in inputs_of(self.values[name]):
                     if EXPERT.search(value.name) and value.type.rank == 2:
                         yield value.name
 
@@ -133,7 +133,7 @@ class ModelSource:
         """Yield the stored stacks [experts, n, k] of weights, which are not quantised."""
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 3 and name in self.values:
-                yield from (v.name for v in inputs(self.values[name]) if v.type.rank == 3)
+                yield from (v.name for v in inputs_of(self.values[name]) if v.type.rank == 3)
 
     def experts_of(self, layer: str) -> Iterator[ExpertWeight]:
         """Yield the stored weights of a layer's experts; not those that stacks do not hold row by row."""
@@ -147,15 +147,6 @@ class ModelSource:
     def plain_names(self) -> dict[str, str]:
         """Map names of the model's weights to stored tensors that hold them as they are."""
         return {name: v.name for name, v in self.values.items() if v.node is None}
-
-
-def inputs(value: Value) -> Iterator[Value]:
-    """Yield the stored tensors from which a value is computed."""
-    if value.node is None:
-        yield value
-    else:
-        for operand in value.node.operands:
-            yield from inputs(operand)
 
 
 def places(value: Value, expert: int = 0, row: int = 0) -> Iterator[tuple[Value, int, int]]:

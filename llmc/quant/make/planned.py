@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from llmc.frontend.checkpoint import PARTS
 from llmc.frontend.model_folder import Source
 from llmc.frontend.trace_model import Traced
+from llmc.ir.graph import inputs_of
 from llmc.ir.qformat import QFormat
 from llmc.ir.types import Type
-from llmc.quant.make.model_source import FLOATS, ModelSource, inputs
+from llmc.quant.make.model_source import FLOATS, ModelSource
 from llmc.quant.make.plan import make_plan
 from llmc.quant.make.recipes import Recipe
 
@@ -27,7 +28,7 @@ class PlannedWeights:
         with ModelSource(source) as opened:
             chosen = make_plan(opened, recipe, ()).weights
             for name in self._shapes:
-                stored = [v.name for v in inputs(opened.values[name])] if name in opened.values else []
+                stored = [v.name for v in inputs_of(opened.values[name])] if name in opened.values else []
                 if stored and chosen.keys() >= set(stored):
                     scale = next(dtype for dtype, t in FLOATS.items() if t == opened.dtype(stored[0]))
                     self.formats[name], self.counts[name] = stored_format(recipe, scale), len(stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmc_runtime.format.size_text import size_text
 from torch import Tensor
@@ -13,24 +13,13 @@ from torch import Tensor
 from llmc.frontend.hub import PUBLIC, Hub, locate
 from llmc.frontend.model_folder import open_source
 from llmc.frontend.pooling_files import refuse_pooled
-from llmc.quant.make.calibrated import quantise_layers
+from llmc.quant.make.calibrated import Progress, quantise_layers
 from llmc.quant.make.folder_writer import ShardWriter, check_free, copy_files, new_folder, write_json
 from llmc.quant.make.model_source import ModelSource
-from llmc.quant.make.packing import stored_parts
 from llmc.quant.make.plan import Plan, Settings, make_plan
 from llmc.quant.make.recipes import config_group
-from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
+from llmc.quant.make.rounding import finite, round_to_nearest
 from llmc.quant.make.texts import read_texts, windows
-
-
-class Progress(Protocol):
-    """The display of the plan and of progress."""
-
-    def note(self, text: str) -> None:
-        """Print one line."""
-
-    def part(self, name: str, done: int, of: int, unit: str = "") -> None:
-        """Show progress `done` of `of`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
             progress.note(line)
         tokens = _samples(source, settings, progress) if settings.calibrate else None
         with new_folder(out) as folder:
-            writer = Weights(folder)
+            writer = ShardWriter(folder)
             if tokens is None:
                 _round(source, plan, writer, progress)
             else:
@@ -82,15 +71,6 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
             write_json(folder / "config.json", new_config(source, plan))
         seconds = time.monotonic() - started
         return Made(out, shards, len(plan.weights), plan.bytes_before, writer.total, seconds)
-
-
-class Weights(ShardWriter):
-    """A writer of shards that also stores quantised weights."""
-
-    def add_weight(self, module: str, q: Quantised) -> None:
-        """Add the tensors of a quantised weight."""
-        for part, x in stored_parts(q).items():
-            self.add(f"{module}.{part}", x)
 
 
 def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Tensor:
@@ -114,7 +94,7 @@ def new_config(source: ModelSource, plan: Plan) -> dict[str, Any]:
     return {**source.source.config, "quantization_config": quantisation}
 
 
-def _round(source: ModelSource, plan: Plan, writer: Weights, progress: Progress) -> None:
+def _round(source: ModelSource, plan: Plan, writer: ShardWriter, progress: Progress) -> None:
     """Round every planned weight to nearest, and write all tensors in the order of the files."""
     names = list(source.files.tensors)
     for i, name in enumerate(names):

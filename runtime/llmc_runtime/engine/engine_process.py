@@ -350,8 +350,7 @@ class EngineProcess:
         """Return the next control message, None for an invalid one, which the caller counts."""
         frames = self._control.recv_multipart()
         try:
-            message: Control = self._control_decoder.decode(b"".join(frames))
-            return message
+            return self._control_decoder.decode(b"".join(frames))
         except _DECODE_ERRORS:
             return None
 

@@ -18,11 +18,11 @@ from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.canary import require
-from llmc_runtime.exec.capacity import human
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
+from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -150,7 +150,7 @@ def _scheduler_config(
     caching, snapshots = _prefix_caching(manifest, options.enable_prefix_caching), executor.capacity.snapshots
     if manifest.recurrent and not snapshots:
         if options.enable_prefix_caching:
-            cause = f"enable_prefix_caching: no state snapshot of {human(manifest.bytes_per_snapshot)} fits"
+            cause = f"enable_prefix_caching: no state snapshot of {size_text(manifest.bytes_per_snapshot)} fits"
             raise LlmcError("E205", cause, "leave enable_prefix_caching out, or stop other programs on the device")
         caching = False
     ends = dict.fromkeys([*manifest.eos_token_ids, *eos])

@@ -40,7 +40,7 @@ def below_share(loads: Mapping[int, Load]) -> list[int]:
 
 
 class HeldPages:
-    """What an engine is believed to have cached: hashes of pages by tenant, the latest last, at most `bound`."""
+    """The pages that an engine has probably cached: their hashes by tenant, the latest last, at most `bound`."""
 
     def __init__(self, bound: int) -> None:
         self._bound, self._count = bound, 0

@@ -28,7 +28,9 @@ class Supervisor:
 
     Belongs to one event loop, in which the task `_supervise` checks the process ten times a second.
 
-
+    opening:       the first message to each process
+    step_timeout:  maximum duration of a step, in seconds
+    say:           called with log lines
     outputs:       the open requests
     error:         the last failure
     ready:         the limits in force
@@ -36,7 +38,6 @@ class Supervisor:
     startup:       durations of the last start, in seconds
     gave_up:       set when the engine has failed too often
     pause:         see EngineClient
-    `opening` is the first message to each process; `step_timeout` is in seconds; `say` is called with log lines.
     """
 
     def __init__(

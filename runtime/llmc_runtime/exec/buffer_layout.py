@@ -11,7 +11,7 @@ from llmc_runtime.exec.capacity import NOTHING, KvCapacity, Need, plan_kv
 from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Program
+from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Program, memory_of
 
 INPUTS = ("rows", "qlens", "emit")
 ROLES = ("", FILL, FIRST, NEXT)  # each has inputs of its own, whose names begin with the role
@@ -88,10 +88,7 @@ class Layout:
         return self._arena.part(b.offset, b.offset + nbytes)
 
     def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
-        for _ in by_name:  # bounded, in case aliases form a cycle
-            if b.alias is None:
-                break
-            b = by_name[b.alias]
+        b = memory_of(b, by_name)
         if b.kind == "weight":
             return self._weights[b.name]
         if b.kind == "state":

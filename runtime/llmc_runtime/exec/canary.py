@@ -1,7 +1,7 @@
 """The canary: recorded prompts and continuations that detect a machine on which the model computes wrong results.
 
-The first prompt runs alone and the others run together, so that the programs for prompts and for one and several rows
-are covered. Each token is predicted from the recorded tokens before it, so that one difference does not hide the next.
+The first prompt runs by itself and the others run together, which covers the programs for prompts, one row and several
+rows. Each token is predicted from the recorded tokens before it, so that one difference does not hide the next.
 A different token passes if the recorded choice was nearly tied with the next most likely one. Log-probabilities pass if
 they are within `tolerance`, in nats.
 """
@@ -160,7 +160,7 @@ def _tops(logprobs: TokenLogprobs) -> Iterator[tuple[int, float]]:
 
 
 def _groups(executor: Executor, prompts: Sequence[Any]) -> list[Sequence[Any]]:
-    """Return the groups of prompts that run together: the first one alone, the others as rows of the same steps."""
+    """Return the groups of prompts that run together: the first one by itself, the others as rows of the same steps."""
     rows = min(len(prompts), executor.artifact.manifest.limits.max_num_seqs)
     return [prompts[:1], *(prompts[i : i + rows] for i in range(1, len(prompts), rows))]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.size_text import size_text
 
 SNAPSHOTS_PER_ROW = 2  # by default
 _SNAPSHOT_SHARE = 4  # the default number takes at most one part of so many of the KV cache's memory
@@ -44,10 +45,10 @@ class KvCapacity:
         return -(-tokens // self.page_size)
 
     def __str__(self) -> str:
-        size = f"{self.tokens} tokens in {self.pages} pages of {self.page_size} ({human(self.nbytes)})"
+        size = f"{self.tokens} tokens in {self.pages} pages of {self.page_size} ({size_text(self.nbytes)})"
         text = f"KV cache: {size}, {self.tokens / self.max_model_len:.1f} sequences of {self.max_model_len}"
         if self.snapshots:
-            text += f", {self.snapshots} state snapshots ({human(self.snapshot_bytes)})"
+            text += f", {self.snapshots} state snapshots ({size_text(self.snapshot_bytes)})"
         return text
 
 
@@ -69,7 +70,7 @@ class Need:
         parts = {"weights": self.weights, "rows": self.states, "intermediate results": self.arena}
         if self.snapshots:
             parts["state snapshots"] = self.snapshots
-        return ", ".join(f"{name} {human(size)}" for name, size in parts.items())
+        return ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
 
 
 NOTHING = Need(0, 0, 0)
@@ -97,49 +98,42 @@ def plan_kv(
     if need.total and (available < 0 or (pages < 1 and kv_bytes is None)):
         raise _too_little(need, free, sequence_bytes, limits.max_model_len)
     if pages < 1:
-        cause = f"the KV cache has {human(budget)}; a page of {kv.page_size} tokens takes {human(kv.bytes_per_page)}"
-        raise LlmcError(
-            "E202",
-            cause,
-            f"set at least {human(sequence_bytes)}, enough for one sequence of {limits.max_model_len} tokens",
-        )
+        page = f"a page of {kv.page_size} tokens takes {size_text(kv.bytes_per_page)}"
+        remedy = f"set at least {size_text(sequence_bytes)}, enough for one sequence of {limits.max_model_len} tokens"
+        raise LlmcError("E202", f"the KV cache has {size_text(budget)}; {page}", remedy)
     if need.total and pages * kv.bytes_per_page > available:
-        cause = f"the KV cache needs {human(budget)}; {human(available)} of {human(free)} are left beside {need}"
+        remaining = f"{size_text(available)} of {size_text(free)} are left beside {need}"
         tokens = available // kv.bytes_per_page * kv.page_size
-        raise LlmcError("E205", cause, f"set at most {human(available)}, enough for {tokens} tokens")
+        remedy = f"set at most {size_text(available)}, enough for {tokens} tokens"
+        raise LlmcError("E205", f"the KV cache needs {size_text(budget)}; {remaining}", remedy)
     return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len, count, each)
 
 
-def _snapshots(manifest: Manifest, asked: int | None, available: int, share: float, kv_bytes: int | None) -> int:
-    """Return the number of snapshots, `asked` or the default, for `available` bytes. Raises LlmcError E205 if those
-    that are asked for do not fit.
+def _snapshots(manifest: Manifest, requested: int | None, available: int, share: float, kv_bytes: int | None) -> int:
+    """Return the number of snapshots, `requested` or the default, for `available` bytes.
+
+    Raises LlmcError E205 if the requested ones do not fit.
     """
-    each, most = manifest.bytes_per_snapshot, int(max(0, available) * share)
+    each, limit = manifest.bytes_per_snapshot, int(max(0, available) * share)
     if not each:
         return 0
-    if asked is None:
-        room = most // _SNAPSHOT_SHARE if kv_bytes is None else min(most // _SNAPSHOT_SHARE, available - kv_bytes)
+    if requested is None:
+        room = limit // _SNAPSHOT_SHARE
+        room = room if kv_bytes is None else min(room, available - kv_bytes)
         return min(SNAPSHOTS_PER_ROW * manifest.limits.max_num_seqs, max(0, room) // each)
-    if asked * each > most:
-        cause = f"{asked} state snapshots need {human(asked * each)}; {human(most)} are left for them and the KV cache"
-        raise LlmcError("E205", cause, f"set --state-snapshots to less than {most // each}")
-    return asked
+    if requested * each > limit:
+        needed = size_text(requested * each)
+        cause = f"{requested} state snapshots need {needed}; {size_text(limit)} are left for them and the KV cache"
+        raise LlmcError("E205", cause, f"set --state-snapshots to less than {limit // each}")
+    return requested
 
 
 def _too_little(need: Need, free: int, sequence_bytes: int, length: int) -> LlmcError:
-    sequence = f"KV of one sequence of {length} tokens {human(sequence_bytes)}"
-    cause = f"the device has {human(free)} free; {human(need.total + sequence_bytes)} are needed: {need}, {sequence}"
+    sequence = f"KV of one sequence of {length} tokens {size_text(sequence_bytes)}"
+    needed = f"{size_text(need.total + sequence_bytes)} are needed: {need}, {sequence}"
+    cause = f"the device has {size_text(free)} free; {needed}"
     if need.weights < free:
         remedy = "compile with smaller --max-num-seqs, --max-num-batched-tokens or --max-model-len"
     else:
-        remedy = f"compile a model or a dtype whose weights take less than {human(free)}"
+        remedy = f"compile a model or a dtype whose weights take less than {size_text(free)}"
     return LlmcError("E205", cause, f"stop other programs on the device, use one with more memory, or {remedy}")
-
-
-def human(nbytes: float) -> str:
-    """Format a number of bytes with a binary unit, such as "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024 or unit == "GiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -58,17 +58,17 @@ class DraftSteps:
         """Whether drafting can stop after an unlikely token."""
         return self._logprobs.size > 0
 
-    def run(self, work: Sequence[Work], found: Sequence[int] = ()) -> dict[int, list[float]]:
+    def run(self, work: Sequence[Work], lookups: Sequence[int] = ()) -> dict[int, list[float]]:
         """Compute the KV that the draft model lacks, and draft the tokens that a step's work requests.
 
-        found: the number of drafts that prompt lookup has found for each index of `work`, if one has `lookup`. Returns
-        the probabilities of the drafts of each index of `work`, as many as were made; empty unless `stops`.
+        lookups: the number of drafts that prompt lookup has found for each index of `work`, if one has `lookup`.
+        Returns the probabilities of the drafts of each index of `work`, as many as were made; empty unless `stops`.
         """
         if fills := [w for w in work if w.fill]:
             for w in fills:
                 self._rows.place(w.row, w.fill_from)
             self._fill.ready(([w.row for w in fills], [w.fill for w in fills], [0] * len(fills))).run()
-        drafting = [i for i, w in enumerate(work) if w.propose and not (w.lookup and found[i])]
+        drafting = [i for i, w in enumerate(work) if w.propose and not (w.lookup and lookups[i])]
         if len(drafting) == 1:
             likely = {drafting[0]: self._run_single(work[drafting[0]])}
         else:

@@ -292,8 +292,8 @@ def _found(ticket: Ticket) -> list[int]:
     """Return the number of drafts that prompt lookup has found for each work item; empty if no item depends on it."""
     if ticket.proposed is None or not any(w.lookup for w in ticket.work):
         return []
-    found, ends = ticket.proposed.view(np.int32), accumulate(w.rows for w in ticket.work)
-    return [int(found[end - 1]) for end in ends]
+    counts, ends = ticket.proposed.view(np.int32), accumulate(w.rows for w in ticket.work)
+    return [int(counts[end - 1]) for end in ends]
 
 
 def digest_of(ticket: Ticket) -> int:

@@ -39,14 +39,14 @@ def connect() -> str:
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
 
 
-def reserve(here: str, place: Place) -> Any:
-    """Return a placement group of the ranks on as few nodes of this machine, whose address is `here`, as have the CPUs.
+def reserve(address: str, place: Place) -> Any:
+    """Return a placement group of the ranks on as few nodes of the machine with this address as have the CPUs.
 
     Raises LlmcError E142 if the nodes do not have the CPUs, or if they do not become free in time.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes]
-    local = [count for count, node in zip(cpus, nodes, strict=True) if node["NodeManagerAddress"] == here]
+    local = [count for count, node in zip(cpus, nodes, strict=True) if node["NodeManagerAddress"] == address]
     need = f"{place.ranks} ranks of {place.threads} threads need {place.ranks * place.threads} CPUs"
     if _places(local, place) < place.ranks:
         available = ", ".join(map(str, sorted(local, reverse=True)))
@@ -55,7 +55,7 @@ def reserve(here: str, place: Place) -> Any:
             cause += f"; ranks share memory and cannot run on other machines (the cluster has {sum(cpus)} CPUs in all)"
         remedy = f"use fewer --threads, or start a node with more: ray start --num-cpus {place.ranks * place.threads}"
         raise LlmcError("E142", cause, remedy)
-    bundles = [{"CPU": float(place.threads), f"node:{here}": _HERE} for _ in range(place.ranks)]
+    bundles = [{"CPU": float(place.threads), f"node:{address}": _HERE} for _ in range(place.ranks)]
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(place.seconds):
         free = int(ray.available_resources().get("CPU", 0))
@@ -114,9 +114,9 @@ def main(argv: Sequence[str]) -> int:
     if place is None:
         return 0
     try:
-        here = connect()
+        address = connect()
         link.send(link.encode(Placed()))
-        actors = start(reserve(here, place), place)
+        actors = start(reserve(address, place), place)
         link.send(link.encode(Placed()))
         link.receive()  # until rank 0 closes the link
         del actors

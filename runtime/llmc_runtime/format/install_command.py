@@ -62,5 +62,5 @@ def _origin() -> str:
 def _pip() -> str:
     """Return `pip` if the shell finds that of this environment, else the way to run it by its interpreter."""
     pip = shutil.which("pip")
-    here = pip is not None and Path(pip).parent == Path(sys.executable).parent
-    return "pip" if here else f"{shlex.quote(sys.executable)} -m pip"
+    is_own = pip is not None and Path(pip).parent == Path(sys.executable).parent
+    return "pip" if is_own else f"{shlex.quote(sys.executable)} -m pip"

@@ -70,11 +70,9 @@ def check_name(name: str, where: str) -> str:
     """Return `name` if it is a plain relative path, without empty, hidden, `.` or `..` parts; else raise LlmcError
     E104.
     """
-    parts = name.split("/")
-    if len(name) > MAX_NAME or len(parts) > MAX_PARTS or not all(_PART.match(p) for p in parts):
-        raise LlmcError(
-            "E104", f"{where}: {name[:120]!r} is not a safe file name", "use an artifact written by llmc compile"
-        )
+    if not is_safe_name(name):
+        cause = f"{where}: {name[:120]!r} is not a safe file name"
+        raise LlmcError("E104", cause, "use an artifact written by llmc compile")
     return name
 
 

@@ -7,6 +7,7 @@ The manifest is written last, so that an artifact with a manifest is complete.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -143,10 +144,7 @@ class State(Record):
 
     def nbytes(self, env: Mapping[str, int]) -> int:
         """Return the size in bytes, with the symbols' values from `env`."""
-        total = DTYPE_BITS[self.dtype]
-        for d in self.shape:
-            total *= d(env)
-        return -(-total // 8)
+        return -(-math.prod((DTYPE_BITS[self.dtype], *(d(env) for d in self.shape))) // 8)
 
     @property
     def row_bytes(self) -> int:

@@ -50,10 +50,7 @@ class Buffer(Record):
 
     def numel(self, env: Mapping[str, int]) -> int:
         """Return the number of elements, with the symbols' values from `env`."""
-        total = 1
-        for d in self.shape:
-            total *= d(env)
-        return total
+        return math.prod(d(env) for d in self.shape)
 
     def validate(self, where: str) -> None:
         """See Record."""
@@ -229,7 +226,7 @@ def _check_launch(x: Launch, p: Program, top: Mapping[str, int], by_name: Mappin
         if m.arg >= len(x.args) or (not x.params and map_args.count(m.arg) > 1):
             raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
         mapped = p.buffers[x.args[m.arg]]
-        owner = _memory(mapped, by_name)
+        owner = memory_of(mapped, by_name)
         for env in (top, p.smallest_states()) if owner.kind == "state" else (top,):
             m.check(mapped.dtype, owner.offset, owner.bytes(env), env, path)
     for j, param in enumerate(x.params):
@@ -254,14 +251,14 @@ def _check_param(param: Param, x: Launch, p: Program, by_name: Mapping[str, Buff
     if any(e is not None and not e.symbols <= p.symbols.keys() for e in (param.size, param.offset)):
         raise damaged(path, "a size uses an undeclared symbol")
     if param.offset != ZERO:
-        owner = _memory(p.buffers[x.args[param.index]], by_name)
+        owner = memory_of(p.buffers[x.args[param.index]], by_name)
         # A state may be allocated for fewer pages or rows than the symbols' upper bounds.
         smallest = {s: low for s, (low, _) in p.symbols.items()} if owner.kind == "state" else p.top()
         if not 0 <= param.offset(p.top()) < owner.bytes(smallest):
             raise damaged(path, f"the offset {param.offset} is outside of the buffer {owner.name[:80]!r}")
 
 
-def _memory(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:
+def memory_of(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:
     """Return the buffer that owns the memory of `b`, following aliases."""
     for _ in by_name:  # bounded, in case aliases form a cycle
         if b.alias is None:

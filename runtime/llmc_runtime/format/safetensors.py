@@ -7,6 +7,7 @@ gaps. We align tensors by inserting padding tensors named `__pad__.N`, which eve
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -96,9 +97,7 @@ def _tensor(name: str, value: Any, base: int, where: str) -> TensorInfo:
         raise bad("has a malformed shape")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_natural(d) for d in offsets):
         raise bad("has malformed offsets")
-    nbytes = SAFETENSORS_BITS[dtype] // 8
-    for d in shape:
-        nbytes *= d
+    nbytes = math.prod((SAFETENSORS_BITS[dtype] // 8, *shape))
     if nbytes > MAX_BYTES or offsets[1] - offsets[0] != nbytes:
         raise bad(f"has {offsets[1] - offsets[0]} bytes; its shape needs {nbytes}")
     return TensorInfo(name, _OURS.get(dtype, dtype), tuple(shape), base + offsets[0], base + offsets[1])

@@ -148,10 +148,10 @@ class PagePool:
 
     def _evict(self, count: int) -> list[int]:
         """Take up to `count` pages of cached prefixes from a tenant's list, at least one."""
-        own, most = self._victim()
+        own, max_pages = self._victim()
         following, cached, evicted = self._next, self.cached, list[int]()
         page = following[own.end]
-        for _ in range(min(count, most)):
+        for _ in range(min(count, max_pages)):
             cached[page] = 0
             if self.forget is not None:
                 self.forget(page)
@@ -170,10 +170,10 @@ class PagePool:
         if len(lists) == 1:
             (own,) = lists
             return own, own.length
-        own = min(lists, key=lambda one: self._last_used[self._next[one.end]])
+        own = min(lists, key=lambda cached: self._last_used[self._next[cached.end]])
         if self._evictions - self._last_used[self._next[own.end]] > MAX_AGE * self.num_pages:
             return own, 1
-        second, own = sorted(lists, key=lambda one: one.length)[-2:]
+        second, own = sorted(lists, key=lambda cached: cached.length)[-2:]
         return own, max(1, own.length - second.length)
 
     def _list_of(self, page: int) -> _CachedList:

@@ -35,9 +35,9 @@ class SnapshotPool:
 
     def use(self, digest: bytes) -> int:
         """Return the entry that is kept under a digest, and note that it is used now."""
-        kept = self._kept[self._tenant[digest]]
-        kept.move_to_end(digest)
-        return kept[digest]
+        entries = self._kept[self._tenant[digest]]
+        entries.move_to_end(digest)
+        return entries[digest]
 
     def reserve(self) -> int | None:
         """Reserve an entry, evicting another one if none is free. None if all are reserved or pinned."""
@@ -62,9 +62,9 @@ class SnapshotPool:
         tenant = self._tenant.pop(digest, None)
         if tenant is None:
             return
-        kept = self._kept[tenant]
-        entry = kept.pop(digest)
-        if not kept:
+        entries = self._kept[tenant]
+        entry = entries.pop(digest)
+        if not entries:
             del self._kept[tenant]
         if self._pins[entry]:
             raise PageError(f"snapshot {entry} is dropped while a row waits for it")
@@ -90,7 +90,7 @@ class SnapshotPool:
 
     def content(self) -> dict[bytes, int]:
         """Return the entries that are kept, by digest; for audits."""
-        return {digest: entry for kept in self._kept.values() for digest, entry in kept.items()}
+        return {digest: entry for entries in self._kept.values() for digest, entry in entries.items()}
 
     def _evict(self) -> None:
         for tenant in sorted(self._kept, key=lambda tenant: -len(self._kept[tenant])):

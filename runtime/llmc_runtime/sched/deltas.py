@@ -14,8 +14,8 @@ def delta_of(request: Request, token: int, logprobs: TokenLogprobs | None, clock
     Raises RuntimeError if requested log-probabilities, or scores of the prompt, are missing.
     """
     delta = RequestDelta(request.id, [token], None, None, None, request.num_cached or 0)
-    if request.silent:
-        request.silent = False
+    if not request.has_output:
+        request.has_output = True
         delta.times = (request.started - request.arrived, clock() - request.started)
         delta.prompt_logprobs = _scores_of(request)
     num_logprobs = request.params.logprobs

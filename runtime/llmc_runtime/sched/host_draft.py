@@ -33,10 +33,10 @@ class Draft(ABC):
     """
 
     @abstractmethod
-    def propose(self, context: DraftContext, most: int) -> Sequence[int]:
-        """Return up to `most` token ids that are likely to follow `context.tokens`; none if nothing is likely.
+    def propose(self, context: DraftContext, max_tokens: int) -> Sequence[int]:
+        """Return up to `max_tokens` ids that are likely to follow `context.tokens`; none if nothing is likely.
 
-        Ids after the first `most`, and those from the first on that the vocabulary lacks, are dropped.
+        Ids after the first `max_tokens`, and those from the first on that the vocabulary lacks, are dropped.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""HostDrafts: asks a Draft for tokens that may follow those of running requests, and passes them to the device.
+"""HostDrafts: calls a Draft for tokens that may follow those of running requests, and passes them to the device.
 
 A request is drafted for while no step of it is in flight, since only then all its tokens are known. Therefore the
 scheduler plans a step with drafts only after the steps before it were committed (see Scheduler.next).
@@ -51,8 +51,8 @@ class HostDrafts:
                 drafts = list(request.drafted[: min(room, request.verifiable)])
             else:
                 new = new or (room > 0 and request.id not in self._contexts)
-                most = self.speculation.choose(request, room) if room else 0
-                drafts = self._proposal(request, most) if most else []
+                max_tokens = self.speculation.choose(request, room) if room else 0
+                drafts = self._proposal(request, max_tokens) if max_tokens else []
             request.num_drafts = len(drafts)
             if drafts:
                 self._drafts[request.id] = drafts
@@ -72,9 +72,9 @@ class HostDrafts:
 
     def look(self, request: Request) -> None:
         """Draft for a request with a guide, which can thus compute the masks after the drafts before the next plan."""
-        most = 0 if request.drafted or not self.wanted else self.speculation.looks(request, self._room(request))
-        if most:
-            request.take_drafts(self._proposal(request, most))
+        max_tokens = 0 if request.drafted or not self.wanted else self.speculation.looks(request, self._room(request))
+        if max_tokens:
+            request.take_drafts(self._proposal(request, max_tokens))
 
     def placed(self, request: Request, item: Work) -> RowDrafts:
         """Return the change of the device row that places the tokens which `item` verifies after the last token."""
@@ -96,14 +96,14 @@ class HostDrafts:
             return 0
         return max(0, min(self.speculation.config.num_tokens, request.limit - 1 - request.num_total))
 
-    def _proposal(self, request: Request, most: int) -> list[int]:
+    def _proposal(self, request: Request, max_tokens: int) -> list[int]:
         context = self._contexts.get(request.id)
         if context is None:
             scope = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
             context = self._contexts[request.id] = DraftContext(request.id, request.tokens, request.num_prompt, scope)
         try:
-            proposed = () if self._draft is None else self._draft.propose(context, most)
-            return list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, proposed[:most])))
+            proposed = () if self._draft is None else self._draft.propose(context, max_tokens)
+            return list(takewhile(lambda token: 0 <= token < self._vocab_size, map(index, proposed[:max_tokens])))
         except Exception as error:
             self._stop(error)
             return []

@@ -47,21 +47,21 @@ class LookupFirst:
         """Whether drafts are to be verified in plan number `plan` to measure their acceptance."""
         return plan >= self._probe
 
-    def worth(self, request: Request, found: int, costs: Sequence[float], plan: int) -> int:
-        """Return how many of the `found` drafts of a request to verify, in plan number `plan`.
+    def worth(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> int:
+        """Return how many of the drafts of a request to verify, in plan number `plan`.
 
         costs: see worth_verifying.
         """
-        count = worth_verifying(Stop((self.rate(request),), 0.0), [0.0] * found, costs)
+        count = worth_verifying(Stop((self.rate(request),), 0.0), [0.0] * num_drafts, costs)
         if self.due(plan):
             count, self._probe = max(count, 1), plan + _PROBE
         return count
 
-    def take(self, request: Request, found: int, costs: Sequence[float], plan: int) -> None:
+    def take(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> None:
         """Take the drafts that prompt lookup has found for a request whose head has not drafted after it, if any."""
         request.from_lookup = request.verifies_lookup = False
-        if found:
-            request.num_drafts = self.worth(request, found, costs, plan)
+        if num_drafts:
+            request.num_drafts = self.worth(request, num_drafts, costs, plan)
             request.from_lookup, request.likely = request.num_drafts > 0, []
 
     def count(self, request: Request, drafts: int, accepted: int) -> None:

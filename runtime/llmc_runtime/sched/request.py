@@ -71,25 +71,24 @@ class Request:
     row: int = field(default=-1, init=False)
     branch: int = field(default=0, init=False)  # cached pages of its prompt, with and without a snapshot
     snapshot: int = field(default=-1, init=False)  # the snapshot that its row starts from, until that is planned
-    marks: list[int] = field(default_factory=list, init=False)  # positions at which snapshots are to be taken, in order
+    snapshot_positions: list[int] = field(default_factory=list, init=False)  # of snapshots to take, ascending
     decoded: bytes = field(default=b"", init=False)  # digest of the last snapshot that was taken while it decoded
     decode: Work = field(default_factory=lambda: Work(-1, 1, emit=True), init=False)  # computes one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
     bans: Bans | None = field(default=None, init=False)
     account: Account = field(default_factory=Account, init=False)  # of its tenant
-    silent: bool = field(default=True, init=False)  # no token was generated yet
+    has_output: bool = field(default=False, init=False)  # a token was generated
     arrived: float = field(default=0.0, init=False)  # time at which it was added, by the scheduler's clock
     queued: float = field(default=0.0, init=False)  # time at which it last began to wait for a row
     started: float = field(default=0.0, init=False)  # time of its first admission
     limit: int = field(default=0, init=False)  # maximum number of tokens, including the prompt
-    gate: int = field(default=0, init=False)  # below this many tokens no stop token ends it
+    min_length: int = field(default=0, init=False)  # below this many tokens no stop token ends it
     eos: frozenset[int] = field(default=frozenset(), init=False)  # empty with ignore_eos
     stops: frozenset[int] = field(default=frozenset(), init=False)
     scores: PackedLogprobs | None = field(default=None, init=False)  # of the prompt from its second token, if requested
     needs_init: bool = field(default=False, init=False)  # the next step that runs it builds its row
-    num_masked: int | None = field(
-        default=None, init=False
-    )  # tokens that the step in flight samples with their masks; the others are dropped. None: all
+    # Tokens that the step in flight samples with their masks; the others are dropped. None: all.
+    num_masked: int | None = field(default=None, init=False)
     late_masks: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
     drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted after its last one
@@ -102,9 +101,7 @@ class Request:
     lookup_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # the same of those looked up for a head
     from_lookup: bool = field(default=False, init=False)  # its drafts were looked up; the head did not make them
     verifies_lookup: bool = field(default=False, init=False)  # the same of those that the last step verified
-    last_probe: int = field(
-        default=-1 << 40, init=False
-    )  # the plan that last verified a draft to learn whether it pays
+    last_probe: int = field(default=-1 << 40, init=False)  # plan that last verified a draft to learn whether it pays
     idle_plans: int = field(default=0, init=False)  # consecutive plans that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens steps do not wait for its mask
 
@@ -163,7 +160,7 @@ class Request:
         The stop reason is the id for a stop token id, None for an end-of-sequence token (as in vLLM).
         """
         length = len(self.tokens)
-        if length >= self.gate:
+        if length >= self.min_length:
             if token in self.eos:
                 return "stop", None
             if token in self.stops:

@@ -48,13 +48,13 @@ class RowSnapshots:
             request.snapshot = self.pool.use(request.chain[hits])
             self.pool.pin(request.snapshot)
         last = (len(request.tokens) - 1) // size
-        request.marks = [n * size for n in sorted({request.branch, last}) if n > hits]
+        request.snapshot_positions = [n * size for n in sorted({request.branch, last}) if n > hits]
 
     def stop(self, request: Request) -> None:
         """Forget what a request that leaves its row was to start from."""
         if request.snapshot >= 0:
             self.pool.unpin(request.snapshot)
-        request.snapshot, request.marks = -1, []
+        request.snapshot, request.snapshot_positions = -1, []
 
     def plan(self, step: Step, planned: Sequence[Request]) -> None:
         """Add the snapshots that are taken after a step to its plan."""
@@ -69,8 +69,8 @@ class RowSnapshots:
     def _position(self, request: Request, item: Work) -> int:
         """Return the position of the snapshot that is taken after this work; 0 if none is."""
         end = request.num_planned
-        if request.marks and end >= request.marks[0]:
-            del request.marks[0]
+        if request.snapshot_positions and end >= request.snapshot_positions[0]:
+            del request.snapshot_positions[0]
         elif not item.emit or end // self._every == (end - item.num_tokens) // self._every:
             return 0
         else:

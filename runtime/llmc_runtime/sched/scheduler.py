@@ -320,8 +320,8 @@ class Scheduler(LiveRequests):
     def _chunk(self, request: Request, missing: int, max_tokens: int) -> Work:
         """Return work for the next of `missing` tokens. The request has one row of logits already."""
         count, start, score = min(missing, max_tokens), request.num_planned, False
-        if request.marks:
-            count = min(count, request.marks[0] - start)
+        if request.snapshot_positions:
+            count = min(count, request.snapshot_positions[0] - start)
         if request.scores is not None and start < request.num_prompt - 1:
             scored = len(request.scores)
             score = start >= scored

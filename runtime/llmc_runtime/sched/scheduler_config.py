@@ -124,7 +124,7 @@ def admit(request: Request, config: SchedulerConfig, seed: int) -> None:
     request.tokens = list(prompt)
     request.num_prompt = len(prompt)
     request.limit = limit
-    request.gate = len(prompt) + params.min_tokens
+    request.min_length = len(prompt) + params.min_tokens
     request.eos = frozenset() if params.ignore_eos else frozenset(config.eos_token_ids)
     request.stops = stops
     request.scores = None if params.prompt_logprobs is None else PackedLogprobs(params.prompt_logprobs)

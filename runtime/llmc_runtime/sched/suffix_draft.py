@@ -58,8 +58,8 @@ class _Index:
         for tokens, end in self._places.get(tuple(text[-SEED:]), ()):
             if tokens is text and end == known:
                 continue
-            length, most = SEED, min(LONGEST, end, known)
-            while length < most and tokens[end - length - 1] == text[known - length - 1]:
+            length, longest = SEED, min(LONGEST, end, known)
+            while length < longest and tokens[end - length - 1] == text[known - length - 1]:
                 length += 1
             yield length, (tokens, end)
 
@@ -93,21 +93,21 @@ class SuffixDraft(Draft):
         self._behind: deque[_Text] = deque()  # those of them that are not indexed to their end
         self._kept = 0  # their tokens
 
-    def propose(self, context: DraftContext, most: int) -> Sequence[int]:
+    def propose(self, context: DraftContext, max_tokens: int) -> Sequence[int]:
         """Return the likeliest continuation of the longest matches."""
         text = self._live.get(context.id)
         if text is None:
             text = self._live[context.id] = _Text(context.tokens, _Index())
         text.catch_up(CATCH_UP)
         self._index_ended()
-        longest, best = SEED, list[_Place]()
+        longest, places = SEED, list[_Place]()
         for index in (text.index, self._scopes.get(context.scope)):
             for length, place in index.matches(context.tokens) if index else ():
                 if length > longest:
-                    longest, best = length, []
+                    longest, places = length, []
                 if length == longest:
-                    best.append(place)
-        return list(_continued(best, most))
+                    places.append(place)
+        return list(_continued(places, max_tokens))
 
     def end(self, context: DraftContext) -> None:
         """Keep the output for later ones of its scope."""
@@ -140,16 +140,16 @@ class SuffixDraft(Draft):
                 self._behind.popleft()
 
 
-def _continued(found: list[_Place], most: int) -> Iterator[int]:
-    """Yield the tokens that most of the continuations agree on, up to `most`, while they are likely together."""
+def _continued(places: list[_Place], max_tokens: int) -> Iterator[int]:
+    """Yield the tokens that most of the continuations agree on, up to `max_tokens`, while they are likely together."""
     likely = 1.0
-    for ahead in range(most):
-        found = [(tokens, end) for tokens, end in found if end + ahead < len(tokens)]
-        if not found:
+    for ahead in range(max_tokens):
+        places = [(tokens, end) for tokens, end in places if end + ahead < len(tokens)]
+        if not places:
             return
-        token, count = Counter(tokens[end + ahead] for tokens, end in found).most_common(1)[0]
-        likely *= count / len(found)
+        token, count = Counter(tokens[end + ahead] for tokens, end in places).most_common(1)[0]
+        likely *= count / len(places)
         if likely < LIKELY:
             return
-        found = [(tokens, end) for tokens, end in found if tokens[end + ahead] == token]
+        places = [(tokens, end) for tokens, end in places if tokens[end + ahead] == token]
         yield token

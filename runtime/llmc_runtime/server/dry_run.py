@@ -14,9 +14,10 @@ from llmc_runtime.device.device import kv_share
 from llmc_runtime.engine.loader import limits_of, snapshots_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
-from llmc_runtime.exec.capacity import human, plan_kv
+from llmc_runtime.exec.capacity import plan_kv
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.size_text import size_text
 from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.run_server import names_of
@@ -57,7 +58,7 @@ def render(report: Mapping[str, Any]) -> str:
             *(_artifact_lines(report) if report["compiled"] else ()),
             f"  address   {server['address']}, {'TLS' if server['tls'] else 'no TLS'}, {keys}",
             f"  load      up to {server['max_num_queued_reqs']} queued sequences, "
-            f"bodies of up to {human(server['max_body_bytes'])}",
+            f"bodies of up to {size_text(server['max_body_bytes'])}",
             f"  routes    {' '.join(server['routes'])}",
             f"  fits      {fits}" + (f": {report['why']}" if report["why"] else ""),
         ]
@@ -69,17 +70,17 @@ def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
     limits, kv, memory = report["limits"], report["kv"], report["memory"]
     free = "free memory unknown"
     if memory["free"] is not None:
-        free = f"{human(memory['free'])} free on {memory['device']}"
+        free = f"{size_text(memory['free'])} free on {memory['device']}"
     cache = "unknown"
     if kv is not None:
-        cache = f"{kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} ({human(kv['bytes'])}); "
+        cache = f"{kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} ({size_text(kv['bytes'])}); "
         cache += f"{kv['concurrency_at_max_model_len']} sequences of maximum length at a time"
         if kv["state_snapshots"]:
-            cache += f"; {kv['state_snapshots']} state snapshots ({human(kv['snapshot_bytes'])})"
+            cache += f"; {kv['state_snapshots']} state snapshots ({size_text(kv['snapshot_bytes'])})"
     lines = [
         f"  model     {report['source']}, for {report['target']}, digest {report['digest'][:16]}",
-        f"  memory    weights {human(memory['weights'])}, rows {human(memory['rows'])}, "
-        f"intermediate results {human(memory['intermediate'])}; {free}",
+        f"  memory    weights {size_text(memory['weights'])}, rows {size_text(memory['rows'])}, "
+        f"intermediate results {size_text(memory['intermediate'])}; {free}",
         f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens per step",
         f"  KV cache  {cache}",
@@ -129,8 +130,8 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
     if on_cpu:  # all engines use the same memory, and share the weights
         total += (engines - 1) * (need.total - need.weights + caches)
     if free is None:
-        return report | {"why": f"{human(total)} are needed, and no GPU is visible"}
-    return report | {"fits": total <= free, "why": f"{human(total)} of {human(free)}"}
+        return report | {"why": f"{size_text(total)} are needed, and no GPU is visible"}
+    return report | {"fits": total <= free, "why": f"{size_text(total)} of {size_text(free)}"}
 
 
 def _device(target: str) -> tuple[int | None, str]:

@@ -31,8 +31,11 @@ _GRAPHS, _REMEMBERED, _IDLE = 32, 256, 1000
 
 @dataclass(slots=True)
 class _Ready:
-    """A prepared launch. `config` holds the grid of the last run; `grid` holds the indices of its three sizes. `most`
-    is the maximum number of blocks along x.
+    """A prepared launch.
+
+    config:      holds the grid of the last run
+    grid:        indices of the three sizes of the grid
+    max_blocks:  maximum number of blocks along x
     """
 
     launch: Launch
@@ -40,7 +43,7 @@ class _Ready:
     config: Any
     params: int
     grid: tuple[int, int, int]
-    most: int
+    max_blocks: int
 
 
 def _cells_of(x: Launch) -> int:
@@ -278,5 +281,5 @@ class GpuRun:
             self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
         for ready in self._ready:
             config, (x, y, z) = ready.config, ready.grid
-            config.gridDimX, config.gridDimY, config.gridDimZ = min(values[x], ready.most), values[y], values[z]
+            config.gridDimX, config.gridDimY, config.gridDimZ = min(values[x], ready.max_blocks), values[y], values[z]
         self._last = now
