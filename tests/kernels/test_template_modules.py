@@ -57,6 +57,17 @@ def epilogue() -> dict[str, Any]:
     return {"LOAD_EXTRAS": no_extras, "EPILOGUE": relu, "DEPENDENT_LAUNCH": False}
 
 
+def only_part() -> Any:
+    """An epilogue of the sums of one part: the sums themselves."""
+    import triton
+
+    @triton.jit
+    def first(sums):  # type: ignore[no-untyped-def]
+        return sums[0]
+
+    return first
+
+
 def product(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
     """Factors, memory for the result, and the result that is expected."""
     x, w = torch.randn(m, k), torch.randn(n, k)
@@ -143,9 +154,14 @@ def test_experts(interpreter: None) -> None:
     assert starts[-1] == pairs
     x, w, scale = torch.randn(pairs, k), torch.randn(experts, n, k), torch.randn(tokens, choices)
     out = torch.full((tokens, choices, n), float("nan"))
-    moe.moe_down[(1, pairs)](
-        x, order, starts, w, scale, None, out, EXPERTS=experts, EXPERTS_PADDED=8, N=n, K=k, BLOCK_M=16, BLOCK_N=32,
-        BLOCK_K=16, STAGES=2, FLOAT32_FACTORS=False, DEPENDENT_LAUNCH=False,
+    constants = {
+        "CHOICES": 0, "EXPERTS": experts, "EXPERTS_PADDED": 8, "N": n, "K": k, "PARTS": 1, "BLOCK_M": 16, "BLOCK_N": 32,
+        "BLOCK_K": 16, "STAGES": 2,
+    }  # fmt: skip
+    fields = {name: tl.constexpr(value) for name, value in constants.items()}
+    moe.moe_product[(1, pairs)](
+        moe.ExpertProduct(x, order, starts, scale, None, out, **fields), w, FLOAT32_FACTORS=False, EPILOGUE=only_part(),
+        DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     for row, pair in enumerate(order.tolist()):
         want = scale.reshape(-1)[pair] * (w[chosen.reshape(-1)[pair]] @ x[row])
