@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped, pointer
-from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
+from llmc.codegen.backends.triton.quantized_problem import halves, has_assembly, scales_factors
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, pack_stack
@@ -131,7 +131,7 @@ class QuantizedGrouped(Grouped):
             ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype in FLOAT8,
             SCALED=scales_factors(p.half, u.schedule["bm"], scale.dtype, p.left.dtype),
             FACTOR="tl.float32" if u.interpret else element(p.left),
-            ASSEMBLY=u.target.family == "cuda" and not u.interpret and p.left.dtype in ("bf16", "f16"),
+            ASSEMBLY=has_assembly(u, p.left),
         )  # fmt: skip
         return self.grouped(u, Template("quantized_moe", "quantized_moe"), codes=codes)
 

@@ -20,7 +20,7 @@ from llmc.codegen.backends.triton.kernels.moe import (
     store_block,
     zero_sums,
 )
-from llmc.codegen.backends.triton.kernels.quantized_codes import byte_factors, nibble_factors, scaled_factors
+from llmc.codegen.backends.triton.kernels.quantized_codes import add_pair, byte_factors, nibble_factors
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -89,15 +89,9 @@ def add_pairs(codes: ExpertCodes, total, packed, low_x, high_x, entries, place, 
         low_zero = tl.load(zero_ptr + low_at)[:, None]
         high_zero = low_zero if JOINT else tl.load(zero_ptr + high_at)[:, None]
     low, high = pair_factors(codes, packed, low_zero, high_zero)
-    if codes.SCALED:
-        total = tl.dot(scaled_factors(low, low_scale, codes.ASSEMBLY), low_x, total, input_precision="ieee")
-        return tl.dot(scaled_factors(high, high_scale, codes.ASSEMBLY), high_x, total, input_precision="ieee")
-    elif JOINT:
-        added = tl.dot(low, low_x, input_precision="ieee")
-        return total + tl.dot(high, high_x, added, input_precision="ieee") * low_scale.to(tl.float32)
-    else:
-        total = total + tl.dot(low, low_x, input_precision="ieee") * low_scale.to(tl.float32)
-        return total + tl.dot(high, high_x, input_precision="ieee") * high_scale.to(tl.float32)
+    return add_pair(
+        total, low, high, low_x, high_x, low_scale, high_scale, JOINT, codes.SCALED, codes.ASSEMBLY
+    )  # fmt: skip
 
 
 @triton.jit
