@@ -25,14 +25,16 @@ out = torch.full_like(query, torch.nan)
 
 with interpreting():  # modules of kernels that are imported here run in the interpreter
     paged_decode = template_function(Template("decode_attention", "paged_decode"))
-    paged_decode[(tokens, kv_heads, 1)](
-        query, kv, page_table, rows, starts, positions, None, sinks, out, None, len(rows),
-        page_table.shape[1],
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=16, PAGE=page,
-        SCALE=attrs["scale"], WINDOW=attrs["window"], SOFTCAP=attrs["softcap"], SPLITS=0,
-        QUERY_ROWS=16, KEYS_PER_TILE=16, DOT_DTYPE=tl.float32,
-        TABLES_SETTLED=False, DEPENDENT_LAUNCH=False, INTERPRET=True,
+    attention = template_function(Template("paged_kv", "PagedAttention"))(
+        query, kv, page_table, rows, starts, positions, None, sinks, len(rows), page_table.shape[1],
+        HEADS=tl.constexpr(heads), KV_HEADS=tl.constexpr(kv_heads), HEAD_DIM=tl.constexpr(head_dim),
+        HEAD_DIM_PADDED=tl.constexpr(16), PAGE=tl.constexpr(page), SCALE=tl.constexpr(attrs["scale"]),
+        WINDOW=tl.constexpr(attrs["window"]), SOFTCAP=tl.constexpr(attrs["softcap"]),
+        DOT_DTYPE=tl.constexpr(tl.float32), INTERPRET=tl.constexpr(True),
     )  # fmt: skip
+    paged_decode[(tokens, kv_heads, 1)](
+        attention, out, None, SPLITS=0, QUERY_ROWS=16, KEYS_PER_TILE=16, TABLES_SETTLED=False, DEPENDENT_LAUNCH=False
+    )
 
 np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-5)
 print(f"paged_decode agrees with {op.name}: {tokens} tokens, {heads} heads")

@@ -58,6 +58,13 @@ def test_equal_sources_are_compiled_once_and_give_equal_bytes(tmp_path: Path, mo
     assert tool.compile([(GOOD, "")], tmp_path / "a") == first
 
 
+def test_a_binary_does_not_depend_on_targets_compiled_before_it(tmp_path: Path) -> None:
+    """Triton keeps the conversions of 8-bit floats of the first target of a process."""
+    for target, float8 in ((gfx950(), "fp8e4nv"), (gfx942(), "fp8e4b8")):
+        tool, source = TritonToolchain.find(target), replace(GOOD, params=("*fp32", f"*{float8}", "i32"))
+        assert tool.compile([(source, "")], tmp_path, jobs=1)[tool.key(source)].binary
+
+
 def test_several_are_compiled_by_several_processes(tmp_path: Path) -> None:
     tool, seen = TritonToolchain.find(sm_90()), []
     sources = [(replace(GOOD, options=(("num_warps", w),)), "") for w in (1, 4)]

@@ -41,8 +41,7 @@ RECURRENT = {
             f"{_inputs('T')}; {_FACTORS}; {_MEMORY}; {_LOG}; {_STEP}; i32[T]; f32[T, 32]",
             "chunk_recurrence_draft {least=16}", f"bf16[T, 32, 128], {_MEMORY}",
         ),
-    ),
-    "row_channels": (  # of Kimi-Linear-48B-A3B, and of Jamba's Mamba-1 layers
+        # of Kimi-Linear-48B-A3B, and of Jamba's Mamba-1 layers
         Text(
             f"{'bf16[T, 32, 128]; ' * 3}f32[T, 4096]; {_MEMORY}; {_STEP}; i32[T]; f32[T, 32]", "row_recurrence",
             f"bf16[T, 32, 128], {_MEMORY}",

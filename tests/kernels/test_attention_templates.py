@@ -53,26 +53,34 @@ def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return kv, torch.randperm(len(kv))[: len(lengths) * width].reshape(len(lengths), width).to(torch.int32)
 
 
-CONSTANTS: dict[str, Any] = {
-    "HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "HEAD_DIM_PADDED": HEAD_DIM, "PAGE": PAGE,
-    "SCALE": SCALE, "WINDOW": 0, "SOFTCAP": 0.0, "QUERY_ROWS": 16, "KEYS_PER_TILE": 16, "DEPENDENT_LAUNCH": False,
-    "INTERPRET": True,
-}  # fmt: skip
+def arguments(interpreter: Any, table_width: int, row_count: int, **pointers: Any) -> dict[str, Any]:
+    """The arguments that all kernels of paged attention share; pointers that are not given are None."""
+    import triton.language as tl
+
+    constants = {
+        "HEADS": HEADS, "KV_HEADS": KV_HEADS, "HEAD_DIM": HEAD_DIM, "HEAD_DIM_PADDED": HEAD_DIM, "PAGE": PAGE,
+        "SCALE": SCALE, "WINDOW": 0, "SOFTCAP": 0.0, "DOT_DTYPE": tl.float32, "INTERPRET": True,
+    }  # fmt: skip
+    record = interpreter("paged_kv").PagedAttention
+    fields = {name: pointers.get(name) for name in record._fields if name.endswith("_ptr")}
+    fields |= {name: tl.constexpr(value) for name, value in constants.items()}
+    attention = record(**fields, row_count=row_count, table_width=table_width)
+    return {"attention": attention, "QUERY_ROWS": 16, "KEYS_PER_TILE": 16, "DEPENDENT_LAUNCH": False}
 
 
 @pytest.mark.parametrize("splits", [0, 3])
 def test_decode(interpreter: Any, splits: int) -> None:
-    import triton.language as tl
-
     decode, lengths = interpreter("decode_attention"), [1, 37, 70]
     kv, table = paged(lengths)
     query, out = torch.randn(3, HEADS, HEAD_DIM), torch.zeros(3, HEADS, HEAD_DIM)
     partial, lse = torch.zeros(3, HEADS, max(1, splits), HEAD_DIM), torch.zeros(3, HEADS, max(1, splits))
-    decode.paged_decode[(3, KV_HEADS, max(1, splits))](
-        query, kv, table, i32(0, 1, 2), None if splits else i32(0, 1, 2, 3), i32(*(n - 1 for n in lengths)), None, None,
-        partial if splits else out, lse, 3, table.shape[1], **CONSTANTS, SPLITS=splits, DOT_DTYPE=tl.float32,
-        TABLES_SETTLED=False,
+    shared = arguments(
+        interpreter, table.shape[1], 3, query_ptr=query, kv_ptr=kv, page_table_ptr=table, rows_ptr=i32(0, 1, 2),
+        starts_ptr=None if splits else i32(0, 1, 2, 3), positions_ptr=i32(*(n - 1 for n in lengths)),
     )  # fmt: skip
+    decode.paged_decode[(3, KV_HEADS, max(1, splits))](
+        out_ptr=partial if splits else out, lse_ptr=lse, SPLITS=splits, TABLES_SETTLED=False, **shared
+    )
     if splits:
         decode.combine_splits[(3, HEADS)](
             partial, lse, None, out, HEADS=HEADS, HEAD_DIM=HEAD_DIM, HEAD_DIM_PADDED=HEAD_DIM, SPLITS=splits,
@@ -85,8 +93,6 @@ def test_decode(interpreter: Any, splits: int) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_prefill_and_single(interpreter: Any, axis: int) -> None:
     """Rows of 1 and 20 tokens: prefill handles the longer one and leaves zeros for the other, which single handles."""
-    import triton.language as tl
-
     prefill, single, news, lengths = (
         interpreter("prefill_attention"),
         interpreter("single_token_attention"),
@@ -96,15 +102,16 @@ def test_prefill_and_single(interpreter: Any, axis: int) -> None:
     kv, table = paged(lengths)
     positions = torch.cat([torch.arange(n - new, n) for new, n in zip(news, lengths, strict=True)]).to(torch.int32)
     query, out = torch.randn(21, HEADS, HEAD_DIM), torch.full((21, HEADS, HEAD_DIM), torch.nan)
-    rows, starts = i32(0, 1), i32(0, 1, 21)
-    sizes = {"row_count": 2, "token_count": 21, "table_width": table.shape[1], "DOT_DTYPE": tl.float32}
-    prefill.paged_prefill[(21 // 8 + 3, KV_HEADS)[:: -1 if axis else 1]](
-        query, kv, table, rows, starts, positions, None, None, None, out, **sizes, **CONSTANTS, MIN_TOKENS=2, PART=0,
-        TILE_AXIS=axis,
+    shared = arguments(
+        interpreter, table.shape[1], 2, query_ptr=query, kv_ptr=kv, page_table_ptr=table, rows_ptr=i32(0, 1),
+        starts_ptr=i32(0, 1, 21), positions_ptr=positions,
     )  # fmt: skip
+    prefill.paged_prefill[(21 // 8 + 3, KV_HEADS)[:: -1 if axis else 1]](
+        slopes_ptr=None, out_ptr=out, token_count=21, MIN_TOKENS=2, PART=0, TILE_AXIS=axis, **shared
+    )
     assert (out[0] == 0).all()
     single.single_token_attention[(2, KV_HEADS)](
-        query, kv, table, rows, starts, positions, out, None, None, out, **sizes, **CONSTANTS, INPUTS_SETTLED=False
+        longer_ptr=out, out_ptr=out, token_count=21, INPUTS_SETTLED=False, **shared
     )
     for i, position in enumerate(positions.tolist()):
         want = attention(query[i], kv, table[min(i, 1)].long(), position + 1)

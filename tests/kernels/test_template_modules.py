@@ -40,8 +40,8 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"{PACKAGE}.{name}")
 
 
-def epilogue() -> dict[str, Any]:
-    """An epilogue without other operands: relu of the first part."""
+def output(out: torch.Tensor, m: int, N: int) -> Any:
+    """The result of a product, with an epilogue without other operands: relu of the first part."""
     import triton
     import triton.language as tl
 
@@ -54,7 +54,20 @@ def epilogue() -> dict[str, Any]:
         return tl.maximum(sums[0], 0.0)
 
     relu.fn.__globals__["tl"] = tl
-    return {"LOAD_EXTRAS": no_extras, "EPILOGUE": relu, "DEPENDENT_LAUNCH": False}
+    fields = {"N": N, "WHOLE_M": False, "LOAD_EXTRAS": no_extras, "EPILOGUE": relu}
+    record = module("product_output").Output
+    return record(out, (), m, **{name: tl.constexpr(value) for name, value in fields.items()})
+
+
+def only_part() -> Any:
+    """An epilogue of the sums of one part: the sums themselves."""
+    import triton
+
+    @triton.jit
+    def first(sums):  # type: ignore[no-untyped-def]
+        return sums[0]
+
+    return first
 
 
 def product(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
@@ -72,8 +85,8 @@ def test_gemm(interpreter: None) -> None:
     m, n, k = 33, 40, 70
     x, w, out, want = product(m, n, k)
     module("gemm").gemm[(3 * 2,)](
-        x, w, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
-        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, SUM=tl.float32, LATE_LAUNCH=False, **epilogue(),
+        x, w, output(out, m, n), ROW_TILES=3, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
+        GROUP=8, FLOAT32_FACTORS=False, SUM=tl.float32, LATE_LAUNCH=False, DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 
@@ -82,9 +95,9 @@ def test_tile(interpreter: None) -> None:
     m, n, k = 5, 40, 70
     x, w, out, want = product(m, n, k)
     module("gemm_small").gemm_small[(1, 2)](
-        x, w, out, (), m, N=n, K=k, PARTS=1, JOINED=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SLICES=2, STAGES=2,
-        WHOLE_M=False, PREFETCH_LINE=32, PREFETCH_LINES=0, EARLY_EXTRAS=True, FLOAT32_FACTORS=False, SUM=tl.float32,
-        LATE_LAUNCH=False, **epilogue(),
+        x, w, output(out, m, n), K=k, PARTS=1, JOINED=False, BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SLICES=2, STAGES=2,
+        PREFETCH_LINE=32, PREFETCH_LINES=0, EARLY_EXTRAS=True, FLOAT32_FACTORS=False, SUM=tl.float32,
+        LATE_LAUNCH=False, DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 
@@ -96,8 +109,8 @@ def test_mapped(interpreter: None) -> None:
     x, w, out, want = product(m, n, k)
     maps = TensorDescriptor.from_tensor(x, [16, 32]), TensorDescriptor.from_tensor(w, [32, 32])
     module("gemm_tma").gemm_tma[(3 * 2,)](
-        *maps, out, (), m, ROW_TILES=3, N=n, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
-        GROUP=8, WHOLE_M=False, FLOAT32_FACTORS=False, SUM=tl.float32, LATE_LAUNCH=False, **epilogue(),
+        *maps, output(out, m, n), ROW_TILES=3, K=k, PARTS=1, SPLITS=0, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, STAGES=2,
+        GROUP=8, FLOAT32_FACTORS=False, SUM=tl.float32, LATE_LAUNCH=False, DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 
@@ -106,15 +119,17 @@ def test_stream(interpreter: None) -> None:
     m, n, k = 3, 10, 70
     x, w, out, want = product(m, n, k)
     module("gemv").gemv[(3, 2)](
-        x, w, None, out, (), m, N=n, K=k, PARTS=1, ROWS=2, BLOCK_N=4, BLOCK_K=16, AHEAD=2, EPS=None, ONE_BLOCK=False,
-        WHOLE_M=False, EARLY_WEIGHTS=True, JOINT_SUM=None, **epilogue(),
+        x, w, None, output(out, m, n), K=k, PARTS=1, ROWS=2, BLOCK_N=4, BLOCK_K=16, AHEAD=2, EPS=None, ONE_BLOCK=False,
+        EARLY_WEIGHTS=True, JOINT_SUM=None, DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     np.testing.assert_allclose(out.numpy(), want, rtol=1e-4, atol=1e-4)
 
 
 def test_combine(interpreter: None) -> None:
     partial, out = torch.randn(3, 5, 20), torch.full((5, 20), float("nan"))
-    module("splitk_combine").splitk_combine[(5, 2)](partial, out, (), 5, N=20, SPLITS=3, BLOCK=16, **epilogue())
+    module("splitk_combine").splitk_combine[(5, 2)](
+        partial, output(out, 5, 20), SPLITS=3, BLOCK=16, DEPENDENT_LAUNCH=False
+    )
     np.testing.assert_allclose(out.numpy(), torch.relu(partial.sum(0)).numpy(), rtol=1e-5, atol=1e-5)
 
 
@@ -143,9 +158,14 @@ def test_experts(interpreter: None) -> None:
     assert starts[-1] == pairs
     x, w, scale = torch.randn(pairs, k), torch.randn(experts, n, k), torch.randn(tokens, choices)
     out = torch.full((tokens, choices, n), float("nan"))
-    moe.moe_down[(1, pairs)](
-        x, order, starts, w, scale, None, out, EXPERTS=experts, EXPERTS_PADDED=8, N=n, K=k, BLOCK_M=16, BLOCK_N=32,
-        BLOCK_K=16, STAGES=2, FLOAT32_FACTORS=False, DEPENDENT_LAUNCH=False,
+    constants = {
+        "CHOICES": 0, "EXPERTS": experts, "EXPERTS_PADDED": 8, "N": n, "K": k, "PARTS": 1, "BLOCK_M": 16, "BLOCK_N": 32,
+        "BLOCK_K": 16, "STAGES": 2,
+    }  # fmt: skip
+    fields = {name: tl.constexpr(value) for name, value in constants.items()}
+    moe.moe_product[(1, pairs)](
+        moe.ExpertProduct(x, order, starts, scale, None, out, **fields), w, FLOAT32_FACTORS=False, EPILOGUE=only_part(),
+        DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     for row, pair in enumerate(order.tolist()):
         want = scale.reshape(-1)[pair] * (w[chosen.reshape(-1)[pair]] @ x[row])

@@ -84,17 +84,18 @@ def work(names: Sequence[str], share: float, rng: Random) -> Iterator[tuple[Targ
 
 
 def failures(work: Sequence[tuple[Target, Job]]) -> Iterator[str]:
-    """Compile all in one pool; why some are no good."""
-    targets = {w[0]: (target, w[1].entry) for target, w in work}
+    """Compile the jobs, in a pool for each target as `TritonToolchain` does; yield why some are not usable."""
     context: Any = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context) as pool:
-        for what, found in pool.map(compile_one, [w for _, w in work], chunksize=4):
-            if isinstance(found, str):
-                yield f"{what}: {found}"
-            elif not found.binary.startswith(b"\x7fELF"):
-                yield f"{what}: no binary"
-            elif why := excess(*targets[what], found):
-                yield f"{what}: {why}"
+    for target in TARGETS:
+        jobs = {job.key: job for job_target, job in work if job_target == target}
+        with ProcessPoolExecutor(os.cpu_count() or 1, mp_context=context) as pool:
+            for what, found in pool.map(compile_one, jobs.values(), chunksize=4):
+                if isinstance(found, str):
+                    yield f"{what}: {found}"
+                elif not found.binary.startswith(b"\x7fELF"):
+                    yield f"{what}: no binary"
+                elif why := excess(target, jobs[what].source.entry, found):
+                    yield f"{what}: {why}"
 
 
 def excess(target: Target, entry: str, found: Compiled) -> str:

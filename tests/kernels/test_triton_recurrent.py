@@ -23,7 +23,6 @@ from kernels.recurrent_cases import (
 from kernels.triton_harness import INTERPRETED, run_case
 
 from llmc.codegen.backends.triton.recurrent import CHUNK_FACTORS, ROW_CONV, ROW_LOG, ROW_RECURRENCE
-from llmc.codegen.backends.triton.recurrent_channels import ROW_CHANNELS
 from llmc.codegen.kernel import Kernel
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph
@@ -69,7 +68,6 @@ def _graphs() -> Iterator[tuple[str, Kernel, Graph, Any]]:
         yield f"row_conv-{sizes[0]}-{sizes[1]}", ROW_CONV, conv_graph(*sizes), conv_inputs
     for shape in SHAPES:
         for op, kernel in (OPS if shape.channels else {**OPS, **CHUNK_OPS}).items():
-            kernel = ROW_CHANNELS if shape.channels and kernel is ROW_RECURRENCE else kernel
             graph = recurrence_graph(shape, op)
             yield f"{op}-{shape.name}", kernel, graph, lambda g, step, rng, s=shape: recurrence_inputs(g, s, step, rng)
 

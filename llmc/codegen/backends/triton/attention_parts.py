@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, AttentionProblem
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionCombine, AttentionProblem, paged_attention
 from llmc.codegen.backends.triton.prefill_attention import FAR, PREFILL_ATTENTION, PrefillAttention, blocks_us
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
@@ -45,14 +45,13 @@ class AttentionParts(PrefillAttention):
         return u.launch(
             Template("attention_parts", "attention_parts"),
             (n.operands[0].type.shape[0], p.kv_heads, n.attrs["splits"]),
-            **u.pointers("query_ptr kv_ptr page_table_ptr rows_ptr positions_ptr scales_ptr", "partial_ptr lse_ptr"),
-            table_width=u.sizes(n.operands[2].type.shape[1]),
-            **p.constants(),
+            attention=paged_attention(u),
+            partial_ptr="y0",
+            lse_ptr="y1",
             PART=n.attrs["part"],
             PARTS=n.attrs["splits"],
             QUERY_ROWS=u.schedule["rows"],
             KEYS_PER_TILE=u.schedule["keys"],
-            INTERPRET=u.interpret,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
 
-from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
@@ -79,18 +79,22 @@ class Collective(TritonKernel):
             Template("collectives", function),
             (chunks,),  # the runtime launches at most PROGRAMS
             **u.pointers(operands, "y_ptr"),
-            group_ptr="group",
+            group=group(u, wide),
             NUM_LANES=u.sizes(total),
             CHUNKS=u.sizes(chunks),
-            RANKS=u.node.attrs["ranks"],
             LANES=lanes,
-            DTYPE=element(x),
-            BITS=8 * size,
-            WIDE=wide,
-            ASSEMBLY=not u.interpret,
             **{name: u.sizes(count.ceildiv(per_lane)) for name, count in elements.items()},
         )
         return replace(code, group=True)
+
+
+def group(u: Unit, wide: bool) -> str:
+    """Return the argument `group` of a template, whose lanes have several elements if `wide`."""
+    x = u.node.operands[0].type
+    return record(
+        "Group", memory_ptr="group", RANKS=u.node.attrs["ranks"], DTYPE=element(x), BITS=DTYPES[x.dtype].bits,
+        WIDE=wide, ASSEMBLY=not u.interpret,
+    )  # fmt: skip
 
 
 class AllReduce(Collective):
@@ -168,18 +172,13 @@ class AllReduceNorm(Collective):
             Template("collectives", "all_reduce_norm"),
             (rows,),  # the runtime launches at most PROGRAMS
             **u.pointers("x_ptr w_ptr r_ptr", "sum_ptr y_ptr"),
-            group_ptr="group",
+            group=group(u, per_lane > 1),
             ROWS=u.sizes(rows),
             WIDTH=lanes,
             EPS=u.node.attrs["eps"],
             ELEMENTS=int(x.shape[-1]),
-            RANKS=u.node.attrs["ranks"],
             LANES=max(32 * u.schedule["warps"], next_power_of_2(lanes)),
             PER_LANE=per_lane,
-            DTYPE=element(x),
-            BITS=DTYPES[x.dtype].bits,
-            WIDE=per_lane > 1,
-            ASSEMBLY=not u.interpret,
         )
         return replace(code, group=True)
 

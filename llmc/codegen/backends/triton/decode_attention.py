@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import Schedule, roofline_us
@@ -19,9 +20,13 @@ from llmc.targets.target import Target
 
 MAX_HEAD = 512
 CONTEXT = 1024  # tokens per row that the cost rule assumes
-# The template's parameters for the operands of paged_attention up to the scales, and of paged_attention_split.
-OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr scales_ptr"
-SPLIT_OPERANDS = "query_ptr kv_ptr page_table_ptr rows_ptr positions_ptr scales_ptr"
+# Operands of the ops of paged attention -> fields of `PagedAttention` in `kernels/paged_kv.py`
+OPERANDS = MappingProxyType(
+    {
+        "q": "query_ptr", "kv": "kv_ptr", "pages": "page_table_ptr", "rows": "rows_ptr", "starts": "starts_ptr",
+        "positions": "positions_ptr", "scales": "scales_ptr", "sinks": "sinks_ptr",
+    }
+)  # fmt: skip
 # keys, warps, stages
 TILES = (
     (32, 2, 4), (64, 4, 3), (32, 4, 4), (64, 4, 4), (128, 4, 3), (16, 1, 3), (32, 2, 3), (32, 4, 3), (32, 1, 3),
@@ -83,12 +88,26 @@ class AttentionProblem:
         return 2 * self.kv_heads * self.head_dim * self.item_bytes
 
     def constants(self) -> dict[str, Argument]:
-        """Return the template parameters that describe the problem."""
+        """Return the fields of `PagedAttention` that describe the problem."""
         return {
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim,
             "HEAD_DIM_PADDED": self.padded_dim, "PAGE": self.page, "SCALE": self.scale, "WINDOW": self.window,
             "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot_dtype,
         }  # fmt: skip
+
+
+def paged_attention(u: Unit) -> str:
+    """Return the argument `attention` of a kernel of paged attention: a `PagedAttention`."""
+    starts, pages = u.node.operand("starts"), u.node.operand("pages")
+    assert pages is not None
+    return record(
+        "PagedAttention",
+        **{field: u.pointer(name) for name, field in OPERANDS.items()},
+        row_count=u.sizes(starts.type.shape[0] - 1) if starts else None,
+        table_width=u.sizes(pages.type.shape[1]),
+        **AttentionProblem.of(u.node).constants(),
+        INTERPRET=u.interpret,
+    )
 
 
 def reject_attention(node: Node, target: Target) -> str | None:
@@ -158,21 +177,16 @@ class DecodeAttention(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         n, p, splits = u.node, AttentionProblem.of(u.node), u.node.attrs.get("splits", 0)
-        tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
         return u.launch(
             Template("decode_attention", "paged_decode"),
-            (tokens, p.kv_heads, max(1, splits)),
-            **u.pointers(SPLIT_OPERANDS if splits else f"{OPERANDS} sinks_ptr", "out_ptr"),
-            **({"starts_ptr": None, "sinks_ptr": None} if splits else {}),
+            (n.operands[0].type.shape[0], p.kv_heads, max(1, splits)),
+            attention=paged_attention(u),
+            out_ptr="y0",
             lse_ptr="y1" if splits else None,
-            row_count=None if splits else u.sizes(count),
-            table_width=u.sizes(n.operands[2].type.shape[1]),
-            **p.constants(),
             SPLITS=splits,
             QUERY_ROWS=self.rows(p),
             KEYS_PER_TILE=u.schedule["keys"],
             TABLES_SETTLED=u.reads_before_wait,
-            INTERPRET=u.interpret,
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.codegen.backends.triton.gemv import StreamTile, joint_sum
-from llmc.codegen.backends.triton.moe import gate_function
+from llmc.codegen.backends.triton.moe import epilogue
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
@@ -108,12 +108,12 @@ class GatherUp(Gathered):
             (self.columns(u.node, u.schedule), u.node.operands[CHOSEN].type.numel),
             0,
             1,
-            (joint_sum(2) if joint else "", gate_function(u.node.attrs["body"])),
+            (joint_sum(2) if joint else "", *epilogue(u.node)),
             **{"gain_ptr": None, **u.pointers(f"x_ptr idx_ptr weight_ptr{' gain_ptr' * normed} bias_ptr", "out_ptr")},
             **self.common(u),
             EPS=u.node.attrs.get("eps"),
             JOINT_SUM="joint_sum" if joint else None,
-            GATE="gate_up",
+            EPILOGUE="epilogue",
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.dot_order import dot_order
-from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, peak, reject_product
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit
@@ -139,24 +139,18 @@ class Gemm(TritonKernel):
 
 def common(u: Unit, p: Product) -> dict[str, Argument]:
     """Return the arguments that the templates of tiled products share."""
-    s, m = u.schedule, u.sizes(p.m)
+    s = u.schedule
     converted = u.interpret or (p.dot == "f32" and p.x.dtype != p.w.dtype)
     return {
-        "M": m,
-        "out_ptr": "y0",
-        "extra_ptrs": extra_operands(u, p),
-        "N": p.n,
+        "output": output(u, p, s["bm"]),
         "K": p.k,
         "PARTS": p.parts,
         "BLOCK_M": s["bm"],
         "BLOCK_N": s["bn"],
         "BLOCK_K": s["bk"],
         "STAGES": s["stages"],
-        "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
         "FLOAT32_FACTORS": converted,
         "SUM": p.sums(converted),
-        "LOAD_EXTRAS": "load_extras",
-        "EPILOGUE": "epilogue",
         "LATE_LAUNCH": u.triggers_after_loads,
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.triton.gemm_small import Gemm, gemm_template, product_us
-from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
@@ -82,21 +82,16 @@ class SplitKCombine(TritonKernel):
     def code(self, u: Unit) -> Code:
         p, block = PartialSums.of(u.node), u.schedule["block"]
         tokens = product(p.out.shape[:-1])
-        count = u.sizes(tokens)
         return u.launch(
             Template("splitk_combine", "splitk_combine"),
             (tokens, D(-(-p.n // block))),
             u.schedule["warps"],
             0,
             (epilogue(u, p),),
-            **u.pointers("partial_ptr", "out_ptr"),
-            M=count,
-            extra_ptrs=extra_operands(u, p),
-            N=p.n,
+            **u.pointers("partial_ptr", ""),
+            output=output(u, p, 1),
             SPLITS=int(u.node.operands[0].type.shape[0]),
             BLOCK=block,
-            LOAD_EXTRAS="load_extras",
-            EPILOGUE="epilogue",
         )
 
 

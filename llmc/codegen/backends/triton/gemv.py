@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeVar
 
-from llmc.codegen.backends.triton.linear_problem import Product, epilogue, extra_operands, reject_product
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output, reject_product
 from llmc.codegen.backends.triton.template import Template, function
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
@@ -124,7 +124,6 @@ class Gemv(TritonKernel):
         p, s = Product.of(u.node), u.schedule
         rows, m = s["rows"], p.m.const
         sums = rows * p.parts
-        tokens = u.sizes(p.m)
         joint = sums > 1 and not u.interpret  # the interpreter would reduce them element by element
         return u.launch(
             Template("gemv", "gemv"),
@@ -132,11 +131,9 @@ class Gemv(TritonKernel):
             s["warps"],
             1,
             (joint_sum(sums) if joint else "", epilogue(u, p)),
-            **u.pointers("x_ptr weight_ptr", "out_ptr"),
-            M=tokens,
+            **u.pointers("x_ptr weight_ptr", ""),
+            output=output(u, p, rows),
             gain_ptr="x2" if p.first_extra == 3 else None,
-            extra_ptrs=extra_operands(u, p),
-            N=p.n,
             K=p.k,
             PARTS=p.parts,
             ROWS=rows,
@@ -145,11 +142,8 @@ class Gemv(TritonKernel):
             AHEAD=min(s["stages"], -(-p.k // s["bk"])),
             EPS=u.node.attrs.get("eps"),
             ONE_BLOCK=m is not None and m <= rows,
-            WHOLE_M=m is not None and m % rows == 0,
             EARLY_WEIGHTS=p.weight_before_wait,
             JOINT_SUM="joint_sum" if joint else None,
-            LOAD_EXTRAS="load_extras",
-            EPILOGUE="epilogue",
         )
 
 

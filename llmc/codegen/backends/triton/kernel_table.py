@@ -76,7 +76,6 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "triton/row_conv": f"{_HERE}.recurrent:ROW_CONV",
         "triton/chunk_factors": f"{_HERE}.recurrent:CHUNK_FACTORS",
         "triton/row_recurrence": f"{_HERE}.recurrent:ROW_RECURRENCE",
-        "triton/row_channels": f"{_HERE}.recurrent_channels:ROW_CHANNELS",
         "triton/row_log": f"{_HERE}.recurrent:ROW_LOG",
         "triton/row_accept": f"{_HERE}.row_state:ACCEPT",
         "triton/row_propose": f"{_HERE}.row_state:PROPOSE",

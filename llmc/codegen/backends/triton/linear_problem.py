@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.template import function, literal
+from llmc.codegen.backends.triton.template import function, literal, record
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Unit, unsupported
 from llmc.codegen.product import ProductNode
@@ -111,6 +111,14 @@ def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
 def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
     """Return the operands of the generated `load_extras`: the pointers, then the run-time sizes that it needs."""
     return (*(f"x{i + p.first_extra}" for i in range(len(p.extras))), *_extra_sizes(u, p)[1])
+
+
+def output(u: Unit, p: Product, rows: int) -> str:
+    """Return the argument `output` of a product, an `Output`. rows: tokens of a tile."""
+    return record(
+        "Output", out_ptr="y0", extra_ptrs=extra_operands(u, p), M=u.sizes(p.m), N=p.n,
+        WHOLE_M=p.m.divisible(rows), LOAD_EXTRAS="load_extras", EPILOGUE="epilogue",
+    )  # fmt: skip
 
 
 def epilogue(u: Unit, p: Product) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import OPERANDS, AttentionProblem, reject_attention
+from llmc.codegen.backends.triton.decode_attention import AttentionProblem, paged_attention, reject_attention
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION, WARP_ROWS, shared, tiles
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
@@ -55,16 +55,13 @@ class MixedAttention(TritonKernel):
         return u.launch(
             Template("mixed_attention", "mixed_attention"),
             (p.kv_heads, tokens.ceildiv(s["rows"] // p.group_size) + count + 1),
-            **u.pointers(f"{OPERANDS} sinks_ptr", "out_ptr"),
-            row_count=u.sizes(count),
+            attention=paged_attention(u),
+            out_ptr="y0",
             token_count=u.sizes(tokens),
-            table_width=u.sizes(n.operands[2].type.shape[1]),
-            **p.constants(),
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
             SINGLE_ROWS=max(16, next_power_of_2(p.group_size)),
             SINGLE_KEYS=s["single"],
-            INTERPRET=u.interpret,
         )
 
 

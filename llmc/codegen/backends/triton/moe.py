@@ -5,17 +5,17 @@ The kernels are in `kernels/moe.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmc.codegen.backends.triton.dot_order import dot_order
-from llmc.codegen.backends.triton.template import Argument, Template, function
+from llmc.codegen.backends.triton.template import Argument, Template, function, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
-from llmc.codegen.expert_stack import chosen_experts, overlapped, row_blocks
+from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
@@ -208,49 +208,55 @@ class Grouped(TritonKernel):
         steps = chosen * passes * columns / target.limits.units * -(-p.k // s["bk"]) * 0.02  # us of loop overhead
         return max(moved + 0.5 * best, best / share + converting) * 1e6 + steps + target.launch_us
 
-    def common(self, u: Unit, p: Experts) -> dict[str, Argument]:
-        """Return the arguments that both templates have."""
-        s = u.schedule
-        return {
-            "x_ptr": "x0",
-            "order_ptr": "x1",
-            "starts_ptr": "x2",
-            "weight_ptr": "x3",
-            "out_ptr": "y0",
-            "EXPERTS": p.count,
-            "EXPERTS_PADDED": next_power_of_2(p.count),
-            "N": p.n,
-            "K": p.k,
-            "BLOCK_M": s["bm"],
-            "BLOCK_N": s["bn"],
-            "BLOCK_K": s["bk"],
-            "STAGES": s["stages"],
-            "FLOAT32_FACTORS": u.interpret or p.left.dtype != p.w.dtype,
-        }
-
-    def grouped(
-        self, u: Unit, p: Experts, template: Template, generated: Sequence[str] = (), /, **arguments: Argument
-    ) -> Code:
-        """Return the code of a call of a template; see `Unit.launch`."""
-        grid = (D(-(-p.n // u.schedule["bn"])), p.blocks(u.schedule["bm"]))
-        return u.launch(template, grid, 0, 0, generated, **arguments)
+    def grouped(self, u: Unit, template: Template, /, **arguments: Argument) -> Code:
+        """Return the code of a call of a template, with its `ExpertProduct` and its epilogue added to the arguments."""
+        p, stack, s = self.experts(u.node), Stack(u.node), u.schedule
+        product = record(
+            "ExpertProduct",
+            x_ptr="x0",
+            order_ptr="x1",
+            starts_ptr="x2",
+            weights_ptr=pointer(stack, "weights"),
+            bias_ptr=pointer(stack, "bias"),
+            out_ptr="y0",
+            CHOICES=u.node.attrs["k"] if stack.up else 0,
+            EXPERTS=p.count,
+            EXPERTS_PADDED=next_power_of_2(p.count),
+            N=p.n,
+            K=p.k,
+            PARTS=p.parts,
+            BLOCK_M=s["bm"],
+            BLOCK_N=s["bn"],
+            BLOCK_K=s["bk"],
+            STAGES=s["stages"],
+        )
+        grid = (D(-(-p.n // s["bn"])), p.blocks(s["bm"]))
+        return u.launch(template, grid, 0, 0, epilogue(u.node), product=product, EPILOGUE="epilogue", **arguments)
 
 
-def gate_function(text: str) -> str:
-    """Generate the function gate_up(gate, up) of an activation, and its helpers."""
-    body = gate(text)
+def pointer(stack: Stack, name: str) -> str | None:
+    """Return the pointer of an operand of a stack, or None if its node lacks it."""
+    i = stack.operand(name)
+    return None if i is None else f"x{i}"
+
+
+def epilogue(node: Node) -> tuple[str, ...]:
+    """Generate the function of the sums of each part, and its helpers."""
+    if not Stack(node).up:
+        return (function("epilogue(sums)", "The sum of the only part.", ["return sums[0]"]),)
+    body = gate(node.attrs["body"])
     lines, value = inline(body, ["gate", "up"])
-    gated = function("gate_up(gate, up)", f"{body}; a0 is gate, a1 is up.", [*lines, f"return {value}"])
-    return "\n\n\n".join(filter(None, (helpers(e.fn for e in walk(body)).strip(), gated)))
-
-
-def bias(p: Experts, operand: int) -> str | None:
-    """Return the pointer of the bias, if the node has that operand."""
-    return f"x{operand}" if len(p.node.operands) > operand else None
+    doc = f"{body}; a0 is gate, a1 is up."
+    return helpers(e.fn for e in walk(body)).strip(), function(
+        "epilogue(sums)", doc, ["gate, up = sums", *lines, f"return {value}"]
+    )
 
 
 class FloatGrouped(Grouped):
-    """The base class of products whose weights are factors as they are stored."""
+    """moe_up and moe_down: products whose weights are factors as they are stored."""
+
+    def experts(self, node: Node) -> Experts:
+        return Experts(node, Stack(node).parts)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the time of reading the chosen experts and that of the arithmetic, which overlap.
@@ -277,31 +283,10 @@ class FloatGrouped(Grouped):
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])
 
-
-class Up(FloatGrouped):
-    """moe_up: the gated first products of every pair."""
-
-    def experts(self, node: Node) -> Experts:
-        return Experts(node, 2)
-
     def code(self, u: Unit) -> Code:
         p = self.experts(u.node)
-        return self.grouped(
-            u, p, Template("moe", "moe_up"), (gate_function(u.node.attrs["body"]),), **self.common(u, p),
-            bias_ptr=bias(p, 4), CHOICES=u.node.attrs["k"], GATE="gate_up",
-        )  # fmt: skip
-
-
-class Down(FloatGrouped):
-    """moe_down: the weighted results of the experts, scattered to (token, choice)."""
-
-    def experts(self, node: Node) -> Experts:
-        return Experts(node, 1)
-
-    def code(self, u: Unit) -> Code:
-        p = self.experts(u.node)
-        template = Template("moe", "moe_down")
-        return self.grouped(u, p, template, **self.common(u, p), scale_ptr="x4", bias_ptr=bias(p, 5))
+        wide = u.interpret or p.left.dtype != p.w.dtype
+        return self.grouped(u, Template("moe", "moe_product"), weight_ptr="x3", FLOAT32_FACTORS=wide)
 
 
 class Combine(TritonKernel):
@@ -344,6 +329,6 @@ class Combine(TritonKernel):
 
 
 ROUTE = Route("triton/moe_route", ("moe_route",))
-UP = Up("triton/moe_up", ("moe_up",))
-DOWN = Down("triton/moe_down", ("moe_down",))
+UP = FloatGrouped("triton/moe_up", ("moe_up",))
+DOWN = FloatGrouped("triton/moe_down", ("moe_down",))
 COMBINE = Combine("triton/moe_combine", ("moe_combine",))

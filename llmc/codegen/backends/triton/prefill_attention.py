@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, OPERANDS, AttentionProblem, reject_attention
+from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionProblem, paged_attention, reject_attention
 from llmc.codegen.backends.triton.dot_order import dot_order
-from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
@@ -32,12 +32,6 @@ TILES = (
 def biased(node: Node) -> bool:
     """Return whether logits have a bias by distance."""
     return node.operand("slopes") is not None
-
-
-def pointers(u: Unit, operands: str) -> dict[str, Argument]:
-    """Return the template's pointers: `operands`, the slopes or sinks after them, and the result."""
-    last, lacking = ("slopes_ptr", "sinks_ptr") if biased(u.node) else ("sinks_ptr", "slopes_ptr")
-    return {**u.pointers(f"{operands} {last}", "out_ptr"), lacking: None}
 
 
 def without_spills(schedules: list[Schedule], node: Node, target: Target) -> list[Schedule]:
@@ -124,17 +118,15 @@ class PrefillAttention(TritonKernel):
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
             grid[::-1] if apart else grid,
-            **pointers(u, OPERANDS),
-            row_count=u.sizes(count),
+            attention=paged_attention(u),
+            slopes_ptr=u.pointer("slopes"),
+            out_ptr="y0",
             token_count=u.sizes(tokens),
-            table_width=u.sizes(n.operands[2].type.shape[1]),
-            **p.constants(),
             MIN_TOKENS=n.attrs.get("least", 1),
             PART=fixed_part(n.operands[1], n.operands[2]) if u.target.deterministic else 0,
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
             TILE_AXIS=int(apart),
-            INTERPRET=u.interpret,
         )
 
 
@@ -168,7 +160,9 @@ class PackedAttention(TritonKernel):
         return u.launch(
             Template("packed_attention", "packed_attention"),
             (q[0].ceildiv(s["rows"]), q[1]),
-            **pointers(u, "query_ptr key_ptr value_ptr positions_ptr"),
+            **u.pointers("query_ptr key_ptr value_ptr positions_ptr", "out_ptr"),
+            sinks_ptr=u.pointer("sinks"),
+            slopes_ptr=u.pointer("slopes"),
             token_count=u.sizes(q[0]),
             HEADS=int(q[1]),
             KV_HEADS=int(k[1]),

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, SMALL, TOKENS, WARPGROUP
-from llmc.codegen.backends.triton.linear_problem import epilogue, peak
+from llmc.codegen.backends.triton.linear_problem import epilogue, output, peak
 from llmc.codegen.backends.triton.quantized_problem import (
     FEW_TOKENS,
     QuantizedKernel,
     QuantizedProduct,
     element_bytes,
-    has_assembly,
     scales_factors,
-    shared_arguments,
+    weight_codes,
 )
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
@@ -99,21 +98,20 @@ class QuantizedGemm(QuantizedKernel):
             s["warps"],
             s["stages"],
             (epilogue(u, p),),
-            **shared_arguments(u, p),
+            x_ptr="x0",
+            codes=weight_codes(u, p),
+            output=output(u, p, s["bm"]),
             ROW_TILES=u.sizes(rows),
             JOINED=p.parts == 2,
-            HALF=p.half,
             BLOCK_M=s["bm"],
             BLOCK_N=s["bn"],
             BLOCK_K=s["bk"] // s["split"],
             SLICES=s["split"],
             STAGES=s["stages"],
             TILE_GROUP=GROUP,
-            WHOLE_M=p.m.const is not None and p.m.const % s["bm"] == 0,
             SCALED=scales_factors(p.half, s["bm"], p.scale.dtype, p.x.dtype),
             PREFETCH_LINES=max(1, lines) if u.pdl and p.weight_before_wait else 0,
             FACTOR="tl.float32" if u.interpret else element(p.x),
-            ASSEMBLY=has_assembly(u, p),
             LATE_LAUNCH=u.triggers_after_loads,
         )
 

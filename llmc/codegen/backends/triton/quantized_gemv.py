@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from llmc.codegen.backends.triton.gemv import MAX_TOKENS, by_tokens, joint_sum
-from llmc.codegen.backends.triton.linear_problem import epilogue
+from llmc.codegen.backends.triton.linear_problem import epilogue, output
 from llmc.codegen.backends.triton.quantized_problem import (
     QuantizedKernel,
     QuantizedProduct,
-    has_assembly,
-    shared_arguments,
+    weight_codes,
 )
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
@@ -77,7 +76,6 @@ class QuantizedGemv(QuantizedKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = QuantizedProduct.of(u.node), u.schedule
-        m = p.m.const
         sums = s["rows"] * p.parts
         joint = sums > 1 and not u.interpret  # the interpreter would reduce them element by element
         return u.launch(
@@ -86,15 +84,14 @@ class QuantizedGemv(QuantizedKernel):
             s["warps"],
             1,
             (joint_sum(sums, 0) if joint else "", epilogue(u, p)),
-            **shared_arguments(u, p),
+            x_ptr="x0",
+            codes=weight_codes(u, p),
+            output=output(u, p, s["rows"]),
             ROWS=s["rows"],
-            HALF=p.half,
             BLOCK_N=s["bn"],
             STEP=s["bytes"],
             CHUNK=_CHUNK,
-            WHOLE_M=m is not None and m % s["rows"] == 0,
             EARLY_WEIGHTS=p.weight_before_wait,
-            ASSEMBLY=has_assembly(u, p),
             JOINT_SUM="joint_sum" if joint else None,
         )
 

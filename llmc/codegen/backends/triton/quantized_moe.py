@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped
-from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
-from llmc.codegen.backends.triton.template import Template, function
-from llmc.codegen.backends.triton.triton_expr import helpers, inline
+from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped, pointer
+from llmc.codegen.backends.triton.quantized_problem import halves, has_assembly, scales_factors
+from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import Schedule, Source
@@ -16,8 +15,6 @@ from llmc.codegen.packed_product import check_packed
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
-from llmc.ir.ops.moe import gate
-from llmc.ir.scalar import walk
 from llmc.targets.target import Target
 
 STEPS = (128, 64, 32)  # columns of a step of codes of 8 bits
@@ -123,40 +120,20 @@ class QuantizedGrouped(Grouped):
         return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
 
     def code(self, u: Unit) -> Code:
-        p, stack, a, s = self.experts(u.node), Stack(u.node), u.node.attrs, u.schedule
+        p, stack, a = self.experts(u.node), Stack(u.node), u.node.attrs
         scale_rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)  # of the scales of an expert
-        places = {name: stack.operand(name) for name in ("scale", "zero", "weights", "bias")}
-        pointers = {f"{name}_ptr": None if i is None else f"x{i}" for name, i in places.items()}
-        pointers["weight_ptr"] = pointers.pop("weights_ptr")  # of the routing weights
         scale = stack.type("scale")
         assert scale is not None
-        arguments = self.common(u, p)
-        del arguments["FLOAT32_FACTORS"]
-        arguments["code_ptr"] = arguments.pop("weight_ptr")
-        return self.grouped(
-            u, p, Template("quantized_moe", "quantized_moe"), epilogue(u.node), **arguments,
-            **pointers,
-            CHOICES=a["k"] if stack.up else 0, PARTS=p.parts, HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group,
-            ENTRIES=scale_rows * groups,
+        codes = record(
+            "ExpertCodes", code_ptr="x3", scale_ptr=pointer(stack, "scale"), zero_ptr=pointer(stack, "zero"),
+            HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group, ENTRIES=scale_rows * groups,
             ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=scale_rows if p.half else 1,
             ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype in FLOAT8,
-            SCALED=scales_factors(p.half, s["bm"], scale.dtype, p.left.dtype),
+            SCALED=scales_factors(p.half, u.schedule["bm"], scale.dtype, p.left.dtype),
             FACTOR="tl.float32" if u.interpret else element(p.left),
-            ASSEMBLY=u.target.family == "cuda" and not u.interpret and p.left.dtype in ("bf16", "f16"),
-            EPILOGUE="epilogue",
+            ASSEMBLY=has_assembly(u, p.left),
         )  # fmt: skip
-
-
-def epilogue(node: Node) -> tuple[str, ...]:
-    """The generated function of the sums of each part, and its helpers."""
-    if not Stack(node).up:
-        return (function("epilogue(sums)", "The sum of the only part.", ["return sums[0]"]),)
-    body = gate(node.attrs["body"])
-    lines, value = inline(body, ["gate", "up"])
-    doc = f"{body}; a0 is gate, a1 is up."
-    return helpers(e.fn for e in walk(body)).strip(), function(
-        "epilogue(sums)", doc, ["gate, up = sums", *lines, f"return {value}"]
-    )
+        return self.grouped(u, Template("quantized_moe", "quantized_moe"), codes=codes)
 
 
 def _reject_codes(p: QuantizedExperts) -> str | None:

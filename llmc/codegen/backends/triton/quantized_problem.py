@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, extra_operands
-from llmc.codegen.backends.triton.template import Argument
+from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product
+from llmc.codegen.backends.triton.template import record
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule, Source
 from llmc.codegen.packed_product import check_packed, pack_product, product_layouts
@@ -142,24 +142,12 @@ def _reject_nibbles(p: QuantizedProduct) -> str | None:
     return None
 
 
-def shared_arguments(u: Unit, p: QuantizedProduct) -> dict[str, Argument]:
-    """Return the arguments that the templates of quantised products share."""
-    return {
-        "x_ptr": "x0",
-        "code_ptr": "x1",
-        "scale_ptr": "x2",
-        "zero_ptr": "x3" if p.first_extra == 4 else None,
-        "out_ptr": "y0",
-        "M": u.sizes(p.m),
-        "extra_ptrs": extra_operands(u, p),
-        "N": p.n,
-        "K": p.k,
-        "PARTS": p.parts,
-        "GROUP": p.group,
-        "ZERO_POINT": u.node.attrs["zero_point"],
-        "LOAD_EXTRAS": "load_extras",
-        "EPILOGUE": "epilogue",
-    }
+def weight_codes(u: Unit, p: QuantizedProduct) -> str:
+    """Return the argument `codes` of the templates of quantised products."""
+    return record(
+        "WeightCodes", code_ptr="x1", scale_ptr="x2", zero_ptr="x3" if p.first_extra == 4 else None, K=p.k,
+        PARTS=p.parts, HALF=p.half, GROUP=p.group, ZERO_POINT=u.node.attrs["zero_point"], ASSEMBLY=has_assembly(u, p.x),
+    )  # fmt: skip
 
 
 def element_bytes(p: QuantizedProduct) -> int:
@@ -167,6 +155,6 @@ def element_bytes(p: QuantizedProduct) -> int:
     return DTYPES[p.x.dtype].bits // 8
 
 
-def has_assembly(u: Unit, p: QuantizedProduct) -> bool:
-    """Whether codes are converted by PTX instructions on pairs of 16 bits."""
-    return u.target.family == "cuda" and not u.interpret and p.x.dtype in ("bf16", "f16")
+def has_assembly(u: Unit, x: Type) -> bool:
+    """Whether codes are converted to factors of x by PTX instructions on pairs of 16 bits."""
+    return u.target.family == "cuda" and not u.interpret and x.dtype in ("bf16", "f16")

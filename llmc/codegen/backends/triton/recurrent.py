@@ -28,6 +28,7 @@ BLOCKS = (32, 64, 16)  # columns of the state of a program
 CHUNK_COLUMNS = 32  # the most of a program that computes chunks: more would spill registers, or use wgmma
 LEAST_DOT = 16  # the smallest size of a matrix that tl.dot takes
 LARGEST_STATE = 1 << 14  # elements of a program's state
+SMALL_STATE = 512  # elements of a state below which one warp computes it
 TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
 CHUNK_US = 2.5  # microseconds of a chunk
 
@@ -127,8 +128,6 @@ class RowRecurrence(TritonKernel):
     """Recurrences, with or without chunks: a program has one run, one head and a block of the state's columns."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if node.operands[3].type.shape[1] != node.operands[2].type.shape[1]:
-            return "a decay for each channel of a key"
         if next_power_of_2(int(node.operands[1].type.shape[2])) * min(BLOCKS) > LARGEST_STATE:
             return f"keys of {node.operands[1].type.shape[2]} elements"
         return unsupported(node, (*FLOATS, "i32"), target)
@@ -139,9 +138,10 @@ class RowRecurrence(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
-        blocks = dict.fromkeys(min(max(LEAST_DOT, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
+        least = LEAST_DOT if chunk_of(node) else 1
+        blocks = dict.fromkeys(min(max(least, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
         if not chunk_of(node):
-            return [{"block": b, "warps": 4} for b in blocks]
+            return [{"block": b, "warps": 4 if keys * b >= SMALL_STATE else 1} for b in blocks]
         few = 16 if target.family == "cuda" else 32  # columns of 4 warps
         shapes = [(b, 4 if b <= few else 8) for b in blocks if b <= CHUNK_COLUMNS]
         return [{"block": b, "warps": w, "stages": stages} for stages in (2, 1) for b, w in sorted(shapes)]
@@ -174,8 +174,9 @@ class RowRecurrence(TritonKernel):
             VALUE_HEADS=int(v[1]),
             KEY_DIM=int(k[2]),
             VALUE_DIM=int(v[2]),
-            KEY_PADDED=max(LEAST_DOT, next_power_of_2(int(k[2]))),
+            KEY_PADDED=max(LEAST_DOT if chunk else 1, next_power_of_2(int(k[2]))),
             VALUE_BLOCK=block,
+            DECAYS=decays_of(u.node),
             LOG_TOKENS=int(log.type.shape[1]) if log else 0,
             CHUNK=chunk,
             LEAST=u.node.attrs.get("least", 0),
@@ -187,6 +188,12 @@ def chunk_of(node: Node) -> int:
     """Return the tokens of a chunk of the recurrence, or 0 if it computes one token after another."""
     factors = node.operand("factors")
     return int(factors.type.shape[3]) if factors else 0
+
+
+def decays_of(node: Node) -> int:
+    """Return the decays of a value head of the recurrence: 1, or one for each channel of a key."""
+    v, decay = (node.operands[i].type.shape for i in (2, 3))
+    return int(decay[1]) // int(v[1])
 
 
 class RowLog(TritonKernel):

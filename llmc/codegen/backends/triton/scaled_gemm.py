@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.triton.gemm_small import GROUP, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
-from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, extra_operands
+from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, output
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
@@ -124,11 +124,8 @@ class ScaledGemm(TritonKernel):
             "code_ptr": "x1",
             "x_scale_ptr": "x2",
             "scale_ptr": "x3",
-            "out_ptr": "y0",
-            "extra_ptrs": extra_operands(u, p),
-            "M": u.sizes(p.m),
+            "output": output(u, p, s["bm"]),
             "ROW_TILES": u.sizes(p.m.ceildiv(s["bm"])),
-            "N": p.n,
             "K": p.k,
             "PARTS": p.parts,
             "JOINED": joined,
@@ -143,11 +140,8 @@ class ScaledGemm(TritonKernel):
             "WEIGHT_LEFT": self.swap,
             "MAPPED": self.mapped,
             "ONE_SCALE": not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
-            "WHOLE_M": p.m.const is not None and p.m.const % s["bm"] == 0,
             "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.weight_before_wait else 0,
             "FLOAT32_FACTORS": u.interpret,
-            "LOAD_EXTRAS": "load_extras",
-            "EPILOGUE": "epilogue",
             "LATE_LAUNCH": u.triggers_after_loads,
         }
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.moe import ROWS, Experts, ExpertTile, Grouped
-from llmc.codegen.backends.triton.quantized_moe import epilogue
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported
@@ -87,16 +86,12 @@ class ScaledGrouped(Grouped):
         return super().cost_us(node, schedule, target, env) + scaling / 2
 
     def code(self, u: Unit) -> Code:
-        p, stack = self.experts(u.node), Stack(u.node)
-        x = {name: None if (i := stack.operand(name)) is None else f"x{i}" for name in ("weights", "bias")}
-        arguments = self.common(u, p)
-        arguments["code_ptr"] = arguments.pop("weight_ptr")
+        p = self.experts(u.node)
         integers = DTYPES[p.w.dtype].kind == "i" and not u.interpret
         return self.grouped(
-            u, p, Template("scaled_moe", "scaled_moe"), epilogue(u.node), **arguments, scale_ptr="x4",
-            x_scale_ptr="x5", weight_ptr=x["weights"], bias_ptr=x["bias"], CHOICES=u.node.attrs["k"] if stack.up else 0,
-            PARTS=p.parts, BLOCK_ROWS=p.block_rows, GROUP=p.group, SUM="tl.int32" if integers else "tl.float32",
-            EPILOGUE="epilogue",
+            u, Template("scaled_moe", "scaled_moe"), code_ptr="x3", scale_ptr="x4", x_scale_ptr="x5",
+            BLOCK_ROWS=p.block_rows, GROUP=p.group, SUM="tl.int32" if integers else "tl.float32",
+            FLOAT32_FACTORS=u.interpret,
         )  # fmt: skip
 
 

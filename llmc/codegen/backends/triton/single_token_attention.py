@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import AttentionProblem, DecodeAttention, reject_attention
+from llmc.codegen.backends.triton.decode_attention import (
+    AttentionProblem,
+    DecodeAttention,
+    paged_attention,
+    reject_attention,
+)
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit
 from llmc.codegen.kernel import Schedule
@@ -40,22 +45,16 @@ class SingleTokenAttention(DecodeAttention):
 
     def code(self, u: Unit) -> Code:
         n, p = u.node, AttentionProblem.of(u.node)
-        count = n.operands[3].type.shape[0]
         return u.launch(
             Template("single_token_attention", "single_token_attention"),
-            (count, p.kv_heads),
-            **u.pointers(
-                "query_ptr kv_ptr page_table_ptr rows_ptr starts_ptr positions_ptr longer_ptr scales_ptr sinks_ptr",
-                "out_ptr",
-            ),
-            row_count=u.sizes(count),
+            (n.operands[3].type.shape[0], p.kv_heads),
+            attention=paged_attention(u),
+            longer_ptr=u.pointer("y"),
+            out_ptr="y0",
             token_count=u.sizes(n.operands[0].type.shape[0]),
-            table_width=u.sizes(n.operands[2].type.shape[1]),
-            **p.constants(),
             QUERY_ROWS=self.rows(p),
             KEYS_PER_TILE=u.schedule["keys"],
             INPUTS_SETTLED=u.reads_before_wait,
-            INTERPRET=u.interpret,
         )
 
 

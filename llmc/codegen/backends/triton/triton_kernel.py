@@ -111,6 +111,11 @@ class Unit:
         """Whether to allow the next kernel to begin only after this kernel's last load, instead of at the wait."""
         return bool(self.schedule.get(TRIGGER_AFTER_LOADS))
 
+    def pointer(self, operand: str) -> str | None:
+        """Return the pointer of the operand of that name in the op's signature, or None if the node lacks it."""
+        at = self.node.op.places([v.type for v in self.node.operands]).get(operand)
+        return None if at is None else f"x{at}"
+
     def pointers(self, operands: str, results: str) -> dict[str, Argument]:
         """Map template parameters to the pointers of the op's operands and the node's results, both in order.
 

@@ -73,7 +73,7 @@ class TritonToolchain:
     def compile(
         self, sources: Sequence[tuple[Source, str]], cache: Path, jobs: int = 2, progress: Progress | None = None
     ) -> dict[str, Compiled]:
-        """Compile pairs (source, location) in up to `jobs` processes; return key -> binary.
+        """Compile pairs (source, location) in up to `jobs` processes of their own; return key -> binary.
 
         Raises Diagnostic E502 for the first source that does not compile, E503 if a process is killed, E505 if a
         binary's parameters differ from those that its launches pass.
@@ -107,13 +107,14 @@ class TritonToolchain:
             code_object.check_launch(source, compiled.binary, compiled.threads, wavefront, loc, scratch=2)
 
     def _compile_all(self, missing: Mapping[str, tuple[Source, str]], jobs: int) -> Any:
-        """Yield (key, Compiled or an error message) of each source, in order."""
+        """Yield (key, Compiled or an error message) of each source, in order.
+
+        A process compiles for one target only: Triton 3.6 keeps the conversions of 8-bit floats of the first target
+        that a process compiles for, and uses them for all others (fixed by https://github.com/triton-lang/triton/pull/9364).
+        """
         if not missing:
             return
         work = [Job.of(k, s, self.target) for k, (s, _) in missing.items()]
-        if min(jobs, len(work)) < 2:
-            yield from map(compile_one, work)
-            return
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(jobs, len(work)), mp_context=context, initializer=end_with_parent) as pool:
             try:

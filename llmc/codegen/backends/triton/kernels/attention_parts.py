@@ -15,10 +15,12 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_start,
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
-    AttentionOptions,
     KeyPool,
+    PagedAttention,
     head_mask,
     head_scales,
+    load_rows,
+    store_rows,
     to_factor,
 )
 from llmc.codegen.backends.triton.kernels.prefill_attention import Queries, attend_part, key_bounds
@@ -26,56 +28,39 @@ from llmc.codegen.backends.triton.kernels.prefill_attention import Queries, atte
 
 @triton.jit
 def attention_parts(
-    query_ptr,  # [tokens, HEADS, HEAD_DIM]
-    kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
-    page_table_ptr,  # [table rows, table_width]
-    rows_ptr,  # [tokens]: rows of the page table, -1 for padding
-    positions_ptr,  # [tokens]: the position of each token in its sequence
-    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
+    attention: PagedAttention,
     partial_ptr,  # [tokens, HEADS, PARTS, HEAD_DIM]: float32
     lse_ptr,  # [tokens, HEADS, PARTS]: log of the sum of exp(logit), -inf for an empty part
-    table_width,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
-    SOFTCAP: tl.constexpr,
     PART: tl.constexpr,  # keys of a part
     PARTS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,  # rows of a tile: HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """One part of the keys of one token and one key head."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
+    HEAD_DIM: tl.constexpr = attention.HEAD_DIM
     token, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(rows_ptr + token)
+    row = tl.load(attention.rows_ptr + token)
     member = tl.arange(0, QUERY_ROWS)
     exists = member < GROUP
-    position = tl.where(exists & (row >= 0), tl.load(positions_ptr + token), -1)
-    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
-    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
-    head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
-    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
+    position = tl.where(exists & (row >= 0), tl.load(attention.positions_ptr + token), -1)
+    key_scale, value_scale = head_scales(attention.scales_ptr, kv_head, attention.KV_HEADS)
+    page_table_ptr = attention.page_table_ptr + tl.maximum(row, 0).to(tl.int64) * attention.table_width
+    head = token.to(tl.int64) * attention.HEADS + kv_head * GROUP + member
+    query = load_rows(attention.query_ptr + head * HEAD_DIM, exists, HEAD_DIM, attention.HEAD_DIM_PADDED)
     mean, lse = attend_part(
-        Queries(to_factor(query, DOT_DTYPE), position, exists, None),
-        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET),
-        key_bounds(position, exists, WINDOW, KEYS_PER_TILE),
-        part * PART,
-        value_scale,
-        PART,
-    )
+        Queries(to_factor(query, attention.DOT_DTYPE), position, exists, None, attention.SCALE * key_scale),
+        attention,
+        KeyPool(
+            attention.kv_ptr + kv_head * (attention.PAGE * HEAD_DIM), page_table_ptr, attention.KV_HEADS,
+            attention.PAGE, HEAD_DIM, attention.HEAD_DIM_PADDED,
+        ),
+        key_bounds(position, exists, attention.WINDOW, KEYS_PER_TILE), part * PART, value_scale, PART, KEYS_PER_TILE,
+    )  # fmt: skip
     head = head * PARTS + part
-    tl.store(partial_ptr + (head * HEAD_DIM)[:, None] + column, mean, mask=mask)
+    store_rows(partial_ptr + head * HEAD_DIM, mean, exists, HEAD_DIM, attention.HEAD_DIM_PADDED)
     tl.store(lse_ptr + head, lse, mask=exists)
 
 

@@ -4,6 +4,8 @@ A program computes chunks of LANES lanes. With WIDE, a lane is 16 bytes of float
 operands of any size and dtype can be exchanged.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -23,6 +25,17 @@ from llmc.codegen.backends.triton.kernels.peer_exchange import (
 )
 
 NAN = tl.constexpr(0x7FFF7FFF7FFF7FFF)  # NaN in four 16-bit floats, or two of 32 bits
+
+
+class Group(NamedTuple):
+    """The memory of a group of ranks, and the elements that they exchange."""
+
+    memory_ptr: tl.tensor  # see `peer_exchange`
+    RANKS: tl.constexpr
+    DTYPE: tl.constexpr
+    BITS: tl.constexpr  # of an element
+    WIDE: tl.constexpr
+    ASSEMBLY: tl.constexpr
 
 
 @triton.jit
@@ -52,50 +65,50 @@ def from_bits(bits, DTYPE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_lane(ptr, lane, inside, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr):
+def load_lane(ptr, lane, inside, group: Group):
     """Return the lanes of these numbers as two words that can be sent."""
-    if WIDE:
-        low, high = read_lane(ptr.to(tl.int64) + lane.to(tl.int64) * 16, inside, ASSEMBLY)
+    if group.WIDE:
+        low, high = read_lane(ptr.to(tl.int64) + lane.to(tl.int64) * 16, inside, group.ASSEMBLY)
         return tl.where(low == -1, NAN, low), tl.where(high == -1, NAN, high)
     else:
-        bits = bits_of(tl.load(ptr + lane, mask=inside, other=0), BITS)
+        bits = bits_of(tl.load(ptr + lane, mask=inside, other=0), group.BITS)
         return bits & 0xFFFFFFFF, (bits >> 32) & 0xFFFFFFFF
 
 
 @triton.jit
-def store_lane(
-    ptr, lane, low, high, inside, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr
-):
+def store_lane(ptr, lane, low, high, inside, group: Group):
     """Store lanes that `load_lane` has loaded, at these numbers of lanes."""
-    if WIDE:
-        write_lane(ptr.to(tl.int64) + lane.to(tl.int64) * 16, low, high, inside, ASSEMBLY)
+    if group.WIDE:
+        write_lane(ptr.to(tl.int64) + lane.to(tl.int64) * 16, low, high, inside, group.ASSEMBLY)
     else:
-        tl.store(ptr + lane, from_bits(low | (high << 32), DTYPE, BITS), mask=inside)
+        tl.store(ptr + lane, from_bits(low | (high << 32), group.DTYPE, group.BITS), mask=inside)
 
 
 @triton.jit
-def elements(low, high, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr):
+def elements(low, high, group: Group):
     """Return the elements of lanes in float32, as a tuple."""
-    values = (from_bits(low, DTYPE, BITS).to(tl.float32),)
-    if WIDE:
+    BITS: tl.constexpr = group.BITS
+    values = (from_bits(low, group.DTYPE, BITS).to(tl.float32),)
+    if group.WIDE:
         for at in tl.static_range(BITS, 64, BITS):
-            values = values + (from_bits(low >> at, DTYPE, BITS).to(tl.float32),)
+            values = values + (from_bits(low >> at, group.DTYPE, BITS).to(tl.float32),)
         for at in tl.static_range(0, 64, BITS):
-            values = values + (from_bits(high >> at, DTYPE, BITS).to(tl.float32),)
+            values = values + (from_bits(high >> at, group.DTYPE, BITS).to(tl.float32),)
     return values
 
 
 @triton.jit
-def lane_of(values, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr):
+def lane_of(values, group: Group):
     """Return the words of lanes whose elements are these floats, rounded to DTYPE."""
-    low = bits_of(values[0].to(DTYPE), BITS)
+    BITS: tl.constexpr = group.BITS
+    low = bits_of(values[0].to(group.DTYPE), BITS)
     high = low * 0
-    if WIDE:
+    if group.WIDE:
         per_word: tl.constexpr = 64 // BITS
         for i in tl.static_range(1, per_word):
-            low = low | (bits_of(values[i].to(DTYPE), BITS) << (BITS * i))
+            low = low | (bits_of(values[i].to(group.DTYPE), BITS) << (BITS * i))
         for i in tl.static_range(per_word):
-            high = high | (bits_of(values[per_word + i].to(DTYPE), BITS) << (BITS * i))
+            high = high | (bits_of(values[per_word + i].to(group.DTYPE), BITS) << (BITS * i))
     return low, high
 
 
@@ -109,126 +122,114 @@ def added(values, others):
 
 
 @triton.jit
-def send_to_all(
-    low, high, inside, group_ptr, rank, exchange, lane, RANKS: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
+def send_to_all(low, high, inside, group: Group, rank, exchange, lane):
     """Send lanes to every other rank."""
-    for other in tl.static_range(RANKS):
-        there = slot_of(group_ptr, other, rank, exchange, lane, RANKS)
-        send(there, low, high, inside & (rank != other), ASSEMBLY)
+    for other in tl.static_range(group.RANKS):
+        there = slot_of(group.memory_ptr, other, rank, exchange, lane, group.RANKS)
+        send(there, low, high, inside & (rank != other), group.ASSEMBLY)
 
 
 @triton.jit
-def add_ranks(
-    low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane,
-    RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
+def receive_from(source, low, high, inside, group: Group, rank, exchange, lane):
+    """Return the lanes that the rank `source` has sent; this rank's own are low, high."""
+    there = slot_of(group.memory_ptr, rank, source, exchange, lane, group.RANKS)
+    a, b = receive(there, inside & (rank != source), group.memory_ptr, group.ASSEMBLY)
+    return tl.where(rank == source, low, a), tl.where(rank == source, high, b)
+
+
+@triton.jit
+def add_ranks(low, high, r_ptr, at, inside, group: Group, rank, exchange, lane):
     """Receive the lanes of all other ranks in an exchange; return the elements of their sum with this rank's own.
 
     Elements are added in the order of the ranks, in float32, and then those of r at the lanes `at` (r_ptr may be None).
     """
     if r_ptr is not None:
-        r_low, r_high = load_lane(r_ptr, at, inside, BITS, WIDE, ASSEMBLY)
-    for source in tl.static_range(RANKS):
-        there = slot_of(group_ptr, rank, source, exchange, lane, RANKS)
-        a, b = receive(there, inside & (rank != source), group_ptr, ASSEMBLY)
-        new = elements(tl.where(rank == source, low, a), tl.where(rank == source, high, b), DTYPE, BITS, WIDE)
+        r_low, r_high = load_lane(r_ptr, at, inside, group)
+    for source in tl.static_range(group.RANKS):
+        a, b = receive_from(source, low, high, inside, group, rank, exchange, lane)
+        new = elements(a, b, group)
         if source == 0:
             total = new
         else:
             total = added(total, new)
     if r_ptr is not None:
-        total = added(total, elements(r_low, r_high, DTYPE, BITS, WIDE))
+        total = added(total, elements(r_low, r_high, group))
     return total
 
 
 @triton.jit
-def sum_of_ranks(
-    low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane,
-    RANKS: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
+def sum_of_ranks(low, high, r_ptr, at, inside, group: Group, rank, exchange, lane):
     """The same, as the words of lanes that can be sent."""
-    total = add_ranks(low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY)
-    low, high = lane_of(total, DTYPE, BITS, WIDE)
+    low, high = lane_of(add_ranks(low, high, r_ptr, at, inside, group, rank, exchange, lane), group)
     return tl.where(low == -1, NAN, low), tl.where(high == -1, NAN, high)
 
 
 @triton.jit
 def all_reduce(
-    x_ptr, r_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS,
-    RANKS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-):  # fmt: skip
+    x_ptr, r_ptr, y_ptr, group: Group, NUM_LANES, CHUNKS, LANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr
+):
     """y = the sum of x over the ranks + r, of NUM_LANES lanes in CHUNKS chunks. Every rank sends x to all.
 
     r is the same on all ranks, or None. y may be x or r.
     """
     wait_for_previous(DEPENDENT_LAUNCH)
-    rank = tl.load(group_ptr + RANK_AT).to(tl.int32)
-    exchange = first_exchange(group_ptr)
+    rank = tl.load(group.memory_ptr + RANK_AT).to(tl.int32)
+    exchange = first_exchange(group.memory_ptr)
     lane = tl.arange(0, LANES)
-    for chunk in range(tl.program_id(0), CHUNKS * is_running(group_ptr), tl.num_programs(0)):
+    for chunk in range(tl.program_id(0), CHUNKS * is_running(group.memory_ptr), tl.num_programs(0)):
         if chunk // tl.num_programs(0) % 2 == 0 and chunk >= tl.num_programs(0):
-            order_exchanges(exchange, ASSEMBLY)
+            order_exchanges(exchange, group.ASSEMBLY)
         at = chunk * LANES + lane
         inside = at < NUM_LANES
-        low, high = load_lane(x_ptr, at, inside, BITS, WIDE, ASSEMBLY)
-        send_to_all(low, high, inside, group_ptr, rank, exchange, lane, RANKS, ASSEMBLY)
-        low, high = sum_of_ranks(
-            low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
-        )
-        store_lane(y_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
+        low, high = load_lane(x_ptr, at, inside, group)
+        send_to_all(low, high, inside, group, rank, exchange, lane)
+        low, high = sum_of_ranks(low, high, r_ptr, at, inside, group, rank, exchange, lane)
+        store_lane(y_ptr, at, low, high, inside, group)
         exchange += 1
-    end_exchanges(group_ptr, exchange)
+    end_exchanges(group.memory_ptr, exchange)
 
 
 @triton.jit
 def all_reduce_in_parts(
-    x_ptr, r_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS,
-    RANKS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-):  # fmt: skip
+    x_ptr, r_ptr, y_ptr, group: Group, NUM_LANES, CHUNKS, LANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr
+):
     """The same with RANKS parts of LANES lanes per chunk: rank r receives part r of all, and sends its sum to all."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    rank = tl.load(group_ptr + RANK_AT).to(tl.int32)
-    exchange = first_exchange(group_ptr)
+    rank = tl.load(group.memory_ptr + RANK_AT).to(tl.int32)
+    exchange = first_exchange(group.memory_ptr)
     lane = tl.arange(0, LANES)
-    for chunk in range(tl.program_id(0), CHUNKS * is_running(group_ptr), tl.num_programs(0)):
+    for chunk in range(tl.program_id(0), CHUNKS * is_running(group.memory_ptr), tl.num_programs(0)):
         if chunk >= tl.num_programs(0):
-            order_exchanges(exchange, ASSEMBLY)
-        first = chunk * RANKS * LANES + lane
-        for other in tl.static_range(RANKS):
+            order_exchanges(exchange, group.ASSEMBLY)
+        first = chunk * group.RANKS * LANES + lane
+        for other in tl.static_range(group.RANKS):
             at = first + other * LANES
             inside = (at < NUM_LANES) & (rank != other)
-            low, high = load_lane(x_ptr, at, inside, BITS, WIDE, ASSEMBLY)
-            send(slot_of(group_ptr, other, rank, exchange, lane, RANKS), low, high, inside, ASSEMBLY)
+            low, high = load_lane(x_ptr, at, inside, group)
+            there = slot_of(group.memory_ptr, other, rank, exchange, lane, group.RANKS)
+            send(there, low, high, inside, group.ASSEMBLY)
         own = first + rank * LANES
         inside = own < NUM_LANES
-        low, high = load_lane(x_ptr, own, inside, BITS, WIDE, ASSEMBLY)
-        low, high = sum_of_ranks(
-            low, high, r_ptr, own, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
-        )
-        store_lane(y_ptr, own, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
-        send_to_all(low, high, inside, group_ptr, rank, exchange + 1, lane, RANKS, ASSEMBLY)
-        for source in tl.static_range(RANKS):
+        low, high = load_lane(x_ptr, own, inside, group)
+        low, high = sum_of_ranks(low, high, r_ptr, own, inside, group, rank, exchange, lane)
+        store_lane(y_ptr, own, low, high, inside, group)
+        send_to_all(low, high, inside, group, rank, exchange + 1, lane)
+        for source in tl.static_range(group.RANKS):
             at = first + source * LANES
             inside = (at < NUM_LANES) & (rank != source)
-            there = slot_of(group_ptr, rank, source, exchange + 1, lane, RANKS)
-            low, high = receive(there, inside, group_ptr, ASSEMBLY)
-            store_lane(y_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
+            there = slot_of(group.memory_ptr, rank, source, exchange + 1, lane, group.RANKS)
+            low, high = receive(there, inside, group.memory_ptr, group.ASSEMBLY)
+            store_lane(y_ptr, at, low, high, inside, group)
         exchange += 2
-    end_exchanges(group_ptr, exchange)
+    end_exchanges(group.memory_ptr, exchange)
 
 
 @triton.jit
-def send_row(
-    x_ptr, row, rows, WIDTH, group_ptr, rank, exchange, lane,
-    RANKS: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
-):  # fmt: skip
+def send_row(x_ptr, row, rows, WIDTH, group: Group, rank, exchange, lane):
     """Send a row of x to every other rank, unless there are no more rows; return its lanes."""
     inside = (lane < WIDTH) & (row < rows)
-    low, high = load_lane(x_ptr, row * WIDTH + lane, inside, BITS, WIDE, ASSEMBLY)
-    send_to_all(low, high, inside, group_ptr, rank, exchange, lane, RANKS, ASSEMBLY)
+    low, high = load_lane(x_ptr, row * WIDTH + lane, inside, group)
+    send_to_all(low, high, inside, group, rank, exchange, lane)
     return low, high
 
 
@@ -256,10 +257,8 @@ def normed(values, gain, EPS: tl.constexpr, ELEMENTS: tl.constexpr):
 
 @triton.jit
 def all_reduce_norm(
-    x_ptr, w_ptr, r_ptr, sum_ptr, y_ptr, group_ptr, ROWS, WIDTH,
-    EPS: tl.constexpr, ELEMENTS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
-    DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr, ASSEMBLY: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
+    x_ptr, w_ptr, r_ptr, sum_ptr, y_ptr, group: Group, ROWS, WIDTH, EPS: tl.constexpr, ELEMENTS: tl.constexpr,
+    LANES: tl.constexpr, PER_LANE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """sum = the sum of x over the ranks + r; y = its RMS norm with gain w, of float32 sums.
 
@@ -267,60 +266,49 @@ def all_reduce_norm(
     it receives the present one. The results may be x or r, which may be None.
     """
     wait_for_previous(DEPENDENT_LAUNCH)
-    rank = tl.load(group_ptr + RANK_AT).to(tl.int32)
-    exchange = first_exchange(group_ptr)
+    rank = tl.load(group.memory_ptr + RANK_AT).to(tl.int32)
+    exchange = first_exchange(group.memory_ptr)
     lane = tl.arange(0, LANES)
     inside = lane < WIDTH
     per_row: tl.constexpr = (LANES + SLOT_LANES - 1) // SLOT_LANES  # exchanges
-    rows = ROWS * is_running(group_ptr)
+    rows = ROWS * is_running(group.memory_ptr)
     step = tl.num_programs(0)
-    low, high = send_row(
-        x_ptr, tl.program_id(0), rows, WIDTH, group_ptr, rank, exchange, lane, RANKS, BITS, WIDE, ASSEMBLY
-    )
+    low, high = send_row(x_ptr, tl.program_id(0), rows, WIDTH, group, rank, exchange, lane)
     gain = gain_of(w_ptr, lane, inside, PER_LANE)
     for row in range(tl.program_id(0), rows, step):
         if row // step * per_row % 2 == 0 and row >= step:
-            order_exchanges(exchange, ASSEMBLY)
-        next_low, next_high = send_row(
-            x_ptr, row + step, rows, WIDTH, group_ptr, rank, exchange + per_row, lane, RANKS, BITS, WIDE, ASSEMBLY
-        )
+            order_exchanges(exchange, group.ASSEMBLY)
+        next_low, next_high = send_row(x_ptr, row + step, rows, WIDTH, group, rank, exchange + per_row, lane)
         at = row * WIDTH + lane
-        total = add_ranks(
-            low, high, r_ptr, at, inside, group_ptr, rank, exchange, lane, RANKS, DTYPE, BITS, WIDE, ASSEMBLY
-        )
-        low, high = lane_of(total, DTYPE, BITS, WIDE)
-        store_lane(sum_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
-        low, high = lane_of(normed(total, gain, EPS, ELEMENTS), DTYPE, BITS, WIDE)
-        store_lane(y_ptr, at, low, high, inside, DTYPE, BITS, WIDE, ASSEMBLY)
+        total = add_ranks(low, high, r_ptr, at, inside, group, rank, exchange, lane)
+        low, high = lane_of(total, group)
+        store_lane(sum_ptr, at, low, high, inside, group)
+        low, high = lane_of(normed(total, gain, EPS, ELEMENTS), group)
+        store_lane(y_ptr, at, low, high, inside, group)
         low, high = next_low, next_high
         exchange += per_row
-    end_exchanges(group_ptr, exchange)
+    end_exchanges(group.memory_ptr, exchange)
 
 
 @triton.jit
 def all_gather(
-    x_ptr, y_ptr, group_ptr, NUM_LANES, CHUNKS, WIDTH,
-    RANKS: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, WIDE: tl.constexpr,
-    ASSEMBLY: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-):  # fmt: skip
+    x_ptr, y_ptr, group: Group, NUM_LANES, CHUNKS, WIDTH, LANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr
+):
     """y [rows, RANKS * WIDTH] = the x [rows, WIDTH] of all ranks side by side, in lanes; x has NUM_LANES lanes."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    rank = tl.load(group_ptr + RANK_AT).to(tl.int32)
-    exchange = first_exchange(group_ptr)
+    rank = tl.load(group.memory_ptr + RANK_AT).to(tl.int32)
+    exchange = first_exchange(group.memory_ptr)
     lane = tl.arange(0, LANES)
-    for chunk in range(tl.program_id(0), CHUNKS * is_running(group_ptr), tl.num_programs(0)):
+    for chunk in range(tl.program_id(0), CHUNKS * is_running(group.memory_ptr), tl.num_programs(0)):
         if chunk // tl.num_programs(0) % 2 == 0 and chunk >= tl.num_programs(0):
-            order_exchanges(exchange, ASSEMBLY)
+            order_exchanges(exchange, group.ASSEMBLY)
         at = chunk * LANES + lane
         inside = at < NUM_LANES
-        low, high = load_lane(x_ptr, at, inside, BITS, WIDE, ASSEMBLY)
-        send_to_all(low, high, inside, group_ptr, rank, exchange, lane, RANKS, ASSEMBLY)
-        begin = (at // WIDTH) * (RANKS * WIDTH) + at % WIDTH
-        for source in tl.static_range(RANKS):
-            there = slot_of(group_ptr, rank, source, exchange, lane, RANKS)
-            a, b = receive(there, inside & (rank != source), group_ptr, ASSEMBLY)
-            a = tl.where(rank == source, low, a)
-            b = tl.where(rank == source, high, b)
-            store_lane(y_ptr, begin + source * WIDTH, a, b, inside, DTYPE, BITS, WIDE, ASSEMBLY)
+        low, high = load_lane(x_ptr, at, inside, group)
+        send_to_all(low, high, inside, group, rank, exchange, lane)
+        begin = (at // WIDTH) * (group.RANKS * WIDTH) + at % WIDTH
+        for source in tl.static_range(group.RANKS):
+            a, b = receive_from(source, low, high, inside, group, rank, exchange, lane)
+            store_lane(y_ptr, begin + source * WIDTH, a, b, inside, group)
         exchange += 1
-    end_exchanges(group_ptr, exchange)
+    end_exchanges(group.memory_ptr, exchange)

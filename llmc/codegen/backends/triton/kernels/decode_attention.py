@@ -19,13 +19,14 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_tile,
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
-    AttentionOptions,
     KeyPool,
-    head_mask,
+    PagedAttention,
     head_scales,
     key_offsets,
     load_keys_values,
     load_pages,
+    load_rows,
+    store_rows,
     to_factor,
 )
 
@@ -72,88 +73,98 @@ def key_range(length, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.const
 
 
 @triton.jit
-def attend(query, pool: KeyPool, options: AttentionOptions, pages, begin, end, length):
+def attend(query, attention: PagedAttention, pool: KeyPool, scale, pages, begin, end, length, KEYS: tl.constexpr):
     """Return the softmax state of the last token of a sequence of `length` tokens after the keys from `begin` to `end`.
 
-    `query` has one row per query head, and `pages` are the pages of the first tile.
+    `query` has one row per query head, `scale` is that of the logits, and `pages` are the pages of the first tile of
+    KEYS keys.
     """
     state = softmax_start(query.shape[0], pool.HEAD_DIM_PADDED)
-    for tile in range(begin, end, options.KEYS_PER_TILE):
-        keys = tile + tl.arange(0, options.KEYS_PER_TILE)
+    for tile in range(begin, end, KEYS):
+        keys = tile + tl.arange(0, KEYS)
         offsets = key_offsets(pool, pages, keys)
-        pages = load_pages(pool.page_table_ptr, keys + options.KEYS_PER_TILE, end, pool.PAGE)
+        pages = load_pages(pool.page_table_ptr, keys + KEYS, end, pool.PAGE)
         visible = keys < end
-        if options.WINDOW:
-            visible = visible & (keys >= length - options.WINDOW)
+        if attention.WINDOW:
+            visible = visible & (keys >= length - attention.WINDOW)
         key, value = load_keys_values(pool, offsets, visible)
         state = softmax_tile(
-            query, key, value, visible[None, :], state, options.scale, options.SOFTCAP, options.DOT_DTYPE,
-            options.INTERPRET,
+            query, key, value, visible[None, :], state, scale, attention.SOFTCAP, attention.DOT_DTYPE,
+            attention.INTERPRET,
         )  # fmt: skip
     return state
 
 
 @triton.jit
+def attend_token(
+    attention: PagedAttention, page_table_ptr, head, exists, kv_head, pages, begin, end, length, KEYS: tl.constexpr
+):
+    """Return `attend` for query heads of one token that share a key head, and the scale of the values.
+
+    page_table_ptr: the row of the token's sequence. head: token * HEADS + the query head, [ROWS]; `exists` [ROWS] is
+    false for padding.
+    """
+    HEAD_DIM: tl.constexpr = attention.HEAD_DIM
+    key_scale, value_scale = head_scales(attention.scales_ptr, kv_head, attention.KV_HEADS)
+    query = load_rows(attention.query_ptr + head * HEAD_DIM, exists, HEAD_DIM, attention.HEAD_DIM_PADDED)
+    state = attend(
+        to_factor(query, attention.DOT_DTYPE), attention,
+        KeyPool(
+            attention.kv_ptr + kv_head * (attention.PAGE * HEAD_DIM), page_table_ptr, attention.KV_HEADS,
+            attention.PAGE, HEAD_DIM, attention.HEAD_DIM_PADDED,
+        ),
+        attention.SCALE * key_scale, pages, begin, end, length, KEYS,
+    )  # fmt: skip
+    return state, value_scale
+
+
+@triton.jit
+def add_sinks(state, attention: PagedAttention, kv_head):
+    """Return the state after the sinks of the query heads of a key head, if the attention has any."""
+    if attention.sinks_ptr is not None:
+        GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
+        member = tl.minimum(tl.arange(0, state.running_max.shape[0]), GROUP - 1)
+        state = softmax_add_sink(state, tl.load(attention.sinks_ptr + kv_head * GROUP + member))
+    return state
+
+
+@triton.jit
 def paged_decode(
-    query_ptr,  # [tokens, HEADS, HEAD_DIM]
-    kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
-    page_table_ptr,  # [table rows, table_width]
-    rows_ptr,  # [row_count]: rows of the page table, -1 for padding; with SPLITS [tokens]
-    starts_ptr,  # [row_count + 1]: the first token of each row; None with SPLITS
-    positions_ptr,  # [tokens]: the position of each token in its sequence
-    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
-    sinks_ptr,  # [HEADS], or None
+    attention: PagedAttention,
     out_ptr,  # [tokens, HEADS, HEAD_DIM]; with SPLITS [tokens, HEADS, SPLITS, HEAD_DIM] in float32
     lse_ptr,  # [tokens, HEADS, SPLITS]: log of the sum of exp(logit), -inf for an empty part; None without SPLITS
-    row_count,
-    table_width,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
-    SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr,
     QUERY_ROWS: tl.constexpr,  # HEADS // KV_HEADS, padded for tl.dot
     KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
     TABLES_SETTLED: tl.constexpr,  # the previous kernel writes neither page table, rows, starts nor positions
     DEPENDENT_LAUNCH: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """Attention of one token and one key head, over all keys or one part of them."""
     if not TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
     token, kv_head = tl.program_id(0), tl.program_id(1)
-    row, length = find_row(token, rows_ptr, starts_ptr, positions_ptr, row_count)
-    begin, end = key_range(length, WINDOW, PAGE, SPLITS)
-    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
-    first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, PAGE)
+    row, length = find_row(
+        token, attention.rows_ptr, attention.starts_ptr, attention.positions_ptr, attention.row_count
+    )
+    begin, end = key_range(length, attention.WINDOW, attention.PAGE, SPLITS)
+    page_table_ptr = attention.page_table_ptr + tl.maximum(row, 0).to(tl.int64) * attention.table_width
+    first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, attention.PAGE)
     if TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
-    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_ptr += kv_head * (PAGE * HEAD_DIM)
+    GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
+    HEAD_DIM: tl.constexpr = attention.HEAD_DIM
     member = tl.arange(0, QUERY_ROWS)
-    head = token.to(tl.int64) * HEADS + kv_head * GROUP + member
-    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    mask = (member < GROUP)[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
-    state = attend(
-        to_factor(query, DOT_DTYPE), KeyPool(kv_ptr, page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), first_pages, begin,
-        end, length,
-    )  # fmt: skip
-    if sinks_ptr is not None:
-        state = softmax_add_sink(state, tl.load(sinks_ptr + kv_head * GROUP + tl.minimum(member, GROUP - 1)))
+    head, exists = token.to(tl.int64) * attention.HEADS + kv_head * GROUP + member, member < GROUP
+    state, value_scale = attend_token(
+        attention, page_table_ptr, head, exists, kv_head, first_pages, begin, end, length, KEYS_PER_TILE
+    )
+    state = add_sinks(state, attention, kv_head)
     if SPLITS:
         head = head * SPLITS + tl.program_id(2)
     out = softmax_mean(state) * value_scale
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rows(out_ptr + head * HEAD_DIM, out, exists, HEAD_DIM, attention.HEAD_DIM_PADDED)
     if SPLITS:
-        tl.store(lse_ptr + head, softmax_lse(state), mask=member < GROUP)
+        tl.store(lse_ptr + head, softmax_lse(state), mask=exists)
 
 
 @triton.jit

@@ -29,10 +29,10 @@ def moe_gather_up(
     AHEAD: tl.constexpr,  # steps whose weights are loaded ahead
     EPS: tl.constexpr,  # epsilon of the norm; None: no norm
     JOINT_SUM: tl.constexpr,  # (tuple of tiles) -> tuple of their sums over the second axis; or None
-    GATE: tl.constexpr,  # (gate, up) -> float32
+    EPILOGUE: tl.constexpr,  # ((gate, up)) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """GATE of the first two products of one pair, BLOCK_N columns."""
+    """EPILOGUE of the first two products of one pair, BLOCK_N columns."""
     pair = tl.program_id(1).to(tl.int64)
     first_column = tl.program_id(0) * BLOCK_N
     n = first_column + tl.arange(0, BLOCK_N)
@@ -60,7 +60,7 @@ def moe_gather_up(
         bias = bias_ptr + expert * (2 * N) + n
         gate += tl.load(bias, mask=n < N, other=0).to(tl.float32)
         up += tl.load(bias + N, mask=n < N, other=0).to(tl.float32)
-    out = GATE(gate, up)
+    out = EPILOGUE((gate, up))
     tl.store(out_ptr + pair * N + n, out.to(out_ptr.dtype.element_ty), mask=bound(n, N, N % BLOCK_N == 0))
 
 

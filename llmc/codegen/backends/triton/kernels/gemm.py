@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
+from llmc.codegen.backends.triton.kernels.product_output import Output, store_product
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -24,42 +25,23 @@ def grouped_tile(ROW_TILES, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    out_ptr,
-    extra_ptrs,
-    sums,
-    token,
-    column,
-    M,
-    N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    LOAD_EXTRAS: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):
+def store_tile(output: Output, sums, token, column, SPLITS: tl.constexpr, WHOLE_N: tl.constexpr):
     """Store the epilogue of the sums [tokens, columns]; with SPLITS, store the sums of this program's part."""
     token, column = token[:, None], column[None, :]
-    token_mask, column_mask = bound(token, M, WHOLE_M), bound(column, N, WHOLE_N)
     if SPLITS:
-        at = tl.program_id(1).to(tl.int64) * M * N + token * N + column
-        tl.store(out_ptr + at, sums[0], mask=token_mask & column_mask)
+        mask = bound(token, output.M, output.WHOLE_M) & bound(column, output.N, WHOLE_N)
+        at = tl.program_id(1).to(tl.int64) * output.M * output.N + token * output.N + column
+        tl.store(output.out_ptr + at, sums[0], mask=mask)
     else:
-        extras = LOAD_EXTRAS(extra_ptrs, token, column, token_mask, column_mask)
-        out = EPILOGUE(sums, extras)
-        at = out_ptr + (token * N + column)
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+        store_product(output, sums, token, column, WHOLE_N)
 
 
 @triton.jit
 def gemm(
     x_ptr,  # [M, K]
     weight_ptr,  # [PARTS, N, K]
-    out_ptr,  # [M, N]; with SPLITS [SPLITS, M, N] in float32
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
+    output: Output,  # with SPLITS [SPLITS, M, N] in float32, without an epilogue
     ROW_TILES,  # cdiv(M, BLOCK_M)
-    N: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: the depth is not split
@@ -68,14 +50,12 @@ def gemm(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     SUM: tl.constexpr,  # dtype of the sums
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
     LATE_LAUNCH: tl.constexpr,
 ):
+    N: tl.constexpr = output.N
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     DEPTH: tl.constexpr = K // SPLITS if SPLITS else K  # columns of K that this program multiplies
@@ -88,7 +68,7 @@ def gemm(
         weight_ptr += tl.program_id(1) * DEPTH
         x_ptr += tl.program_id(1) * DEPTH
     weight_row = clamp(column, N, WHOLE_N).to(tl.int64) * K
-    x_row = clamp(token, M, WHOLE_M) * K
+    x_row = clamp(token, output.M, output.WHOLE_M) * K
     weight_tiles = ()
     for part in tl.static_range(PARTS):
         weight_tiles = weight_tiles + (weight_ptr + part * N * K + weight_row[None, :] + depth[:, None],)
@@ -109,6 +89,4 @@ def gemm(
             added = added + (tl.dot(x, w, sums[part], input_precision="ieee", out_dtype=SUM),)
         sums = added
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    store_tile(
-        out_ptr, extra_ptrs, sums, token, column, M, N, SPLITS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE
-    )  # fmt: skip
+    store_tile(output, sums, token, column, SPLITS, WHOLE_N)

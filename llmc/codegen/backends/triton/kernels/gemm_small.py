@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
+from llmc.codegen.backends.triton.kernels.product_output import Output, load_extras_at, store_epilogue
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -124,20 +125,10 @@ def multiply(
 
 
 @triton.jit
-def place(token, column, M, N: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr):
-    """Return tokens [1, BLOCK_M] and columns [BLOCK_N, 1] of a tile, and masks of those that exist."""
-    token, column = token[None, :], column[:, None]
-    return token, column, bound(token, M, WHOLE_M), bound(column, N, WHOLE_N)
-
-
-@triton.jit
 def gemm_small(
     x_ptr,  # [M, K]
     weight_ptr,  # [PARTS, N, K]
-    out_ptr,  # [M, N]
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
-    N: tl.constexpr,
+    output: Output,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     JOINED: tl.constexpr,  # the rows of both parts form one tile, so that fewer rows of each fill an instruction
@@ -146,45 +137,41 @@ def gemm_small(
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
     STAGES: tl.constexpr,
-    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     PREFETCH_LINE: tl.constexpr,  # elements of a cache line
     PREFETCH_LINES: tl.constexpr,  # lines of each weight row to prefetch before the wait
     EARLY_EXTRAS: tl.constexpr,  # load the extras before the product; they need few registers
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     SUM: tl.constexpr,  # dtype of the sums
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
     LATE_LAUNCH: tl.constexpr,
 ):
+    N: tl.constexpr = output.N
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     TILES: tl.constexpr = 1 if JOINED else PARTS
     row_tile, column_tile = tl.program_id(0), tl.program_id(1)  # programs that share weights are adjacent
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     weight_row = weight_rows(column_tile, column, N, K, BLOCK_N, JOINED)
-    x_row = clamp(token, M, WHOLE_M) * K
+    x_row = clamp(token, output.M, output.WHOLE_M) * K
     weight_tiles = ()
     for part in tl.static_range(TILES):
         weight_tiles = weight_tiles + (tile_pointers(weight_ptr + part * N * K, weight_row, BLOCK_K, SLICES, True),)
     x_tile = tile_pointers(x_ptr, x_row, BLOCK_K, SLICES, False)
-    exists = bound(token, M, WHOLE_M)[None, :] if SLICES == 1 else bound(token, M, WHOLE_M)[None, None, :]
+    exists = bound(token, output.M, output.WHOLE_M)
+    exists = exists[None, :] if SLICES == 1 else exists[None, None, :]
     if PREFETCH_LINES:
         for part in tl.static_range(TILES):
             prefetch(weight_ptr + part * N * K, weight_row, K, PREFETCH_LINE, PREFETCH_LINES)
     wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
 
+    tokens, columns = token[None, :], column[:, None]
     if EARLY_EXTRAS:
-        tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
-        extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
+        extras = load_extras_at(output, tokens, columns, WHOLE_N)
     sums = multiply(
-        x_tile, exists, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, WHOLE_M,
+        x_tile, exists, weight_tiles, K, JOINED, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, output.WHOLE_M,
         FLOAT32_FACTORS, SUM,
     )  # fmt: skip
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    tokens, columns, token_mask, column_mask = place(token, column, M, N, WHOLE_M, WHOLE_N)
     if not EARLY_EXTRAS:
-        extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
-    out = EPILOGUE(sums, extras)
-    at = out_ptr + (tokens * N + columns)
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+        extras = load_extras_at(output, tokens, columns, WHOLE_N)
+    store_epilogue(output, sums, extras, tokens, columns, WHOLE_N)

@@ -10,17 +10,15 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
 from llmc.codegen.backends.triton.kernels.gemm import grouped_tile, store_tile
+from llmc.codegen.backends.triton.kernels.product_output import Output
 
 
 @triton.jit
 def gemm_tma(
     x_map,  # tensor map of [M, K], boxes of [BLOCK_M, BLOCK_K]
     weight_map,  # of [N, K], boxes of [BLOCK_N, BLOCK_K]; for two parts of [2, N, K], boxes of [2, BLOCK_N, BLOCK_K]
-    out_ptr,  # [M, N]; with SPLITS [SPLITS, M, N] in float32
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
+    output: Output,  # with SPLITS [SPLITS, M, N] in float32, without an epilogue
     ROW_TILES,  # cdiv(M, BLOCK_M)
-    N: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,  # 1 or 2
     SPLITS: tl.constexpr,  # 0: the depth is not split
@@ -29,16 +27,13 @@ def gemm_tma(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
-    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     SUM: tl.constexpr,  # dtype of the sums
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
     LATE_LAUNCH: tl.constexpr,
 ):
-    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    WHOLE_N: tl.constexpr = N % BLOCK_N == 0
+    COLUMN_TILES: tl.constexpr = (output.N + BLOCK_N - 1) // BLOCK_N
+    WHOLE_N: tl.constexpr = output.N % BLOCK_N == 0
     row_tile, column_tile = grouped_tile(ROW_TILES, COLUMN_TILES, GROUP)
     first_row, first_column = row_tile * BLOCK_M, column_tile * BLOCK_N
     column = first_column + tl.arange(0, BLOCK_N)
@@ -63,6 +58,4 @@ def gemm_tma(
     else:
         sums = (tile,)
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    store_tile(
-        out_ptr, extra_ptrs, sums, token, column, M, N, SPLITS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE
-    )  # fmt: skip
+    store_tile(output, sums, token, column, SPLITS, WHOLE_N)

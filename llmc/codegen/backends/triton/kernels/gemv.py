@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.product_output import Output, load_extras_at, store_epilogue
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -138,10 +139,7 @@ def gemv(
     x_ptr,  # [M, K]
     weight_ptr,  # [PARTS, N, K]
     gain_ptr,  # [K]: the gain of the norm; None without EPS
-    out_ptr,  # [M, N]
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
-    N: tl.constexpr,
+    output: Output,  # ROWS divides M if WHOLE_M
     K: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -150,13 +148,11 @@ def gemv(
     AHEAD: tl.constexpr,  # steps whose weights are loaded ahead
     EPS: tl.constexpr,  # epsilon of the norm; None: no norm
     ONE_BLOCK: tl.constexpr,  # there are at most ROWS tokens
-    WHOLE_M: tl.constexpr,  # ROWS divides M
     EARLY_WEIGHTS: tl.constexpr,  # no previous kernel writes the weights
     JOINT_SUM: tl.constexpr,  # (tuple of tiles) -> tuple of their sums over the second axis; or None
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, token, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    N: tl.constexpr = output.N
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
     first_column = tl.program_id(0) * BLOCK_N
     n = first_column + tl.arange(0, BLOCK_N)
@@ -166,7 +162,7 @@ def gemv(
     weights = ()
     for part in tl.static_range(PARTS):
         weights = weights + (weight_rows + part * N * K,)
-    tokens, x_rows = token_rows(x_ptr, column, M, K, ROWS, ONE_BLOCK, WHOLE_M)
+    tokens, x_rows = token_rows(x_ptr, column, output.M, K, ROWS, ONE_BLOCK, output.WHOLE_M)
     gain_row = None
     squares = ()
     if EPS is not None:
@@ -182,8 +178,7 @@ def gemv(
         wait_for_previous(DEPENDENT_LAUNCH)
     extras = ()
     for row in tl.static_range(ROWS):
-        token_mask, column_mask = bound(tokens[row], M, WHOLE_M), bound(n, N, WHOLE_N)
-        extras = extras + (LOAD_EXTRAS(extra_ptrs, tokens[row], n, token_mask, column_mask),)
+        extras = extras + (load_extras_at(output, tokens[row], n, WHOLE_N),)
     sums, squares = stream(
         weights, ahead, x_rows, gain_row, squares, column, K, PARTS, ROWS, BLOCK_N, BLOCK_K, AHEAD, EPS
     )  # fmt: skip
@@ -191,6 +186,4 @@ def gemv(
     if EPS is not None:
         sums = scale_rows(sums, squares, K, PARTS, ROWS, EPS)
     for row in tl.static_range(ROWS):
-        out = EPILOGUE(sums[row * PARTS : (row + 1) * PARTS], extras[row])
-        at = out_ptr + (tokens[row] * N + n)
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=bound(tokens[row], M, WHOLE_M) & bound(n, N, WHOLE_N))
+        store_epilogue(output, sums[row * PARTS : (row + 1) * PARTS], extras[row], tokens[row], n, WHOLE_N)

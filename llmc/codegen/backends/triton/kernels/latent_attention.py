@@ -19,7 +19,7 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_mean,
     softmax_start,
 )
-from llmc.codegen.backends.triton.kernels.paged_kv import head_mask, load_pages, to_factor
+from llmc.codegen.backends.triton.kernels.paged_kv import load_pages, load_rows, store_rows, to_factor
 from llmc.codegen.backends.triton.kernels.prefill_attention import find_tile
 
 
@@ -33,13 +33,6 @@ class LatentPool(NamedTuple):
     LATENT_PADDED: tl.constexpr
     ROTARY: tl.constexpr
     ROTARY_PADDED: tl.constexpr
-
-
-@triton.jit
-def load_part(pointers, exists, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Load SIZE columns [ROWS, PADDED] of rows at `pointers` [ROWS]; zeros as padding, and for rows not in `exists`."""
-    mask = exists[:, None] & head_mask(SIZE, PADDED)
-    return tl.load(pointers[:, None] + tl.arange(0, PADDED)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -64,8 +57,8 @@ def attend_latents(
     """
     LATENT: tl.constexpr = pool.LATENT
     ROTARY: tl.constexpr = pool.ROTARY
-    query = to_factor(load_part(query_ptr + head * LATENT, exists, LATENT, pool.LATENT_PADDED), DOT_DTYPE)
-    query_rotary = to_factor(load_part(rotary_ptr + head * ROTARY, exists, ROTARY, pool.ROTARY_PADDED), DOT_DTYPE)
+    query = to_factor(load_rows(query_ptr + head * LATENT, exists, LATENT, pool.LATENT_PADDED), DOT_DTYPE)
+    query_rotary = to_factor(load_rows(rotary_ptr + head * ROTARY, exists, ROTARY, pool.ROTARY_PADDED), DOT_DTYPE)
     if INTERPRET:  # the interpreter computes with numpy, which has no bfloat16
         query, query_rotary = query.to(tl.float32), query_rotary.to(tl.float32)
     state = softmax_start(query.shape[0], pool.LATENT_PADDED)
@@ -77,8 +70,8 @@ def attend_latents(
         at = pool.pool_ptr + slot * (LATENT + ROTARY)
         pages = load_pages(pool.page_table_ptr, keys + KEYS_PER_TILE, end, pool.PAGE)
         loaded = keys < end
-        latent = load_part(at, loaded, LATENT, pool.LATENT_PADDED).to(DOT_DTYPE)
-        rotary = load_part(at + LATENT, loaded, ROTARY, pool.ROTARY_PADDED).to(DOT_DTYPE)
+        latent = load_rows(at, loaded, LATENT, pool.LATENT_PADDED).to(DOT_DTYPE)
+        rotary = load_rows(at + LATENT, loaded, ROTARY, pool.ROTARY_PADDED).to(DOT_DTYPE)
         if INTERPRET:
             latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
         logits = tl.dot(query, tl.trans(latent), input_precision="ieee")
@@ -133,9 +126,7 @@ def latent_decode(
         begin, end, SCALE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
     part = head * SPLITS + tl.program_id(2)
-    mask = exists[:, None] & head_mask(LATENT, LATENT_PADDED)
-    out = partial_ptr + (part * LATENT)[:, None] + tl.arange(0, LATENT_PADDED)[None, :]
-    tl.store(out, softmax_mean(state), mask=mask)
+    store_rows(partial_ptr + part * LATENT, softmax_mean(state), exists, LATENT, LATENT_PADDED)
     tl.store(lse_ptr + part, softmax_lse(state), mask=exists)
 
 
@@ -183,6 +174,4 @@ def latent_prefill(
         LatentPool(pool_ptr, page_table_ptr, PAGE, LATENT, LATENT_PADDED, ROTARY, ROTARY_PADDED),
         0, tl.max(position, 0) + 1, SCALE, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
     )  # fmt: skip
-    out = softmax_mean(state).to(out_ptr.dtype.element_ty)
-    mask = exists[:, None] & head_mask(LATENT, LATENT_PADDED)
-    tl.store(out_ptr + (head * LATENT)[:, None] + tl.arange(0, LATENT_PADDED)[None, :], out, mask=mask)
+    store_rows(out_ptr + head * LATENT, softmax_mean(state), exists, LATENT, LATENT_PADDED)

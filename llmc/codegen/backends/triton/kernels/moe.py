@@ -5,6 +5,8 @@ finds its expert and its block of rows from the starts of the experts' pairs. Th
 routing; programs without rows return at once, and the weights of experts that no token chose are not read.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -41,69 +43,102 @@ def moe_route(
         at += tl.sum(mine, axis=0)
 
 
+class ExpertProduct(NamedTuple):
+    """The parameters that all grouped products of experts share.
+
+    With CHOICES, a row of x is a token, and results are in the order of the experts; otherwise, x is in the order of
+    the experts, and results are weighted and in the order of the tokens.
+    """
+
+    x_ptr: tl.tensor  # [tokens or pairs, K]
+    order_ptr: tl.tensor  # [pairs], as moe_route writes it
+    starts_ptr: tl.tensor  # [EXPERTS + 1]
+    weights_ptr: tl.tensor  # [pairs]: the routing weight of each pair; None with CHOICES
+    bias_ptr: tl.tensor  # [EXPERTS, PARTS, N], or None
+    out_ptr: tl.tensor  # [pairs, N]
+    CHOICES: tl.constexpr  # experts per token, or 0
+    EXPERTS: tl.constexpr
+    EXPERTS_PADDED: tl.constexpr
+    N: tl.constexpr
+    K: tl.constexpr
+    PARTS: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    STAGES: tl.constexpr
+
+
 @triton.jit
-def find_block(starts_ptr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_block(product: ExpertProduct):
     """Return (expert, first row of this program's block, end of the expert's rows); EXPERTS if there is no block."""
-    candidate = tl.arange(0, EXPERTS_PADDED)
-    first = tl.load(starts_ptr + candidate, mask=candidate < EXPERTS, other=0)
-    rows = tl.load(starts_ptr + candidate + 1, mask=candidate < EXPERTS, other=0) - first
-    blocks = (rows + (BLOCK_M - 1)) // BLOCK_M
+    candidate = tl.arange(0, product.EXPERTS_PADDED)
+    first = tl.load(product.starts_ptr + candidate, mask=candidate < product.EXPERTS, other=0)
+    rows = tl.load(product.starts_ptr + candidate + 1, mask=candidate < product.EXPERTS, other=0) - first
+    blocks = (rows + (product.BLOCK_M - 1)) // product.BLOCK_M
     ends = tl.cumsum(blocks, axis=0)
     block = tl.program_id(1)
-    expert = tl.sum(((ends <= block) & (candidate < EXPERTS)).to(tl.int32), axis=0)
+    expert = tl.sum(((ends <= block) & (candidate < product.EXPERTS)).to(tl.int32), axis=0)
     here = candidate == expert
-    row = tl.sum(tl.where(here, first + (block - ends + blocks) * BLOCK_M, 0), axis=0)
+    row = tl.sum(tl.where(here, first + (block - ends + blocks) * product.BLOCK_M, 0), axis=0)
     stop = tl.sum(tl.where(here, first + rows, 0), axis=0)
     return expert, row, stop
 
 
 @triton.jit
-def expert_weights(
-    weight_ptr,
-    expert,
-    column,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def block_rows(product: ExpertProduct, first_row, stop):
+    """Return the rows of a block in the order of the experts, their pairs, and their rows of x [BLOCK_M]."""
+    row = first_row + tl.arange(0, product.BLOCK_M)
+    pair = tl.load(product.order_ptr + row, mask=row < stop, other=0).to(tl.int64)
+    if product.CHOICES:
+        left_row = pair // product.CHOICES
+    else:
+        left_row = tl.minimum(row, stop - 1).to(tl.int64)
+    return row, pair, left_row
+
+
+@triton.jit
+def block_columns(product: ExpertProduct):
+    """Return the columns [BLOCK_N] of this program."""
+    return tl.program_id(0) * product.BLOCK_N + tl.arange(0, product.BLOCK_N)
+
+
+@triton.jit
+def expert_weights(weight_ptr, product: ExpertProduct, expert, column):
     """Return pointers [BLOCK_N, BLOCK_K] to the first step of the expert's rows `column` of each part."""
-    depth = tl.arange(0, BLOCK_K)
-    weight_ptr += expert.to(tl.int64) * (PARTS * N * K)
-    first = weight_ptr + clamp(column, N, N % BLOCK_N == 0)[:, None] * K + depth[None, :]
+    N: tl.constexpr = product.N
+    K: tl.constexpr = product.K
+    depth = tl.arange(0, product.BLOCK_K)
+    weight_ptr += expert.to(tl.int64) * (product.PARTS * N * K)
+    first = weight_ptr + clamp(column, N, N % product.BLOCK_N == 0)[:, None] * K + depth[None, :]
     weights = ()
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(product.PARTS):
         weights = weights + (first + part * N * K,)
     return weights
 
 
 @triton.jit
-def multiply(
-    left_ptr,
-    left_row,
-    weights,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLOAT32_FACTORS: tl.constexpr,
-):
-    """Return the products [BLOCK_N, BLOCK_M] of the rows `left_row` of the left operand with each part."""
-    WHOLE_K: tl.constexpr = K % BLOCK_K == 0
-    depth = tl.arange(0, BLOCK_K)
-    left = left_ptr + left_row[None, :] * K + depth[:, None]
+def zero_sums(product: ExpertProduct, SUM: tl.constexpr):
+    """Return zeros [BLOCK_N, BLOCK_M] for each part."""
     sums = ()
-    for _ in tl.static_range(PARTS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_M], tl.float32),)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for _ in tl.static_range(product.PARTS):
+        sums = sums + (tl.zeros([product.BLOCK_N, product.BLOCK_M], SUM),)
+    return sums
+
+
+@triton.jit
+def multiply(product: ExpertProduct, left_row, weights, FLOAT32_FACTORS: tl.constexpr):
+    """Return the products [BLOCK_N, BLOCK_M] of the rows `left_row` of x with each part."""
+    K: tl.constexpr = product.K
+    WHOLE_K: tl.constexpr = K % product.BLOCK_K == 0
+    depth = tl.arange(0, product.BLOCK_K)
+    left = product.x_ptr + left_row[None, :] * K + depth[:, None]
+    sums = zero_sums(product, tl.float32)
+    for k in tl.range(0, K, product.BLOCK_K, num_stages=product.STAGES):
         x = tl.load(left + k, mask=bound(depth[:, None], K - k, WHOLE_K), other=0.0)
         if FLOAT32_FACTORS:
             x = x.to(tl.float32)
         added = ()
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(product.PARTS):
             w = tl.load(weights[part] + k, mask=bound(depth[None, :], K - k, WHOLE_K), other=0.0)
             if FLOAT32_FACTORS:
                 w = w.to(tl.float32)
@@ -113,92 +148,49 @@ def multiply(
 
 
 @triton.jit
-def add_bias(sums, bias_ptr, expert, column, N: tl.constexpr, PARTS: tl.constexpr):
-    """Add the expert's row of the bias [EXPERTS, PARTS, N] (or None) to the sums of each part."""
-    if bias_ptr is None:
+def add_bias(product: ExpertProduct, sums, expert, column):
+    """Add the expert's row of the bias, if there is one, to the sums of each part."""
+    if product.bias_ptr is None:
         return sums
     else:
-        at = bias_ptr + expert.to(tl.int64) * (PARTS * N) + column
+        at = product.bias_ptr + expert.to(tl.int64) * (product.PARTS * product.N) + column
         added = ()
-        for part in tl.static_range(PARTS):
-            bias = tl.load(at + part * N, mask=column < N, other=0).to(tl.float32)
+        for part in tl.static_range(product.PARTS):
+            bias = tl.load(at + part * product.N, mask=column < product.N, other=0).to(tl.float32)
             added = added + (sums[part] + bias[:, None],)
         return added
 
 
 @triton.jit
-def moe_up(
-    x_ptr,  # [tokens, K]
-    order_ptr,  # [pairs], as moe_route writes it
-    starts_ptr,  # [EXPERTS + 1]
-    weight_ptr,  # [EXPERTS, 2, N, K]: gate, up
-    bias_ptr,  # [EXPERTS, 2, N], or None
-    out_ptr,  # [pairs, N], in the order of the experts
-    CHOICES: tl.constexpr,  # experts per token
-    EXPERTS: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
-    GATE: tl.constexpr,  # (gate, up) -> float32
-    DEPENDENT_LAUNCH: tl.constexpr,
-):
-    """GATE of the first two products of BLOCK_M pairs of one expert, BLOCK_N columns."""
-    wait_for_previous(DEPENDENT_LAUNCH)
-    expert, first_row, stop = find_block(starts_ptr, EXPERTS, EXPERTS_PADDED, BLOCK_M)
-    if expert < EXPERTS:
-        row = first_row + tl.arange(0, BLOCK_M)
-        pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        weights = expert_weights(weight_ptr, expert, column, N, K, 2, BLOCK_N, BLOCK_K)
-        token = pair // CHOICES
-        sums = multiply(x_ptr, token, weights, K, 2, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32_FACTORS)
-        mask = (row < stop)[None, :] & (column < N)[:, None]
-        sums = add_bias(sums, bias_ptr, expert, column, N, 2)
-        out = GATE(sums[0], sums[1])
-        at = out_ptr + row.to(tl.int64)[None, :] * N + column[:, None]
-        tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+def store_block(product: ExpertProduct, sums, expert, row, pair, stop, column, EPILOGUE: tl.constexpr):
+    """Store EPILOGUE of the sums of each part and the bias, times the routing weights, if there are any."""
+    out = EPILOGUE(add_bias(product, sums, expert, column))
+    place = row.to(tl.int64)
+    if product.weights_ptr is not None:
+        out = out * tl.load(product.weights_ptr + pair).to(tl.float32)[None, :]
+        place = pair
+    at = product.out_ptr + place[None, :] * product.N + column[:, None]
+    mask = (row < stop)[None, :] & (column < product.N)[:, None]
+    tl.store(at, out.to(product.out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def moe_down(
-    x_ptr,  # [pairs, K], in the order of the experts
-    order_ptr,  # [pairs], as moe_route writes it
-    starts_ptr,  # [EXPERTS + 1]
-    weight_ptr,  # [EXPERTS, N, K]
-    scale_ptr,  # [pairs]: the routing weight of each pair
-    bias_ptr,  # [EXPERTS, N], or None
-    out_ptr,  # [pairs, N], in the order of the tokens
-    EXPERTS: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+def moe_product(
+    product: ExpertProduct,
+    weight_ptr,  # [EXPERTS, PARTS, N, K]
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """The weighted results of BLOCK_M pairs of one expert, BLOCK_N columns."""
+    """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    expert, first_row, stop = find_block(starts_ptr, EXPERTS, EXPERTS_PADDED, BLOCK_M)
-    if expert < EXPERTS:
-        row = first_row + tl.arange(0, BLOCK_M)
-        pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        weights = expert_weights(weight_ptr, expert, column, N, K, 1, BLOCK_N, BLOCK_K)
-        near = tl.minimum(row, stop - 1).to(tl.int64)
-        sums = multiply(x_ptr, near, weights, K, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FLOAT32_FACTORS)
-        mask = (row < stop)[None, :] & (column < N)[:, None]
-        sums = add_bias(sums, bias_ptr, expert, column, N, 1)
-        scale = tl.load(scale_ptr + pair).to(tl.float32)
-        out = (sums[0] * scale[None, :]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + pair[None, :] * N + column[:, None], out, mask=mask)
+    expert, first_row, stop = find_block(product)
+    if expert < product.EXPERTS:
+        row, pair, left_row = block_rows(product, first_row, stop)
+        column = block_columns(product)
+        weights = expert_weights(weight_ptr, product, expert, column)
+        sums = multiply(product, left_row, weights, FLOAT32_FACTORS)
+        store_block(product, sums, expert, row, pair, stop, column, EPILOGUE)
 
 
 @triton.jit

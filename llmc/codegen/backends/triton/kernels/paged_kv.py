@@ -23,13 +23,27 @@ class KeyPool(NamedTuple):
     HEAD_DIM_PADDED: tl.constexpr
 
 
-class AttentionOptions(NamedTuple):
-    """How the tiles of a sequence's keys are processed; see `softmax_tile`."""
+class PagedAttention(NamedTuple):
+    """The parameters that all kernels of paged attention share; pointers to operands that a node lacks are None."""
 
-    scale: tl.tensor  # of the logits, multiplied by that of the keys
+    query_ptr: tl.tensor  # [tokens, HEADS, HEAD_DIM]
+    kv_ptr: tl.tensor  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
+    page_table_ptr: tl.tensor  # [table rows, table_width]
+    rows_ptr: tl.tensor  # [row_count]: rows of the page table, -1 for padding; [tokens] without starts
+    starts_ptr: tl.tensor  # [row_count + 1]: the first token of each row
+    positions_ptr: tl.tensor  # [tokens]: the position of each token in its sequence
+    scales_ptr: tl.tensor  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats
+    sinks_ptr: tl.tensor  # [HEADS]: see `softmax_add_sink`
+    row_count: tl.tensor  # None without starts
+    table_width: tl.tensor
+    HEADS: tl.constexpr
+    KV_HEADS: tl.constexpr
+    HEAD_DIM: tl.constexpr
+    HEAD_DIM_PADDED: tl.constexpr
+    PAGE: tl.constexpr
+    SCALE: tl.constexpr
     WINDOW: tl.constexpr  # keys that a query attends to, including its own; 0: all
-    SOFTCAP: tl.constexpr
-    KEYS_PER_TILE: tl.constexpr
+    SOFTCAP: tl.constexpr  # see `softmax_tile`
     DOT_DTYPE: tl.constexpr
     INTERPRET: tl.constexpr
 
@@ -70,6 +84,20 @@ def head_mask(HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
         return tl.full([1, 1], 1, tl.int1)
     else:
         return (tl.arange(0, HEAD_DIM_PADDED) < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def load_rows(pointers, exists, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Load SIZE columns [ROWS, PADDED] of rows at `pointers` [ROWS]; zeros as padding, and for rows not in `exists`."""
+    mask = exists[:, None] & head_mask(SIZE, PADDED)
+    return tl.load(pointers[:, None] + tl.arange(0, PADDED)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(pointers, rows, exists, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Store the first SIZE columns of the rows [ROWS, PADDED] that are in `exists` at `pointers` [ROWS]."""
+    mask = exists[:, None] & head_mask(SIZE, PADDED)
+    tl.store(pointers[:, None] + tl.arange(0, PADDED)[None, :], rows.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

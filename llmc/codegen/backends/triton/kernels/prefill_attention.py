@@ -22,13 +22,14 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_tile,
 )
 from llmc.codegen.backends.triton.kernels.paged_kv import (
-    AttentionOptions,
     KeyPool,
-    head_mask,
+    PagedAttention,
     head_scales,
     key_offsets,
     load_keys_values,
     load_pages,
+    load_rows,
+    store_rows,
     to_factor,
 )
 
@@ -43,6 +44,7 @@ class Queries(NamedTuple):
     positions: tl.tensor  # [ROWS]; -1: attends to no key
     exists: tl.tensor  # [ROWS]: false for the padding of the tile
     slopes: tl.tensor  # [ROWS]: of the bias by distance; None without bias
+    scale: tl.tensor  # of the logits
 
 
 class KeyBounds(NamedTuple):
@@ -100,42 +102,43 @@ def find_tile(
 @triton.jit
 def attend_range(
     queries: Queries,
+    attention: PagedAttention,
     pool: KeyPool,
-    options: AttentionOptions,
     bounds: KeyBounds,
     begin,
     end,
     state,
     pages,
+    KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Return the softmax state after the keys from `begin` to `end`, and the pages of the tile at `end`.
 
-    All queries attend to all of these keys if not MASKED. Otherwise a query attends to the keys up to its position,
-    within its window, and keys are loaded from `bounds.lowest` to `bounds.end`.
+    A tile has KEYS keys. All queries attend to all of these keys if not MASKED. Otherwise a query attends to the keys
+    up to its position, within its window, and keys are loaded from `bounds.lowest` to `bounds.end`.
     """
-    for tile in range(begin, end, options.KEYS_PER_TILE):
-        keys = tile + tl.arange(0, options.KEYS_PER_TILE)
+    for tile in range(begin, end, KEYS):
+        keys = tile + tl.arange(0, KEYS)
         offsets = key_offsets(pool, pages, keys)
-        pages = load_pages(pool.page_table_ptr, keys + options.KEYS_PER_TILE, bounds.end, pool.PAGE)
+        pages = load_pages(pool.page_table_ptr, keys + KEYS, bounds.end, pool.PAGE)
         wanted = None
         if MASKED:
             wanted = keys < bounds.end
-            if options.WINDOW:
+            if attention.WINDOW:
                 wanted = wanted & (keys >= bounds.lowest)
         key, value = load_keys_values(pool, offsets, wanted)
         visible = None
         if MASKED:
             visible = keys[None, :] <= queries.positions[:, None]
-            if options.WINDOW:
-                visible = visible & (keys[None, :] > queries.positions[:, None] - options.WINDOW)
+            if attention.WINDOW:
+                visible = visible & (keys[None, :] > queries.positions[:, None] - attention.WINDOW)
         bias = None
         if queries.slopes is not None:
             distance = keys[None, :] - queries.positions[:, None]
             bias = distance.to(tl.float32) * (queries.slopes * LOG2_E)[:, None]
         state = softmax_tile(
-            queries.query, key, value, visible, state, options.scale, options.SOFTCAP, options.DOT_DTYPE,
-            options.INTERPRET, bias,
+            queries.query, key, value, visible, state, queries.scale, attention.SOFTCAP, attention.DOT_DTYPE,
+            attention.INTERPRET, bias,
         )  # fmt: skip
     return state, pages
 
@@ -158,150 +161,121 @@ def key_bounds(positions, exists, WINDOW: tl.constexpr, KEYS_PER_TILE: tl.conste
 
 
 @triton.jit
-def attend_causal(queries: Queries, pool: KeyPool, options: AttentionOptions, bounds: KeyBounds, begin, whole, stop):
+def attend_causal(
+    queries: Queries, attention: PagedAttention, pool: KeyPool, bounds: KeyBounds, begin, whole, stop,
+    KEYS: tl.constexpr,
+):  # fmt: skip
     """Return the softmax state after the keys from `begin` to `stop`, of which those up to `whole` need no masks."""
     state = softmax_start(queries.query.shape[0], pool.HEAD_DIM_PADDED)
-    pages = load_pages(pool.page_table_ptr, begin + tl.arange(0, options.KEYS_PER_TILE), bounds.end, pool.PAGE)
-    if not options.WINDOW:
-        state, pages = attend_range(queries, pool, options, bounds, begin, whole, state, pages, False)
-    state, pages = attend_range(queries, pool, options, bounds, whole, stop, state, pages, True)
+    pages = load_pages(pool.page_table_ptr, begin + tl.arange(0, KEYS), bounds.end, pool.PAGE)
+    if not attention.WINDOW:
+        state, pages = attend_range(queries, attention, pool, bounds, begin, whole, state, pages, KEYS, False)
+    state, pages = attend_range(queries, attention, pool, bounds, whole, stop, state, pages, KEYS, True)
     return state
 
 
 @triton.jit
 def attend_part(
     queries: Queries,
+    attention: PagedAttention,
     pool: KeyPool,
-    options: AttentionOptions,
     bounds: KeyBounds,
     first,
     value_scale,
     PART: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Return the attention over the keys from `first` to `first` + PART, and its lse (see `softmax_part`)."""
     start, stop = tl.maximum(first, bounds.begin), tl.minimum(first + PART, bounds.end)
     whole = tl.minimum(tl.maximum(bounds.whole, start), stop)
-    state = attend_causal(queries, pool, options, bounds, start, whole, stop)
+    state = attend_causal(queries, attention, pool, bounds, start, whole, stop, KEYS)
     return softmax_part(state, value_scale)
 
 
 @triton.jit
-def attend_keys(queries: Queries, pool: KeyPool, options: AttentionOptions, value_scale, PART: tl.constexpr):
+def attend_keys(
+    queries: Queries, attention: PagedAttention, pool: KeyPool, value_scale, PART: tl.constexpr, KEYS: tl.constexpr
+):
     """Return the softmax state after all keys.
 
     With PART, every part of so many keys has its own softmax, and the parts, whose means are multiplied by
     `value_scale`, are added from the first to the last.
     """
-    bounds = key_bounds(queries.positions, queries.exists, options.WINDOW, options.KEYS_PER_TILE)
+    bounds = key_bounds(queries.positions, queries.exists, attention.WINDOW, KEYS)
     if PART:
         state = softmax_start(queries.query.shape[0], pool.HEAD_DIM_PADDED)
         for first in range(bounds.begin // PART * PART, bounds.end, PART):
-            mean, lse = attend_part(queries, pool, options, bounds, first, value_scale, PART)
+            mean, lse = attend_part(queries, attention, pool, bounds, first, value_scale, PART, KEYS)
             state = softmax_add_part(state, mean, lse)
     else:
-        state = attend_causal(queries, pool, options, bounds, bounds.begin, bounds.whole, bounds.end)
+        state = attend_causal(queries, attention, pool, bounds, bounds.begin, bounds.whole, bounds.end, KEYS)
     return state
 
 
 @triton.jit
 def attend_tile(
-    query_ptr,
-    kv_ptr,
-    page_table_ptr,
-    positions_ptr,
-    scales_ptr,
-    sinks_ptr,
+    attention: PagedAttention,
     slopes_ptr,
     out_ptr,
-    table_width,
     row,
     begin,
     stop,
     kv_head,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     PART: tl.constexpr,
     QUERY_ROWS: tl.constexpr,
-    KEYS_PER_TILE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Store the attention of the tile of `row` that begins with the token `begin`. For the arguments see
     `paged_prefill`."""
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
     TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP
-    key_scale, value_scale = head_scales(scales_ptr, kv_head, KV_HEADS)
-    page_table_ptr += tl.maximum(row, 0).to(tl.int64) * table_width
+    HEAD_DIM: tl.constexpr = attention.HEAD_DIM
+    key_scale, value_scale = head_scales(attention.scales_ptr, kv_head, attention.KV_HEADS)
+    page_table_ptr = attention.page_table_ptr + tl.maximum(row, 0).to(tl.int64) * attention.table_width
     member = tl.arange(0, QUERY_ROWS)
     token, query_head = begin + member // GROUP, kv_head * GROUP + member % GROUP
     exists = (member < TILE_TOKENS * GROUP) & (token < stop)
-    position = tl.where(row >= 0, tl.load(positions_ptr + token, mask=exists, other=-1), -1)
+    position = tl.where(row >= 0, tl.load(attention.positions_ptr + token, mask=exists, other=-1), -1)
     slopes = tl.load(slopes_ptr + query_head) if slopes_ptr is not None else None
-    head = token.to(tl.int64) * HEADS + query_head
-    column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
-    mask = exists[:, None] & head_mask(HEAD_DIM, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + (head * HEAD_DIM)[:, None] + column, mask=mask, other=0.0)
+    head = token.to(tl.int64) * attention.HEADS + query_head
+    query = load_rows(attention.query_ptr + head * HEAD_DIM, exists, HEAD_DIM, attention.HEAD_DIM_PADDED)
     state = attend_keys(
-        Queries(to_factor(query, DOT_DTYPE), position, exists, slopes),
-        KeyPool(kv_ptr + kv_head * (PAGE * HEAD_DIM), page_table_ptr, KV_HEADS, PAGE, HEAD_DIM, HEAD_DIM_PADDED),
-        AttentionOptions(SCALE * key_scale, WINDOW, SOFTCAP, KEYS_PER_TILE, DOT_DTYPE, INTERPRET), value_scale, PART,
+        Queries(to_factor(query, attention.DOT_DTYPE), position, exists, slopes, attention.SCALE * key_scale),
+        attention,
+        KeyPool(
+            attention.kv_ptr + kv_head * (attention.PAGE * HEAD_DIM), page_table_ptr, attention.KV_HEADS,
+            attention.PAGE, HEAD_DIM, attention.HEAD_DIM_PADDED,
+        ),
+        value_scale, PART, KEYS,
     )  # fmt: skip
-    if sinks_ptr is not None:
-        state = softmax_add_sink(state, tl.load(sinks_ptr + query_head))
+    if attention.sinks_ptr is not None:
+        state = softmax_add_sink(state, tl.load(attention.sinks_ptr + query_head))
     out = softmax_mean(state)
     if not PART:
         out *= value_scale
-    tl.store(out_ptr + (head * HEAD_DIM)[:, None] + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rows(out_ptr + head * HEAD_DIM, out, exists, HEAD_DIM, attention.HEAD_DIM_PADDED)
 
 
 @triton.jit
 def paged_prefill(
-    query_ptr,  # [token_count, HEADS, HEAD_DIM]
-    kv_ptr,  # [pages, 2, KV_HEADS, PAGE, HEAD_DIM]
-    page_table_ptr,  # [table rows, table_width]
-    rows_ptr,  # [row_count]: rows of the page table, -1 for padding
-    starts_ptr,  # [row_count + 1]: the first token of each row
-    positions_ptr,  # [token_count]: the position of each token in its sequence
-    scales_ptr,  # [2 * KV_HEADS]: of the keys and values of a pool of 8-bit floats; None for other pools
-    sinks_ptr,  # [HEADS], or None
+    attention: PagedAttention,
     slopes_ptr,  # [HEADS]: float32, of the bias by distance; None without bias
     out_ptr,  # [token_count, HEADS, HEAD_DIM]
-    row_count,
     token_count,
-    table_width,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
-    SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,  # keys that a query attends to, including its own; 0: all
-    SOFTCAP: tl.constexpr,
     MIN_TOKENS: tl.constexpr,  # the result of rows with fewer tokens is zero
     PART: tl.constexpr,  # keys of a part with a softmax of its own, a multiple of KEYS_PER_TILE; 0: one softmax
     QUERY_ROWS: tl.constexpr,  # rows of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
     TILE_AXIS: tl.constexpr,  # of the grid; the other one is that of the key heads
-    DOT_DTYPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """Attention of one tile of tokens and one key head."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP
+    TILE_TOKENS: tl.constexpr = QUERY_ROWS // (attention.HEADS // attention.KV_HEADS)
     kv_head = tl.program_id(1 - TILE_AXIS)
-    row, begin, stop = find_tile(rows_ptr, starts_ptr, row_count, token_count, TILE_TOKENS, MIN_TOKENS, TILE_AXIS)
+    row, begin, stop = find_tile(
+        attention.rows_ptr, attention.starts_ptr, attention.row_count, token_count, TILE_TOKENS, MIN_TOKENS, TILE_AXIS
+    )
     if begin >= stop:
         return
-    attend_tile(
-        query_ptr, kv_ptr, page_table_ptr, positions_ptr, scales_ptr, sinks_ptr, slopes_ptr, out_ptr, table_width, row,
-        begin, stop, kv_head, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, PAGE, SCALE, WINDOW, SOFTCAP, PART,
-        QUERY_ROWS, KEYS_PER_TILE, DOT_DTYPE, INTERPRET,
-    )  # fmt: skip
+    attend_tile(attention, slopes_ptr, out_ptr, row, begin, stop, kv_head, PART, QUERY_ROWS, KEYS_PER_TILE)

@@ -4,6 +4,8 @@ With ASSEMBLY, four bytes are converted at once: a permutation puts each code un
 1024 (f16), where the last bit is worth 1. An operation on pairs then subtracts 128 (1024) and the zero point.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -96,6 +98,20 @@ prmt.b32 $3, code, base, 0x7634;
 PRODUCT_BF16 = tl.constexpr("{.reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero;}")
 
 
+class WeightCodes(NamedTuple):
+    """A quantised weight, of one part or several."""
+
+    code_ptr: tl.tensor  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with HALF
+    scale_ptr: tl.tensor  # [BLOCKS, PARTS, N]
+    zero_ptr: tl.tensor  # [BLOCKS, PARTS, N]: the zero points; None: ZERO_POINT
+    K: tl.constexpr
+    PARTS: tl.constexpr
+    HALF: tl.constexpr  # columns between the two codes of a byte; 0: a byte is one code, and a row has one scale
+    GROUP: tl.constexpr  # columns that share a scale
+    ZERO_POINT: tl.constexpr
+    ASSEMBLY: tl.constexpr  # convert codes by PTX instructions
+
+
 @triton.jit
 def nibble_factors(packed, low_zero, high_zero, ZERO_POINT: tl.constexpr, FACTOR: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Return the low and the high codes less their zero points in the dtype FACTOR, exactly.
@@ -148,6 +164,26 @@ def scaled_factors(factor, scale, ASSEMBLY: tl.constexpr):
             return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", pair, tl.float16, True, 2)
     else:
         return factor * scale.to(factor.dtype)
+
+
+@triton.jit
+def add_pair(
+    total, low, high, low_x, high_x, low_scale, high_scale, JOINT: tl.constexpr, SCALED: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Return `total` plus the scaled products of the low and the high codes of bytes.
+
+    JOINT: they share their scales. SCALED: multiply the factors, not the sums, by the scales.
+    """
+    if SCALED:
+        total = tl.dot(scaled_factors(low, low_scale, ASSEMBLY), low_x, total, input_precision="ieee")
+        return tl.dot(scaled_factors(high, high_scale, ASSEMBLY), high_x, total, input_precision="ieee")
+    elif JOINT:
+        added = tl.dot(low, low_x, input_precision="ieee")
+        return total + tl.dot(high, high_x, added, input_precision="ieee") * low_scale.to(tl.float32)
+    else:
+        total = total + tl.dot(low, low_x, input_precision="ieee") * low_scale.to(tl.float32)
+        return total + tl.dot(high, high_x, input_precision="ieee") * high_scale.to(tl.float32)
 
 
 @triton.jit

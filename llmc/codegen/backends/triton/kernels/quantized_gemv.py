@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.quantized_codes import byte_floats, nibble_floats
+from llmc.codegen.backends.triton.kernels.product_output import Output, store_product
+from llmc.codegen.backends.triton.kernels.quantized_codes import WeightCodes, byte_floats, nibble_floats
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -29,51 +30,28 @@ def load_codes(code_tiles, byte, at, LENGTH: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def block_values(
-    scale_ptr,
-    zero_ptr,
-    row,
-    column,
-    inside,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    BASE: tl.constexpr,
-):
+def block_values(codes: WeightCodes, row, column, inside, ROWS: tl.constexpr, BASE: tl.constexpr):
     """Return the scales of the blocks of `column`, and their zero points plus BASE, in float32."""
-    at = column // GROUP * ROWS + row
-    scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if zero_ptr is None:
-        return scale, ZERO_POINT + BASE
+    at = column // codes.GROUP * ROWS + row
+    scale = tl.load(codes.scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if codes.zero_ptr is None:
+        return scale, codes.ZERO_POINT + BASE
     else:
-        return scale, tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32) + BASE
+        return scale, tl.load(codes.zero_ptr + at, mask=inside, other=0).to(tl.float32) + BASE
 
 
 @triton.jit
 def add_nibbles(
-    sums,
-    packed,
-    x_rows,
-    scale_ptr,
-    zero_ptr,
-    rows,
-    at,
-    byte,
-    chunk,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
+    codes: WeightCodes, sums, packed, x_rows, rows, at, byte, chunk, N: tl.constexpr, ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
+):  # fmt: skip
     """Return the sums [CHUNKS, BLOCK_N] after the bytes from `at` on, each with two codes."""
-    BASE: tl.constexpr = 128 if ASSEMBLY else 0
+    K: tl.constexpr = codes.K
+    PARTS: tl.constexpr = codes.PARTS
+    HALF: tl.constexpr = codes.HALF
+    BASE: tl.constexpr = 128 if codes.ASSEMBLY else 0
     WHOLE: tl.constexpr = (K // 2) % STEP == 0
-    JOINT: tl.constexpr = GROUP % (2 * HALF) == 0  # both codes of a byte are in one block
+    JOINT: tl.constexpr = codes.GROUP % (2 * HALF) == 0  # both codes of a byte are in one block
     inside = bound(byte, K // 2 - at, WHOLE)
     column = (at + byte) + (at + byte) // HALF * HALF  # the bytes of earlier spans hold two columns each
     x_low, x_high, low_totals, high_totals = (), (), (), ()
@@ -89,14 +67,10 @@ def add_nibbles(
     exists = bound(chunk, K // 2 - at, WHOLE)
     factors = ()
     for part in tl.static_range(PARTS):
-        values = block_values(
-            scale_ptr, zero_ptr, rows[part], first, exists, PARTS * N, GROUP, ZERO_POINT, BASE
-        )  # fmt: skip
+        values = block_values(codes, rows[part], first, exists, PARTS * N, BASE)
         if not JOINT:
-            values = values + block_values(
-                scale_ptr, zero_ptr, rows[part], first + HALF, exists, PARTS * N, GROUP, ZERO_POINT, BASE
-            )  # fmt: skip
-        factors = factors + (nibble_floats(packed[part], ASSEMBLY) + values,)
+            values = values + block_values(codes, rows[part], first + HALF, exists, PARTS * N, BASE)
+        factors = factors + (nibble_floats(packed[part], codes.ASSEMBLY) + values,)
     added = ()
     for row in tl.static_range(ROWS):
         for part in tl.static_range(PARTS):
@@ -112,23 +86,14 @@ def add_nibbles(
 
 
 @triton.jit
-def add_bytes(
-    sums,
-    code,
-    x_rows,
-    at,
-    byte,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
+def add_bytes(codes: WeightCodes, sums, packed, x_rows, at, byte, ROWS: tl.constexpr, STEP: tl.constexpr):
     """Return the sums [CHUNKS, BLOCK_N] after the bytes from `at` on, each a signed code; without scales."""
-    BASE: tl.constexpr = 32896.0 if ASSEMBLY else 0.0
+    K: tl.constexpr = codes.K
+    PARTS: tl.constexpr = codes.PARTS
+    BASE: tl.constexpr = 32896.0 if codes.ASSEMBLY else 0.0
     factors = ()
     for part in tl.static_range(PARTS):
-        factors = factors + (byte_floats(code[part], ASSEMBLY),)
+        factors = factors + (byte_floats(packed[part], codes.ASSEMBLY),)
     added = ()
     for row in tl.static_range(ROWS):
         mask = bound(byte, K - at, K % STEP == 0)
@@ -160,68 +125,33 @@ def sum_rows(
 
 
 @triton.jit
-def rows_of_tokens(x_ptr, M, K: tl.constexpr, ROWS: tl.constexpr, WHOLE_M: tl.constexpr):
+def rows_of_tokens(x_ptr, output: Output, K: tl.constexpr, ROWS: tl.constexpr):
     """Return pointers to the tokens of this program; those past the end are the last."""
     x_rows = ()
     for row in tl.static_range(ROWS):
         token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
-        x_rows = x_rows + (x_ptr + clamp(token, M, WHOLE_M) * K,)
+        x_rows = x_rows + (x_ptr + clamp(token, output.M, output.WHOLE_M) * K,)
     return x_rows
-
-
-@triton.jit
-def store_rows(
-    out_ptr,
-    extra_ptrs,
-    totals,
-    n,
-    M,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WHOLE_M: tl.constexpr,
-    WHOLE_N: tl.constexpr,
-    LOAD_EXTRAS: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):
-    """Store the epilogue of the totals at the rows `n` of the weight, for every token of the program."""
-    for row in tl.static_range(ROWS):
-        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
-        token_mask, column_mask = bound(token, M, WHOLE_M), bound(n, N, WHOLE_N)
-        extras = LOAD_EXTRAS(extra_ptrs, token, n, token_mask, column_mask)
-        out = EPILOGUE(totals[row * PARTS : (row + 1) * PARTS], extras)
-        tl.store(out_ptr + (token * N + n), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
 
 
 @triton.jit
 def quantized_gemv(
     x_ptr,  # [M, K]
-    code_ptr,  # [PARTS, N, K], or bytes [PARTS, N, K // 2] with HALF
-    scale_ptr,  # [BLOCKS, PARTS, N]
-    zero_ptr,  # [BLOCKS, PARTS, N]: the zero points; None: ZERO_POINT
-    out_ptr,  # [M, N]
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
+    codes: WeightCodes,
+    output: Output,  # ROWS divides M if WHOLE_M
     ROWS: tl.constexpr,  # tokens of a program
-    HALF: tl.constexpr,  # columns between the two codes of a byte; 0: a byte is one code, and a row has one scale
-    GROUP: tl.constexpr,  # columns that share a scale
-    ZERO_POINT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STEP: tl.constexpr,  # bytes of a row in a step
     CHUNK: tl.constexpr,  # bytes of a chunk
-    WHOLE_M: tl.constexpr,  # ROWS divides M
     EARLY_WEIGHTS: tl.constexpr,  # no previous kernel writes the codes
-    ASSEMBLY: tl.constexpr,  # convert codes by PTX instructions
     JOINT_SUM: tl.constexpr,  # (tuple of tiles) -> tuple of their sums over the first axis; or None
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, token, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    N: tl.constexpr = output.N
+    K: tl.constexpr = codes.K
+    PARTS: tl.constexpr = codes.PARTS
     WHOLE_N: tl.constexpr = N % BLOCK_N == 0
-    LENGTH: tl.constexpr = K // 2 if HALF else K  # bytes of a row
+    LENGTH: tl.constexpr = K // 2 if codes.HALF else K  # bytes of a row
     CHUNKS: tl.constexpr = STEP // CHUNK
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     near = clamp(n, N, WHOLE_N)
@@ -229,11 +159,11 @@ def quantized_gemv(
     chunk = tl.arange(0, CHUNKS)[:, None] * CHUNK
     code_tiles, rows, sums = (), (), ()
     for part in tl.static_range(PARTS):
-        code_tiles = code_tiles + (code_ptr + (near.to(tl.int64) + part * N)[None, :, None] * LENGTH + byte,)
+        code_tiles = code_tiles + (codes.code_ptr + (near.to(tl.int64) + part * N)[None, :, None] * LENGTH + byte,)
         rows = rows + ((near + part * N)[None, :],)
     for _ in tl.static_range(ROWS * PARTS):
         sums = sums + (tl.zeros([CHUNKS, BLOCK_N], tl.float32),)
-    x_rows = rows_of_tokens(x_ptr, M, K, ROWS, WHOLE_M)
+    x_rows = rows_of_tokens(x_ptr, output, K, ROWS)
     if not EARLY_WEIGHTS:
         wait_for_previous(DEPENDENT_LAUNCH)
     packed = load_codes(code_tiles, byte, 0, LENGTH, STEP)
@@ -243,13 +173,12 @@ def quantized_gemv(
         ahead = packed
         if at + STEP < LENGTH:
             ahead = load_codes(code_tiles, byte, at + STEP, LENGTH, STEP)
-        if HALF:
-            sums = add_nibbles(
-                sums, packed, x_rows, scale_ptr, zero_ptr, rows, at, byte, chunk, K, PARTS, N, ROWS, STEP, HALF, GROUP,
-                ZERO_POINT, ASSEMBLY,
-            )  # fmt: skip
+        if codes.HALF:
+            sums = add_nibbles(codes, sums, packed, x_rows, rows, at, byte, chunk, N, ROWS, STEP)
         else:
-            sums = add_bytes(sums, packed, x_rows, at, byte, K, PARTS, ROWS, STEP, ASSEMBLY)
+            sums = add_bytes(codes, sums, packed, x_rows, at, byte, ROWS, STEP)
         packed = ahead
-    totals = sum_rows(sums, scale_ptr, near, N, PARTS, HALF > 0, JOINT_SUM)
-    store_rows(out_ptr, extra_ptrs, totals, n, M, N, PARTS, ROWS, WHOLE_M, WHOLE_N, LOAD_EXTRAS, EPILOGUE)
+    totals = sum_rows(sums, codes.scale_ptr, near, N, PARTS, codes.HALF > 0, JOINT_SUM)
+    for row in tl.static_range(ROWS):
+        token = tl.cast(tl.program_id(1) * ROWS + row, tl.int64)
+        store_product(output, totals[row * PARTS : (row + 1) * PARTS], token, n, WHOLE_N)

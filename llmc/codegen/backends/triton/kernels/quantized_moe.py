@@ -5,239 +5,161 @@ multiplied by it at the end; otherwise the sums of the columns that share a scal
 factors are multiplied by it instead, in their dtype, which costs less for many rows.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.float_codes import e2m1_factors, e4m3_factors
-from llmc.codegen.backends.triton.kernels.moe import add_bias, find_block
-from llmc.codegen.backends.triton.kernels.quantized_codes import byte_factors, nibble_factors, scaled_factors
+from llmc.codegen.backends.triton.kernels.moe import (
+    ExpertProduct,
+    block_columns,
+    block_rows,
+    find_block,
+    store_block,
+    zero_sums,
+)
+from llmc.codegen.backends.triton.kernels.quantized_codes import add_pair, byte_factors, nibble_factors
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
+class ExpertCodes(NamedTuple):
+    """The codes of the experts' weights and their scales."""
+
+    code_ptr: tl.tensor  # [EXPERTS, PARTS, N, K], or bytes [EXPERTS, PARTS, N, K // 2] with HALF
+    scale_ptr: tl.tensor  # ENTRIES of an expert
+    zero_ptr: tl.tensor  # the zero points, like the scales; None: ZERO_POINT
+    HALF: tl.constexpr  # columns between the two codes of a byte, equal to BLOCK_K; 0: a byte is one code
+    BLOCK_ROWS: tl.constexpr  # rows that share a scale
+    GROUP: tl.constexpr  # columns that share a scale
+    ENTRIES: tl.constexpr
+    ROW_STRIDE: tl.constexpr  # from the scale of one block of rows to the next
+    GROUP_STRIDE: tl.constexpr  # from the scale of one group of columns to the next
+    ZERO_POINT: tl.constexpr
+    E2M1: tl.constexpr  # codes of 4 bits are floats
+    E4M3: tl.constexpr  # codes of 8 bits are floats
+    SCALED: tl.constexpr  # multiply the factors, not the sums, by the scales
+    FACTOR: tl.constexpr  # dtype of the factors
+    ASSEMBLY: tl.constexpr  # convert codes by PTX instructions
+
+
 @triton.jit
-def expert_codes(
-    code_ptr,
-    expert,
-    column,
-    N: tl.constexpr,
-    LENGTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-):
+def expert_codes(codes: ExpertCodes, product: ExpertProduct, expert, column):
     """Return pointers [BLOCK_N, BLOCK_K] to the first step of the expert's codes, and the places of the rows' scales.
 
     Both have an element for each part.
     """
-    row = clamp(column, N, N % BLOCK_N == 0)
-    first = code_ptr + expert.to(tl.int64) * (PARTS * N * LENGTH) + tl.arange(0, BLOCK_K)[None, :]
-    codes, places = (), ()
-    for part in tl.static_range(PARTS):
-        codes = codes + (first + (row + part * N)[:, None] * LENGTH,)
-        places = places + ((row + part * N) // BLOCK_ROWS * ROW_STRIDE,)
-    return codes, places
+    N: tl.constexpr = product.N
+    LENGTH: tl.constexpr = product.K // 2 if codes.HALF else product.K
+    row = clamp(column, N, N % product.BLOCK_N == 0)
+    first = codes.code_ptr + expert.to(tl.int64) * (product.PARTS * N * LENGTH)
+    first += tl.arange(0, product.BLOCK_K)[None, :]
+    pointers, places = (), ()
+    for part in tl.static_range(product.PARTS):
+        pointers = pointers + (first + (row + part * N)[:, None] * LENGTH,)
+        places = places + ((row + part * N) // codes.BLOCK_ROWS * codes.ROW_STRIDE,)
+    return pointers, places
 
 
 @triton.jit
-def pair_factors(
-    packed, low_zero, high_zero, ZERO_POINT: tl.constexpr, E2M1: tl.constexpr, FACTOR: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):  # fmt: skip
+def pair_factors(codes: ExpertCodes, packed, low_zero, high_zero):
     """Return the low and the high codes of bytes in the dtype FACTOR, less their zero points."""
-    if E2M1:
-        return e2m1_factors(packed, FACTOR, ASSEMBLY)
+    if codes.E2M1:
+        return e2m1_factors(packed, codes.FACTOR, codes.ASSEMBLY)
     else:
-        return nibble_factors(packed, low_zero, high_zero, ZERO_POINT, FACTOR, ASSEMBLY)
+        return nibble_factors(packed, low_zero, high_zero, codes.ZERO_POINT, codes.FACTOR, codes.ASSEMBLY)
 
 
 @triton.jit
-def add_pairs(
-    total,
-    packed,
-    low_x,
-    high_x,
-    scale_ptr,
-    zero_ptr,
-    place,
-    column,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_STRIDE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    E2M1: tl.constexpr,
-    SCALED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    """Return `total` plus the scaled products of the 2 * HALF columns from `column` on, two codes a byte."""
-    JOINT: tl.constexpr = GROUP % (2 * HALF) == 0  # both codes of a byte share a scale
-    low_at = place + column // GROUP * GROUP_STRIDE
-    high_at = place + (column + HALF) // GROUP * GROUP_STRIDE
+def add_pairs(codes: ExpertCodes, total, packed, low_x, high_x, entries, place, column):
+    """Return `total` plus the scaled products of the 2 * HALF columns from `column` on, two codes a byte.
+
+    entries: the expert's first scale. place: that of each row after it.
+    """
+    JOINT: tl.constexpr = codes.GROUP % (2 * codes.HALF) == 0  # both codes of a byte share a scale
+    low_at = place + column // codes.GROUP * codes.GROUP_STRIDE
+    high_at = place + (column + codes.HALF) // codes.GROUP * codes.GROUP_STRIDE
+    scale_ptr = codes.scale_ptr + entries
     low_scale = tl.load(scale_ptr + low_at)[:, None]
     high_scale = low_scale if JOINT else tl.load(scale_ptr + high_at)[:, None]
     low_zero, high_zero = None, None
-    if zero_ptr is not None:
+    if codes.zero_ptr is not None:
+        zero_ptr = codes.zero_ptr + entries
         low_zero = tl.load(zero_ptr + low_at)[:, None]
         high_zero = low_zero if JOINT else tl.load(zero_ptr + high_at)[:, None]
-    low, high = pair_factors(packed, low_zero, high_zero, ZERO_POINT, E2M1, FACTOR, ASSEMBLY)
-    if SCALED:
-        total = tl.dot(scaled_factors(low, low_scale, ASSEMBLY), low_x, total, input_precision="ieee")
-        return tl.dot(scaled_factors(high, high_scale, ASSEMBLY), high_x, total, input_precision="ieee")
-    elif JOINT:
-        added = tl.dot(low, low_x, input_precision="ieee")
-        return total + tl.dot(high, high_x, added, input_precision="ieee") * low_scale.to(tl.float32)
-    else:
-        total = total + tl.dot(low, low_x, input_precision="ieee") * low_scale.to(tl.float32)
-        return total + tl.dot(high, high_x, input_precision="ieee") * high_scale.to(tl.float32)
+    low, high = pair_factors(codes, packed, low_zero, high_zero)
+    return add_pair(
+        total, low, high, low_x, high_x, low_scale, high_scale, JOINT, codes.SCALED, codes.ASSEMBLY
+    )  # fmt: skip
 
 
 @triton.jit
-def add_singles(
-    total,
-    code,
-    x,
-    scale_ptr,
-    place,
-    column,
-    LATE: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_STRIDE: tl.constexpr,
-    E4M3: tl.constexpr,
-    FACTOR: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
+def add_singles(codes: ExpertCodes, total, code, x, entries, place, column, LATE: tl.constexpr):
     """Return `total` plus the products of a step's columns, one code a byte; they share a scale unless LATE is set."""
-    factor = e4m3_factors(code, FACTOR, ASSEMBLY) if E4M3 else byte_factors(code, FACTOR, ASSEMBLY)
+    if codes.E4M3:
+        factor = e4m3_factors(code, codes.FACTOR, codes.ASSEMBLY)
+    else:
+        factor = byte_factors(code, codes.FACTOR, codes.ASSEMBLY)
     if LATE:
         return tl.dot(factor, x, total, input_precision="ieee")
     else:
-        scale = tl.load(scale_ptr + place + column // GROUP * GROUP_STRIDE)[:, None]
+        scale = tl.load(codes.scale_ptr + entries + place + column // codes.GROUP * codes.GROUP_STRIDE)[:, None]
         return total + tl.dot(factor, x, input_precision="ieee") * scale.to(tl.float32)
 
 
 @triton.jit
-def multiply_codes(
-    left_ptr,
-    left_row,
-    codes,
-    scale_ptr,
-    zero_ptr,
-    places,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    HALF: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_STRIDE: tl.constexpr,
-    ZERO_POINT: tl.constexpr,
-    E2M1: tl.constexpr,
-    E4M3: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    """Return the products [BLOCK_N, BLOCK_M] of the rows `left_row` of the left operand with each part."""
-    LENGTH: tl.constexpr = K // 2 if HALF else K  # bytes of a row
-    LATE: tl.constexpr = HALF == 0 and GROUP == K
-    WHOLE_K: tl.constexpr = LENGTH % BLOCK_K == 0
-    depth = tl.arange(0, BLOCK_K)
-    left = left_ptr + left_row[None, :] * K + depth[:, None]
-    sums = ()
-    for _ in tl.static_range(PARTS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_M], tl.float32),)
-    for at in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
+def multiply_codes(codes: ExpertCodes, product: ExpertProduct, left_row, pointers, places, entries):
+    """Return the products [BLOCK_N, BLOCK_M] of the rows `left_row` of x with each part.
+
+    pointers, places: see `expert_codes`. entries: the expert's first scale.
+    """
+    K: tl.constexpr = product.K
+    PARTS: tl.constexpr = product.PARTS
+    LENGTH: tl.constexpr = K // 2 if codes.HALF else K  # bytes of a row
+    LATE: tl.constexpr = codes.HALF == 0 and codes.GROUP == K
+    WHOLE_K: tl.constexpr = LENGTH % product.BLOCK_K == 0
+    depth = tl.arange(0, product.BLOCK_K)
+    left = product.x_ptr + left_row[None, :] * K + depth[:, None]
+    sums = zero_sums(product, tl.float32)
+    for at in tl.range(0, LENGTH, product.BLOCK_K, num_stages=product.STAGES):
         added = ()
-        if HALF:
-            low_x = tl.load(left + 2 * at).to(FACTOR)
-            high_x = tl.load(left + 2 * at + HALF).to(FACTOR)
+        if codes.HALF:
+            low_x = tl.load(left + 2 * at).to(codes.FACTOR)
+            high_x = tl.load(left + 2 * at + codes.HALF).to(codes.FACTOR)
             for part in tl.static_range(PARTS):
-                packed = tl.load(codes[part] + at)
-                total = add_pairs(
-                    sums[part], packed, low_x, high_x, scale_ptr, zero_ptr, places[part], 2 * at, HALF, GROUP,
-                    GROUP_STRIDE, ZERO_POINT, E2M1, SCALED, FACTOR, ASSEMBLY,
-                )  # fmt: skip
+                packed = tl.load(pointers[part] + at)
+                total = add_pairs(codes, sums[part], packed, low_x, high_x, entries, places[part], 2 * at)
                 added = added + (total,)
         else:
-            x = tl.load(left + at, mask=bound(depth[:, None], K - at, WHOLE_K), other=0.0).to(FACTOR)
+            x = tl.load(left + at, mask=bound(depth[:, None], K - at, WHOLE_K), other=0.0).to(codes.FACTOR)
             for part in tl.static_range(PARTS):
-                code = tl.load(codes[part] + at, mask=bound(depth[None, :], K - at, WHOLE_K), other=0.0)
-                total = add_singles(
-                    sums[part], code, x, scale_ptr, places[part], at, LATE, GROUP, GROUP_STRIDE, E4M3, FACTOR, ASSEMBLY
-                )  # fmt: skip
-                added = added + (total,)
+                code = tl.load(pointers[part] + at, mask=bound(depth[None, :], K - at, WHOLE_K), other=0.0)
+                added = added + (add_singles(codes, sums[part], code, x, entries, places[part], at, LATE),)
         sums = added
     if LATE:
         scaled = ()
         for part in tl.static_range(PARTS):
-            scaled = scaled + (sums[part] * tl.load(scale_ptr + places[part]).to(tl.float32)[:, None],)
+            scale = tl.load(codes.scale_ptr + entries + places[part]).to(tl.float32)
+            scaled = scaled + (sums[part] * scale[:, None],)
         sums = scaled
     return sums
 
 
 @triton.jit
 def quantized_moe(
-    x_ptr,  # [tokens, K], or [pairs, K] in the order of the experts (CHOICES = 0)
-    order_ptr,  # [pairs], as moe_route writes it
-    starts_ptr,  # [EXPERTS + 1]
-    code_ptr,  # [EXPERTS, PARTS, N, K], or bytes [EXPERTS, PARTS, N, K // 2] with HALF
-    scale_ptr,  # the scales, ENTRIES of an expert
-    zero_ptr,  # the zero points; None: ZERO_POINT
-    weight_ptr,  # [pairs]: the routing weight of each pair, or None
-    bias_ptr,  # [EXPERTS, PARTS, N], or None
-    out_ptr,  # [pairs, N]: in the order of the experts, or, with weights, of the tokens
-    CHOICES: tl.constexpr,  # experts per token
-    EXPERTS: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    HALF: tl.constexpr,  # columns between the two codes of a byte; 0: a byte is one code
-    BLOCK_ROWS: tl.constexpr,  # rows that share a scale
-    GROUP: tl.constexpr,  # columns that share a scale
-    ENTRIES: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,  # from the scale of one block of rows to the next
-    GROUP_STRIDE: tl.constexpr,  # from the scale of one group of columns to the next
-    ZERO_POINT: tl.constexpr,
-    E2M1: tl.constexpr,  # codes of 4 bits are floats
-    E4M3: tl.constexpr,  # codes of 8 bits are floats
-    SCALED: tl.constexpr,  # multiply the factors, not the sums, by the scales
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # bytes of a row in a step; HALF, if that is not 0
-    STAGES: tl.constexpr,
-    FACTOR: tl.constexpr,  # dtype of the factors
-    ASSEMBLY: tl.constexpr,  # convert codes by PTX instructions
+    product: ExpertProduct,
+    codes: ExpertCodes,
     EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
+    """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns. A step has BLOCK_K bytes of a row."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    expert, first_row, stop = find_block(starts_ptr, EXPERTS, EXPERTS_PADDED, BLOCK_M)
-    if expert < EXPERTS:
-        row = first_row + tl.arange(0, BLOCK_M)
-        pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        LENGTH: tl.constexpr = K // 2 if HALF else K
-        tiles = expert_codes(code_ptr, expert, column, N, LENGTH, PARTS, BLOCK_N, BLOCK_K, BLOCK_ROWS, ROW_STRIDE)
-        codes, places = tiles
-        entries = expert.to(tl.int64) * ENTRIES
-        left_row = pair // CHOICES if CHOICES else tl.minimum(row, stop - 1).to(tl.int64)
-        sums = multiply_codes(
-            x_ptr, left_row, codes, scale_ptr + entries, None if zero_ptr is None else zero_ptr + entries, places, K,
-            PARTS, HALF, GROUP, GROUP_STRIDE, ZERO_POINT, E2M1, E4M3, SCALED, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, FACTOR,
-            ASSEMBLY,
-        )  # fmt: skip
-        sums = add_bias(sums, bias_ptr, expert, column, N, PARTS)
-        out = EPILOGUE(sums)
-        place = row.to(tl.int64)
-        if weight_ptr is not None:
-            out = out * tl.load(weight_ptr + pair).to(tl.float32)[None, :]
-            place = pair
-        mask = (row < stop)[None, :] & (column < N)[:, None]
-        tl.store(out_ptr + place[None, :] * N + column[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
+    expert, first_row, stop = find_block(product)
+    if expert < product.EXPERTS:
+        row, pair, left_row = block_rows(product, first_row, stop)
+        column = block_columns(product)
+        pointers, places = expert_codes(codes, product, expert, column)
+        entries = expert.to(tl.int64) * codes.ENTRIES
+        sums = multiply_codes(codes, product, left_row, pointers, places, entries)
+        store_block(product, sums, expert, row, pair, stop, column, EPILOGUE)

@@ -1,9 +1,10 @@
-"""Linear recurrences on device rows: the gated delta rule (Yang et al. 2024, arXiv 2412.06464), and Mamba-2's rule.
+"""Linear recurrences on device rows: the gated delta rule (Yang et al. 2024, arXiv 2412.06464), and Mamba's rules.
 
 A program has one run, one value head and a block of the columns of the head's state [KEY_DIM, VALUE_DIM], which it
 keeps in registers as float32. It computes one token after another or, of long runs, chunks of tokens as products, some
 of whose factors another launch has computed (`delta_chunk.py`). With a log, it first repeats the tokens that its row's
-memory does not have yet.
+memory does not have yet. A state decays as a whole, or each of its rows, which are channels of a key, by itself
+(Kimi-Linear, Mamba-1).
 """
 
 from typing import NamedTuple
@@ -33,11 +34,21 @@ class Head(NamedTuple):
     VALUE_DIM: tl.constexpr
     KEY_PADDED: tl.constexpr
     VALUE_BLOCK: tl.constexpr  # columns of a program
+    DECAYS: tl.constexpr  # decays of a head: 1, or KEY_DIM
+
+
+@triton.jit
+def load_decay(decay_ptr, row, DECAYS: tl.constexpr):
+    """Return the decay of one token's state: a number, or [KEY_PADDED, 1] if each row has its own."""
+    if DECAYS == 1:
+        return tl.load(decay_ptr)
+    else:
+        return tl.load(decay_ptr + row, mask=row < DECAYS, other=0.0)[:, None]
 
 
 @triton.jit
 def add_token(state, k, v, decay, beta, DELTA: tl.constexpr):
-    """Return the state [KEY_PADDED, VALUE_BLOCK] after one token, whose factors are float32."""
+    """Return the state [KEY_PADDED, VALUE_BLOCK] after one token, whose factors are float32; see `load_decay`."""
     state *= tl.exp(decay)
     if DELTA:
         v = beta * (v - tl.sum(state * k[:, None], 0))
@@ -56,7 +67,7 @@ def add_tokens(state, head: Head, column, begin, end):
         k = tl.load(head.k_ptr + key_at, mask=row < head.KEY_DIM, other=0.0).to(tl.float32)
         q = tl.load(head.q_ptr + key_at, mask=row < head.KEY_DIM, other=0.0).to(tl.float32)
         v = tl.load(head.v_ptr + value_at, mask=column < head.VALUE_DIM, other=0.0).to(tl.float32)
-        decay = tl.load(head.decay_ptr + token * head.VALUE_HEADS)
+        decay = load_decay(head.decay_ptr + token * (head.VALUE_HEADS * head.DECAYS), row, head.DECAYS)
         beta = 0.0
         if head.beta_ptr is not None:
             beta = tl.load(head.beta_ptr + token * head.VALUE_HEADS)
@@ -78,12 +89,13 @@ def add_logged(
     row = tl.arange(0, head.KEY_PADDED)
     key_at = value_head // (head.VALUE_HEADS // head.KEY_HEADS) * head.KEY_DIM + row
     value_at = KEYS + value_head * head.VALUE_DIM + column
+    BETAS: tl.constexpr = KEYS + VALUES + head.VALUE_HEADS * head.DECAYS
     for position in range(begin, end):
-        at = log_ptr + position % LOG_TOKENS * (KEYS + VALUES + 2 * head.VALUE_HEADS)
+        at = log_ptr + position % LOG_TOKENS * (BETAS + head.VALUE_HEADS)
         k = tl.load(at + key_at, mask=row < head.KEY_DIM, other=0.0)
         v = tl.load(at + value_at, mask=column < head.VALUE_DIM, other=0.0)
-        decay = tl.load(at + (KEYS + VALUES) + value_head)
-        beta = tl.load(at + (KEYS + VALUES + head.VALUE_HEADS) + value_head)
+        decay = load_decay(at + (KEYS + VALUES) + value_head * head.DECAYS, row, head.DECAYS)
+        beta = tl.load(at + BETAS + value_head)
         state = add_token(state, k, v, decay, beta, head.beta_ptr is not None)
     return state
 
@@ -141,7 +153,7 @@ def row_recurrence(
     q_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
     k_ptr,  # [token_count, KEY_HEADS, KEY_DIM]
     v_ptr,  # [token_count, VALUE_HEADS, VALUE_DIM]
-    decay_ptr,  # [token_count, VALUE_HEADS]: logarithms
+    decay_ptr,  # [token_count, VALUE_HEADS, DECAYS]: logarithms
     beta_ptr,  # [token_count, VALUE_HEADS], or None without the delta rule
     factors_ptr,  # [token_count, VALUE_HEADS, matrices, CHUNK]: see `delta_chunk.chunk_factors`; None without chunks
     base_ptr,  # [rows]: positions below it are part of the memory; None without a log
@@ -159,6 +171,7 @@ def row_recurrence(
     VALUE_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    DECAYS: tl.constexpr,  # of a head: 1, or KEY_DIM
     LOG_TOKENS: tl.constexpr,  # the last tokens of a run that do not become part of the memory; 0 without a log
     CHUNK: tl.constexpr,  # tokens that are computed as products; 0: one token after another
     LEAST: tl.constexpr,  # tokens of a run that is computed in chunks
@@ -183,13 +196,13 @@ def row_recurrence(
     add_run(
         Head(
             q_ptr + key_head * KEY_DIM, k_ptr + key_head * KEY_DIM, v_ptr + value_head * VALUE_DIM,
-            decay_ptr + value_head, None if beta_ptr is None else beta_ptr + value_head, out_ptr, KEY_HEADS,
-            VALUE_HEADS, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_BLOCK,
+            decay_ptr + value_head * DECAYS, None if beta_ptr is None else beta_ptr + value_head, out_ptr, KEY_HEADS,
+            VALUE_HEADS, KEY_DIM, VALUE_DIM, KEY_PADDED, VALUE_BLOCK, DECAYS,
         ),
         Row(
             memory_ptr + (at * VALUE_HEADS + value_head) * (KEY_DIM * VALUE_DIM),
             None if base_ptr is None else base_ptr + row,
-            None if log_ptr is None else log_ptr + at * (LOG_TOKENS * (KEYS + VALUES + 2 * VALUE_HEADS)),
+            None if log_ptr is None else log_ptr + at * (LOG_TOKENS * (KEYS + VALUES + VALUE_HEADS * (DECAYS + 1))),
         ),
         None if factors_ptr is None else factors_ptr + value_head * ((1 if beta_ptr is None else 2) * CHUNK),
         value_head, column, begin, end, tl.load(positions_ptr + begin), LOG_TOKENS, CHUNK, LEAST, DOT_DTYPE, KEYS,

@@ -15,8 +15,9 @@ import triton.language as tl
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
 from llmc.codegen.backends.triton.kernels.gemm import grouped_tile
 from llmc.codegen.backends.triton.kernels.gemm_small import prefetch, tile_pointers, weight_rows
+from llmc.codegen.backends.triton.kernels.product_output import Output, store_product
 from llmc.codegen.backends.triton.kernels.quantized_gemm import spread
-from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
+from llmc.codegen.backends.triton.kernels.tile_masks import clamp
 
 
 @triton.jit
@@ -140,11 +141,8 @@ def scaled_gemm(
     code_ptr,  # [PARTS, N, K]; with MAPPED the tensor map of [PARTS * N, K], boxes of [BLOCK_N, BLOCK_K]
     x_scale_ptr,  # [M, K // GROUP]
     scale_ptr,  # [cdiv(PARTS * N, SCALE_ROWS), K // GROUP]
-    out_ptr,  # [M, N]
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
+    output: Output,
     ROW_TILES,  # cdiv(M, BLOCK_M)
-    N: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     JOINED: tl.constexpr,  # the rows of both parts form one tile, so that fewer rows of each fill an instruction
@@ -159,14 +157,12 @@ def scaled_gemm(
     WEIGHT_LEFT: tl.constexpr,
     MAPPED: tl.constexpr,
     ONE_SCALE: tl.constexpr,  # the rows of a tile share a scale
-    WHOLE_M: tl.constexpr,  # BLOCK_M divides M
     PREFETCH_LINES: tl.constexpr,  # cache lines of each row of codes to prefetch before the wait
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, tokens, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
     LATE_LAUNCH: tl.constexpr,
 ):
+    N: tl.constexpr = output.N
     row_tile, column_tile = grouped_tile(ROW_TILES, (N + BLOCK_N - 1) // BLOCK_N, TILE_GROUP)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -174,7 +170,7 @@ def scaled_gemm(
         code_ptr, scale_ptr, column_tile, column, N, K, 1 if JOINED else PARTS, JOINED, K // GROUP, SCALE_ROWS,
         BLOCK_M, BLOCK_N, BLOCK_K, SLICES, WEIGHT_LEFT, ONE_SCALE, MAPPED, PREFETCH_LINES,
     )  # fmt: skip
-    x_row = clamp(token, M, WHOLE_M)
+    x_row = clamp(token, output.M, output.WHOLE_M)
     x_tile = row_tile * BLOCK_M if MAPPED else tile_pointers(x_ptr, x_row * K, BLOCK_K, SLICES, not WEIGHT_LEFT)
     x_scale_row = x_scale_ptr + x_row * (K // GROUP)
     wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
@@ -186,7 +182,4 @@ def scaled_gemm(
     sums = sums_of_parts(sums, JOINED, BLOCK_M, BLOCK_N, SLICES)
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
     tokens, columns = spread(token, 1, not WEIGHT_LEFT), spread(column, 1, WEIGHT_LEFT)
-    token_mask, column_mask = bound(tokens, M, WHOLE_M), bound(columns, N, N % BLOCK_N == 0)
-    extras = LOAD_EXTRAS(extra_ptrs, tokens, columns, token_mask, column_mask)
-    out = EPILOGUE(sums, extras)
-    tl.store(out_ptr + (tokens * N + columns), out.to(out_ptr.dtype.element_ty), mask=token_mask & column_mask)
+    store_product(output, sums, tokens, columns, N % BLOCK_N == 0)

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
-from llmc.codegen.backends.triton.kernels.moe import add_bias, expert_weights, find_block
+from llmc.codegen.backends.triton.kernels.moe import (
+    ExpertProduct,
+    block_columns,
+    block_rows,
+    expert_weights,
+    find_block,
+    store_block,
+    zero_sums,
+)
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -46,18 +54,12 @@ def add_codes(
 
 @triton.jit
 def multiply_scaled(
-    left_ptr,
+    product: ExpertProduct,
     left_row,
     weights,
     x_scale_row,
     scale_rows,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     SUM: tl.constexpr,
     FLOAT32_FACTORS: tl.constexpr,
 ):
@@ -65,14 +67,14 @@ def multiply_scaled(
 
     x_scale_row, scale_rows: pointers to the first scale of each row, and of each row of a part.
     """
-    WHOLE_K: tl.constexpr = K % BLOCK_K == 0
+    K: tl.constexpr = product.K
+    PARTS: tl.constexpr = product.PARTS
+    WHOLE_K: tl.constexpr = K % product.BLOCK_K == 0
     LATE: tl.constexpr = GROUP == K
-    depth = tl.arange(0, BLOCK_K)
-    left = left_ptr + left_row[None, :] * K + depth[:, None]
-    sums = ()
-    for _ in tl.static_range(PARTS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_M], SUM if LATE else tl.float32),)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    depth = tl.arange(0, product.BLOCK_K)
+    left = product.x_ptr + left_row[None, :] * K + depth[:, None]
+    sums = zero_sums(product, SUM if LATE else tl.float32)
+    for k in tl.range(0, K, product.BLOCK_K, num_stages=product.STAGES):
         x = tl.load(left + k, mask=bound(depth[:, None], K - k, WHOLE_K), other=0.0)
         if FLOAT32_FACTORS:
             x = x.to(tl.float32)
@@ -92,27 +94,12 @@ def multiply_scaled(
 
 @triton.jit
 def scaled_moe(
-    x_ptr,  # codes [tokens, K], or [pairs, K] in the order of the experts (CHOICES = 0)
+    product: ExpertProduct,  # x are codes
     x_scale_ptr,  # [tokens or pairs, K // GROUP]
-    order_ptr,  # [pairs], as moe_route writes it
-    starts_ptr,  # [EXPERTS + 1]
     code_ptr,  # [EXPERTS, PARTS, N, K]
     scale_ptr,  # [EXPERTS, cdiv(PARTS * N, BLOCK_ROWS), K // GROUP]
-    weight_ptr,  # [pairs]: the routing weight of each pair, or None
-    bias_ptr,  # [EXPERTS, PARTS, N], or None
-    out_ptr,  # [pairs, N]: in the order of the experts, or, with weights, of the tokens
-    CHOICES: tl.constexpr,  # experts per token
-    EXPERTS: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # rows of the weight that share a scale
-    GROUP: tl.constexpr,  # columns that share a scale
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a step; it divides GROUP, if that is not K
-    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,  # columns that share a scale, a multiple of BLOCK_K if that is not K
     SUM: tl.constexpr,  # dtype of sums of codes
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
@@ -120,29 +107,19 @@ def scaled_moe(
 ):
     """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    GROUPS: tl.constexpr = K // GROUP
-    SCALES: tl.constexpr = (PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # of an expert
-    expert, first_row, stop = find_block(starts_ptr, EXPERTS, EXPERTS_PADDED, BLOCK_M)
-    if expert < EXPERTS:
-        row = first_row + tl.arange(0, BLOCK_M)
-        pair = tl.load(order_ptr + row, mask=row < stop, other=0).to(tl.int64)
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        weights = expert_weights(code_ptr, expert, column, N, K, PARTS, BLOCK_N, BLOCK_K)
+    N: tl.constexpr = product.N
+    GROUPS: tl.constexpr = product.K // GROUP
+    SCALES: tl.constexpr = (product.PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # of an expert
+    expert, first_row, stop = find_block(product)
+    if expert < product.EXPERTS:
+        row, pair, left_row = block_rows(product, first_row, stop)
+        column = block_columns(product)
+        weights = expert_weights(code_ptr, product, expert, column)
         scale_ptr += expert.to(tl.int64) * SCALES
         scale_rows = ()
-        for part in tl.static_range(PARTS):
-            weight_row = clamp(column, N, N % BLOCK_N == 0) + part * N
+        for part in tl.static_range(product.PARTS):
+            weight_row = clamp(column, N, N % product.BLOCK_N == 0) + part * N
             scale_rows = scale_rows + (scale_ptr + weight_row // BLOCK_ROWS * GROUPS,)
-        left_row = pair // CHOICES if CHOICES else tl.minimum(row, stop - 1).to(tl.int64)
-        sums = multiply_scaled(
-            x_ptr, left_row, weights, x_scale_ptr + left_row * GROUPS, scale_rows, K, PARTS, GROUP, BLOCK_M, BLOCK_N,
-            BLOCK_K, STAGES, SUM, FLOAT32_FACTORS,
-        )  # fmt: skip
-        sums = add_bias(sums, bias_ptr, expert, column, N, PARTS)
-        out = EPILOGUE(sums)
-        place = row.to(tl.int64)
-        if weight_ptr is not None:
-            out = out * tl.load(weight_ptr + pair).to(tl.float32)[None, :]
-            place = pair
-        mask = (row < stop)[None, :] & (column < N)[:, None]
-        tl.store(out_ptr + place[None, :] * N + column[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
+        x_scale_row = x_scale_ptr + left_row * GROUPS
+        sums = multiply_scaled(product, left_row, weights, x_scale_row, scale_rows, GROUP, SUM, FLOAT32_FACTORS)
+        store_block(product, sums, expert, row, pair, stop, column, EPILOGUE)

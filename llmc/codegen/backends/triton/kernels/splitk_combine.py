@@ -4,30 +4,27 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.product_output import Output, load_extras_at, store_epilogue
 from llmc.codegen.backends.triton.kernels.tile_masks import bound
 
 
 @triton.jit
 def splitk_combine(
     partial_ptr,  # [SPLITS, M, N] in float32
-    out_ptr,  # [M, N]
-    extra_ptrs,  # the other operands of the epilogue, as LOAD_EXTRAS takes them
-    M,
-    N: tl.constexpr,
+    output: Output,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns per program
-    LOAD_EXTRAS: tl.constexpr,  # (extra_ptrs, token, columns, token mask, column mask) -> tuple
-    EPILOGUE: tl.constexpr,  # (sums of each part, extras) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """BLOCK columns of one token."""
     wait_for_previous(DEPENDENT_LAUNCH)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = bound(column, N, N % BLOCK == 0)
-    extras = LOAD_EXTRAS(extra_ptrs, token, column, tl.full((), True, tl.int1), mask)
+    N: tl.constexpr = output.N
+    WHOLE_N: tl.constexpr = N % BLOCK == 0
+    mask = bound(column, N, WHOLE_N)
+    extras = load_extras_at(output, token, column, WHOLE_N)
     total = tl.load(partial_ptr + (token * N + column), mask=mask)
     for split in tl.static_range(1, SPLITS):
-        total += tl.load(partial_ptr + ((token + split * M) * N + column), mask=mask)
-    out = EPILOGUE((total,), extras)
-    tl.store(out_ptr + (token * N + column), out.to(out_ptr.dtype.element_ty), mask=mask)
+        total += tl.load(partial_ptr + ((token + split * output.M) * N + column), mask=mask)
+    store_epilogue(output, (total,), extras, token, column, WHOLE_N)
