@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import Speculation, SpeculationConfig
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from llmc_runtime.sched.step_budget import StepTimer
 

@@ -6,7 +6,6 @@ Invariant: drafts only change how many tokens a step gives, never which ones, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount, expected_tokens
@@ -14,6 +13,7 @@ from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.lookup_first import LookupFirst
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
@@ -33,51 +33,6 @@ _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE = 16  # the same if prompt lookup finds no drafts
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationConfig:
-    """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or head, or on the host.
-
-    min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for; with a head, before it drafts (see
-    lookup_first), and 0: it does not. max_rows: maximum number of rows for which a step of the draft model or head
-    drafts; 0: there is none. head: the method of the head, whose KV is computed by every step. host: the method that
-    drafts on the host (see host_draft). stops: the draft model or head can stop after an unlikely token (see
-    draft_stops).
-    """
-
-    num_tokens: int
-    min_ngram: int = 0
-    max_ngram: int = 0
-    max_rows: int = 0
-    head: str = ""
-    host: str = ""
-    stops: bool = False
-
-    @property
-    def method(self) -> str:
-        """The name of the method, as users give it."""
-        return self.host or self.head or ("draft" if self.max_rows else "ngram")
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether every step drafts by prompt lookup, so that the number of drafts is known before it is chosen."""
-        return not self.host and not self.max_rows
-
-    @property
-    def looks_first(self) -> bool:
-        """Whether prompt lookup drafts before the head does."""
-        return self.max_rows > 0 and self.max_ngram > 0
-
-    @property
-    def proposals(self) -> int:
-        """The number of tokens that every step drafts for a row, regardless of the plan."""
-        return self.num_tokens if self.looks_up or self.looks_first else 0
-
-    @property
-    def drafting(self) -> tuple[int, int, int]:
-        """The columns of a device row (see RowParams)."""
-        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.proposals else (0, 0, 0)
 
 
 class Speculation:
@@ -102,6 +57,7 @@ class Speculation:
         self._request, self._known = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
         self._soon, self._late = (SOON, LATE) if config.head else (MODEL_SOON, MODEL_PROBE)
         self._trials = TrialsByKind(lambda: self._soon)
+        self._batch = Trials(0)  # what drafting has gained and cost where the number is chosen for all rows
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
@@ -147,10 +103,15 @@ class Speculation:
 
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
         """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
-        rows = len(running)
+        rows, trials = len(running), self._batch
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
+            if self._rows == 1 and self._model:
+                trials.began(self.plans)
             self._rows = rows
-            self._choice = self.count.choose([self._rate(request) for request in running], room)
+            pays = not trials.affords(self.plans)
+            self._choice = self.count.choose([self._rate(request) for request in running], room, measures=pays)
+        if trials.credit < 0:
+            self._choice = Choice(0)
         if self._choice.most:
             if not self._choice.measures:
                 self._next_probe(MODEL_PROBE)
@@ -375,14 +336,19 @@ class Speculation:
         rows = len(work)
         if not self._model:
             self.count.costs.add(rows, verified / rows, seconds)
-            return
-        if not fill:
+            proposed = verified  # they cost nothing apart
+        elif not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if rows == 1 and (verified or proposed or fill) and not (requests[0].verifies_lookup or self._choice.measures):
-            steps = self.count.steps(1, verified, proposed)
-            if fill and (plain := self.count.costs.seconds(1, 0)):
-                steps = seconds / plain
-            self._kind.gained(1 + sum(map(len, output.accepted.values())), steps)
+        if not (verified or proposed or fill):
+            return
+        steps = self.count.steps(rows, verified / rows, proposed / rows)
+        if fill and (plain := self.count.costs.seconds(rows, 0)):
+            steps = seconds / plain
+        tokens = 1 + sum(map(len, output.accepted.values())) / rows
+        if rows > 1 or not self._model:
+            self._batch.gained(tokens, steps)
+        elif not (requests[0].verifies_lookup or self._choice.measures):
+            self._kind.gained(tokens, steps)
 
     def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
         """Record which drafts were accepted, by the probabilities that the draft model gave them."""
