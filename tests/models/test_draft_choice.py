@@ -110,6 +110,6 @@ def test_the_choice_is_close_to_the_best_fixed_number(method: str, rows: int) ->
 
 @pytest.mark.parametrize("rate", [0.5, 0.8])
 def test_measuring_what_does_not_pay_costs_little(rate: float) -> None:
-    """From the first plan on, for eight rows on a CPU, where every verified draft costs as much as a tenth of a step."""
+    """From the first plan on, for eight rows on a CPU, where verifying a draft of each costs almost a step."""
     cpu = Simulation("draft", 8, {0: 2.2, 1: 4.35, 7: 17.3}, rate)
     assert cpu.allowed() == 1.0 and cpu.run(0, 768 * 8) >= 0.975

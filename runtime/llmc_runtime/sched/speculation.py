@@ -31,7 +31,7 @@ _RARE = 0.01  # lowest rate of acceptance for which a limit is computed
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
-_IDLE = 16  # the same if prompt lookup finds no drafts
+_IDLE = 16  # the same if nothing is to be decided
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -44,7 +44,7 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._idle = self._looks_up  # prompt lookup has found nothing for any row of this plan
+        self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
         self._found = False  # prompt lookup has found drafts for a row of the last step
         self._again = _AGAIN  # the plan at which costs are measured again
         self._model, self._memory = config.max_rows > 0, _MEMORY
@@ -64,21 +64,25 @@ class Speculation:
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
 
-    def begin_idle(self) -> bool:
-        """Begin a plan if prompt lookup has found nothing for it; otherwise return False, and leave it to `begin`."""
-        if self._found or not self._looks_up:
-            return False
-        self.plans += 1
-        self._idle = True
-        return True
+    def begin_idle(self, running: Sequence[Request]) -> bool:
+        """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
+
+        Nothing is if prompt lookup has found no drafts, or if the single row waits for its next trial of a model's.
+        """
+        plan = self.plans + 1
+        if self._looks_up:
+            self._idle = not self._found
+        else:
+            self._idle = plan < self._wake and len(running) == 1 and running[0].id == self._request
+        if self._idle:
+            self.plans = plan
+        return self._idle
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
         self._alone = len(running) == 1
         self._measure_again_in_time(len(running))
-        if self._waits(running):
-            return
         self._probes = self._wake = 0
         if self.plans % _REFRESH == 0 or len(running) != self._rows:
             self._slope, self._verification = 0.0, []
@@ -96,10 +100,6 @@ class Speculation:
         if self.plans >= self._again:
             self.count.again(rows)
             self._again = self.plans + _AGAIN
-
-    def _waits(self, running: Sequence[Request]) -> bool:
-        """Whether nothing is to be decided yet for the single row, which does not draft."""
-        return self.plans < self._wake and len(running) == 1 and running[0].id == self._request
 
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
         """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
@@ -296,8 +296,8 @@ class Speculation:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         if self._looks_up:
             self._take_proposed(requests, output.proposed)
-            if self._idle and self.plans % _IDLE and not output.accepted:
-                return
+        if self._idle and self.plans % _IDLE and not output.accepted and not self._drafted(work, requests, output):
+            return
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
         wait = _IDLE if self._idle else 1 if self._choice.measures else _SELDOM
@@ -315,6 +315,13 @@ class Speculation:
             for index, (request, found) in enumerate(zip(requests, output.proposed)):
                 count = found if self._alone and index not in output.likely else 0
                 self._lookup.take(request, count, self._costs(), self.plans)
+
+    def _drafted(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput) -> bool:
+        """Whether the draft model or head of a single row has worked, or prompt lookup before it has found drafts."""
+        if self._looks_up:
+            return False
+        item = work[0]
+        return item.propose > 0 or item.fill > 0 or requests[0].from_lookup or any(output.proposed)
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
         """Take how many drafts prompt lookup has found for each row."""
