@@ -15,6 +15,7 @@ from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
 from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
+from llmc.passes.lower.shard_heads import prepare
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split
 from llmc.passes.lower.shard_siblings import separate
@@ -53,7 +54,7 @@ class Shard(Pass):
             raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
         m.symbols[RANK] = (0, self.ranks - 1)
         graphs = m.launched
-        done = sum(separate(g, ctx) for g in graphs)
+        done = sum(separate(g, ctx) + prepare(g, self.ranks, ctx) for g in graphs)
         for g, plan in make_plans(graphs, self.ranks, ctx, max(1, self.group)):
             done += _Sharding(g, plan, self.ranks, ctx).apply()
         if not done:
