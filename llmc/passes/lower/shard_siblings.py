@@ -119,8 +119,8 @@ class _Parts:
         parts = dict(_parts_of(n, cut.axis))
         operands = [self.of(x, cut._replace(axis=parts[x])) if x in parts else x for x in n.operands]
         self.b.loc = n.loc
-        part = self.b.emit(n.op, operands, n.attrs)
-        return part
+        whole: Value = self.b.emit(n.op, operands, n.attrs)
+        return whole
 
     def _conv(self, n: Node, cut: Cut) -> Value:
         """Return a part of the channels of a convolution, which has its own state."""
@@ -155,7 +155,7 @@ def _erase_unused(g: Graph) -> None:
     """Erase the nodes that have been computed in parts, and the states of convolutions among them."""
     ops = ("slice", "add", "linear", "transpose", "concat")
     for node in reversed(list(g.nodes)):
-        if node.op.name == "row_conv" and not node.result.uses:
+        if node.op.name == "row_conv" and not node.results[0].uses:
             g.outputs = [v for v in g.outputs if v is not node.results[1]]
             state = node.operand("recent")
             g.erase(node)
