@@ -12,7 +12,7 @@ from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 
 from bench import speculation

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import Speculation, SpeculationConfig
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from llmc_runtime.sched.step_budget import StepTimer
 
@@ -45,15 +46,15 @@ class Simulation:
     tokens: float = 0.0
     spent: float = 0.0
 
-    def run(self) -> float:
-        """Return the speed-up over plain decoding."""
+    def run(self, learned: int = LEARNED, counted: int = COUNTED) -> float:
+        """Return the speed-up over plain decoding, after `learned` plans."""
         timer = StepTimer()
         policy = Speculation(SpeculationConfig(7, max_rows=256 if self.method == "draft" else 0))
         requests = [Request(str(i), [1]) for i in range(self.rows)]
         self.counters.drafted_at_most(7)
         now = 0.0
-        for plan in range(LEARNED + max(400, COUNTED // self.rows)):
-            now = self.step(policy, timer, requests, now, plan >= LEARNED)
+        for plan in range(learned + max(400, counted // self.rows)):
+            now = self.step(policy, timer, requests, now, plan >= learned)
         return self.tokens / self.spent * self.costs[0] / self.rows
 
     def step(self, policy: Speculation, timer: StepTimer, requests: list[Request], now: float, counted: bool) -> float:
@@ -105,3 +106,10 @@ def test_the_choice_is_close_to_the_best_fixed_number(method: str, rows: int) ->
     assert gain >= 0.93 * likely.allowed()
     rare = Simulation(method, rows, COSTS[method, rows], 0.02)
     assert rare.run() >= 0.95  # a few of so few plans measure
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8])
+def test_measuring_what_does_not_pay_costs_little(rate: float) -> None:
+    """From the first plan on, for eight rows on a CPU, where verifying a draft of each costs almost a step."""
+    cpu = Simulation("draft", 8, {0: 2.2, 1: 4.35, 7: 17.3}, rate)
+    assert cpu.allowed() == 1.0 and cpu.run(0, 768 * 8) >= 0.975

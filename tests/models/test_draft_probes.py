@@ -11,15 +11,8 @@ from draw import SEED
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.sched.speculation import (
-    LATE,
-    MODEL_PROBE,
-    MODEL_SOON,
-    SOON,
-    WARM,
-    Speculation,
-    SpeculationConfig,
-)
+from llmc_runtime.sched.speculation import LATE, MODEL_PROBE, MODEL_SOON, SOON, WARM, Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 
 DRAFT, HEAD = SpeculationConfig(4, max_rows=4), SpeculationConfig(4, max_rows=4, head="eagle")
@@ -40,7 +33,8 @@ class Driver:
     def step(self, request: Request, accepted: int) -> tuple[int, bool]:
         """Return how many tokens the step drafts, and whether it is plain."""
         policy = self.policy
-        policy.begin([request], 100)
+        if not policy.begin_idle([request]):
+            policy.begin([request], 100)
         propose = policy.proposals(request) if policy.wants else 0
         work = Work(0, 1 + self.behind, True, drafts=self.behind, propose=propose)
         plain, more = policy.plain([work]), [(5, None)] * min(self.behind, accepted)
@@ -110,7 +104,7 @@ def test_what_drafts_of_prompt_lookup_cost(lures: int) -> None:
         request, made = Request(f"r{number}", [1], SamplingParams(temperature=1.0, max_tokens=256)), 0
         request.limit, lured = 257, 0
         while made < 255:
-            if not policy.begin_idle():
+            if not policy.begin_idle([request]):
                 policy.begin([request], 100)
             drafts = policy.drafts(request, 4) if request.num_drafts and policy.wants else 0
             lured = lures if not lured and draw.random() < 0.02 else lured
@@ -131,7 +125,7 @@ def test_prompt_lookup_without_drafts_is_idle() -> None:
     policy, request = Speculation(LOOKUP), Request("r", [1], SamplingParams())
     for proposed, idle in ((0, True), (0, True), (3, False), (0, True), (1, False)):
         policy.learn([request.decode], [request], StepOutput([5], [None], proposed=[proposed]), 1.0, Counters())
-        assert policy.begin_idle() is idle and request.num_drafts == proposed
+        assert policy.begin_idle([request]) is idle and request.num_drafts == proposed
         if not idle:
             policy.begin([request], 100)
         assert not (idle and policy.wants)
@@ -187,3 +181,15 @@ def test_steps_are_plain_if_no_row_drafts() -> None:
     assert not policy.plain([Work(0, 7, True), Work(1, 1, True)])
     assert not policy.plain([Work(0, 1, True), Work(1, 1, True, propose=1)])
     assert Speculation(SpeculationConfig(4, 3, 5)).plain([Work(0, 1, True)])
+
+
+def test_a_row_that_waits_is_idle_until_its_next_trial() -> None:
+    """Nothing is decided between trials of a single row; another request ends that."""
+    driver, request = Driver(DRAFT), Request("r", [1])
+    request.draft_trials = (9.0, 0.0)
+    driver.steps(request, 3 * MODEL_SOON, accepted=0)
+    policy = driver.policy
+    idle = [policy.begin_idle([request]) or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_SOON)]
+    assert idle.count(False) in (1, 2), "a trial, and the plan after it"
+    assert policy.begin_idle([request]) and not policy.begin_idle([Request("s", [1])])
+    assert not policy.begin_idle([request, Request("t", [1])])

@@ -15,7 +15,8 @@ from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.lookup_first import LookupFirst
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import Speculation, SpeculationConfig
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from models.cases import LISTED
 from models.eagle import save_head, tensors

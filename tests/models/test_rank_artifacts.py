@@ -16,6 +16,7 @@ from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from models.cases import LISTED, Case, further, sample
 from models.kit import fails, save
+from models.recurrent_cases import RECURRENT
 
 from llmc.driver import compile_model
 from llmc.options import Options
@@ -52,7 +53,7 @@ def tokens_of(artifact: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("ranks", (2, 4))
-@pytest.mark.parametrize("case", (LISTED[0], ODD, TIED, *sample(3), *further(2)), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", (LISTED[0], ODD, TIED, *sample(3), *further(2), *RECURRENT), ids=lambda c: c.name)
 def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(of_test())
     save(case, tmp_path / "model", 3, torch.float32)

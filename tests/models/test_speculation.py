@@ -15,7 +15,8 @@ from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import Choice, DraftCount
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import PROBE, Speculation, SpeculationConfig
+from llmc_runtime.sched.speculation import PROBE, Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from models.cases import FURTHER, LISTED
 from models.kit import save

@@ -18,6 +18,7 @@ from llmc.passes.lower.shard import Shard, with_ranks
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 
 TEXT = Path(__file__).with_name("shard_paged.llir")
+RECURRENT = TEXT.with_name("shard_recurrent.llir")
 MLP = """
 sym T in [1, 8]
 graph @main(%x: f32[T, 64], %gu: weight f32[{both}, 64], %d: weight f32[64, {columns}], %h: weight f32[8, 64]) {{
@@ -31,6 +32,7 @@ graph @main(%x: f32[T, 64], %gu: weight f32[{both}, 64], %d: weight f32[64, {col
   return %z
 }}
 """
+OTHERS = ("row.memory.0", "row.base.0", "row.log.0")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -84,3 +86,45 @@ def test_the_groups_of_parts_are_those_of_quantize(quantize: str, group: int) ->
     registry = load()
     pipeline = parse_pipeline(f"page-attention, quantize{{weights={quantize}}}", registry.passes)
     assert Shard(ranks=2, group=group) in with_ranks(pipeline, 2, registry.target("cpu:native"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_hold_parts_of_the_states_of_recurrent_layers(ranks: int) -> None:
+    """The inputs of a convolution, the memory and the log of a recurrence. Four ranks share two groups of keys."""
+    registry = load()
+    m = parse(RECURRENT.read_text(), registry.opset())
+    g = m.graphs["main"]
+    inputs = draw(m, g, np.random.default_rng(0))
+    want = run(g, [inputs.arrays[v.name] for v in g.inputs], inputs.sizes, exact=True)
+    run_pipeline(m, parse_pipeline(f"shard{{ranks={ranks}}}", registry.passes), Ctx(registry.opset()))
+    own = [inputs.arrays | parts(inputs.arrays, rank, ranks) for rank in range(ranks)]
+    rings = [v.node.operands[2].name for v in g.outputs if v.node and v.node.op.name == "row_conv"]
+    assert sorted(rings) == [f"row.recent.0.{at}" for at in (0, 16, 8)]
+    names = ["z", *rings, *OTHERS]
+    whole = dict(zip(("z", "row.recent.0", *OTHERS), want, strict=True))
+    for rank, got in enumerate(run_ranks(g, [[mine[v.name] for v in g.inputs] for mine in own], inputs.sizes, True)):
+        expected = whole | parts(whole, rank, ranks)
+        for name, x in zip(names, got, strict=True):
+            np.testing.assert_allclose(x, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def parts(states: dict[str, np.ndarray], rank: int, ranks: int) -> dict[str, np.ndarray]:
+    """Return a rank's parts of the states of RECURRENT, by their names."""
+    keys, heads, group = 8 // min(ranks, 2), 4 // ranks, rank * 2 // max(ranks, 2)
+    recent, memory, log = (states[name] for name in ("row.recent.0", "row.memory.0", "row.log.0"))
+    mine = np.s_[rank * heads : (rank + 1) * heads]
+
+    def of_keys(x: np.ndarray) -> np.ndarray:
+        return x[..., group * keys : (group + 1) * keys]
+
+    def of_heads(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*x.shape[:2], 4, -1)[:, :, mine].reshape(*x.shape[:2], -1)
+
+    of_log = [of_keys(log[..., :8]), *(of_heads(x) for x in np.split(log[..., 8:], [24, 28], 2))]
+    return {
+        "row.recent.0.0": of_keys(recent[..., :8]),
+        "row.recent.0.8": of_keys(recent[..., 8:16]),
+        "row.recent.0.16": of_heads(recent[..., 16:]),
+        "row.memory.0": memory[:, mine],
+        "row.log.0": np.concatenate(of_log, 2),
+    }

@@ -19,7 +19,8 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import Speculation, SpeculationConfig
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import Work
 
 from tests.runtime.guides import Wandering

@@ -17,7 +17,7 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.speculate_option import check_speculate
 
 from tests.runtime.simulator import make_device

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 
 from tests.runtime.guides import Wandering
 

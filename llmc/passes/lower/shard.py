@@ -15,6 +15,7 @@ from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
 from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
+from llmc.passes.lower.shard_heads import prepare
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split
 from llmc.passes.lower.shard_siblings import separate
@@ -30,13 +31,14 @@ class Shard(Pass):
     """Divide the graphs over ranks, which are the values of the symbol K (tensor parallelism).
 
     Attention and the KV pools are divided by heads; if there are fewer KV heads than ranks, ranks share them. Pools of
-    latents are whole on every rank. Products before attention and the first ones of an MLP or of experts are divided by
-    columns, those after them by rows, followed by an all_reduce. The head is divided by columns, followed by an
-    all_gather, and embeddings by rows, followed by an all_reduce; norms, routers and small tables are whole on every
-    rank. The parts of a weight are slices that begin at a multiple of K; columns and rows of tables that do not divide
-    are padded with zeros. The pass runs after page-attention and before fuse-linear; `--explain` names the products
-    that stay whole. ranks: their number. group: columns that `quantize` will give one scale, of which every part of an
-    MLP or an expert gets a multiple if the whole has one; 0 or 1 if there are none.
+    latents are whole on every rank. Recurrences and their states are divided by heads, convolutions by channels.
+    Products before attention and the first ones of an MLP or of experts are divided by columns, those after them by
+    rows, followed by an all_reduce. The head is divided by columns, followed by an all_gather, and embeddings by rows,
+    followed by an all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices
+    that begin at a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass runs
+    after page-attention and before fuse-linear; `--explain` names what stays whole. ranks: their number. group: columns
+    that `quantize` will give one scale, of which every part of an MLP or an expert gets a multiple if the whole has
+    one; 0 or 1 if there are none.
     """
 
     name: ClassVar[str] = "shard"
@@ -53,7 +55,7 @@ class Shard(Pass):
             raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
         m.symbols[RANK] = (0, self.ranks - 1)
         graphs = m.launched
-        done = sum(separate(g, ctx) for g in graphs)
+        done = sum(separate(g, ctx) + prepare(g, self.ranks, ctx) for g in graphs)
         for g, plan in make_plans(graphs, self.ranks, ctx, max(1, self.group)):
             done += _Sharding(g, plan, self.ranks, ctx).apply()
         if not done:

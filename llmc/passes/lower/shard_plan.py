@@ -13,11 +13,13 @@ from llmc.passes.base import Ctx
 from llmc.passes.lower.shard_rules import (
     EXPANDED,
     LATENT,
+    RECURRENCES,
     Relation,
     Split,
     experts_of,
     heads_of,
     kv_parts,
+    recurrence_of,
     relate,
     splits_of,
 )
@@ -54,10 +56,11 @@ def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int) -> lis
 
 
 def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split], group: int = 1) -> Plan:
-    """Split attention by heads, `states` as another graph does that reads them, and products by columns where the split
-    ends in products by rows or in the output."""
+    """Split attention and recurrences by heads, `states` as another graph does that reads them, and products by columns
+    where the split ends in products by rows or in the output."""
     planner = _Planner(g, ranks, ctx, group)
     planner.split_attention()
+    planner.split_recurrences()
     planner.split_writers(states)
     planner.split_tables()
     planner.split_products_and_experts()
@@ -82,6 +85,16 @@ class _Planner:
                 cause = f"{heads} query heads, with their KV heads, do not divide over {self.ranks} ranks"
                 raise _error(n, cause, possible)
             region = self._region(n, relation, gather=True)
+            if isinstance(region, str):
+                self.ctx.miss("shard", n, region)
+            else:
+                self._accept(region)
+
+    def split_recurrences(self) -> None:
+        """Split recurrences by heads. If they do not divide, every rank computes all; a near miss has the reason."""
+        for n in self._nodes(*RECURRENCES):
+            relation = recurrence_of(n, self.ranks)
+            region = self._region(n, relation, gather=True) if relation else "its heads do not divide"
             if isinstance(region, str):
                 self.ctx.miss("shard", n, region)
             else:

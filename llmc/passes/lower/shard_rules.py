@@ -16,20 +16,21 @@ class Split(NamedTuple):
     """A value of which each rank holds one of `parts` equal parts along `axis`.
 
     Rank r of W holds part floor(r * parts / W), so that ranks share a part if there are fewer parts than ranks. The
-    size of a part is a multiple of `unit`.
+    size of a part is a multiple of `unit`. A state that a rank fills by itself may have parts of another size, `width`.
     """
 
     axis: int
     parts: int
     unit: int = 1
+    width: Dim | None = None
 
     def local(self, size: Dim) -> Dim:
         """Return the size of a part. If the size does not divide, the last parts end in zeros."""
-        return size.ceildiv(self.parts * self.unit) * self.unit
+        return size.ceildiv(self.parts * self.unit) * self.unit if self.width is None else self.width
 
     def divides(self, size: Dim) -> bool:
         """Whether no part ends in zeros."""
-        return size.divide(self.parts * self.unit) is not None
+        return self.width is not None or size.divide(self.parts * self.unit) is not None
 
 
 Splits = tuple[Split | None, ...]
@@ -67,10 +68,15 @@ def splits_of(n: Node, r: Relation) -> list[tuple[Value, Split | None]]:
     return [*zip(n.operands, r.operands, strict=True), *zip(n.results, r.results, strict=True)]
 
 
+def is_pointwise(n: Node) -> bool:
+    """Whether elements at different places do not interact."""
+    body = n.op.scalar(n.attrs) if n.op.scalar else None
+    return n.op.elementwise or (body is not None and not any(e.fn.startswith("row_") for e in walk(body)))
+
+
 def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:
     """Elements at one place: axes correspond from the last one; axes of size 1 are repeated."""
-    body = n.op.scalar(n.attrs) if n.op.scalar else None
-    if not n.op.elementwise and (body is None or any(e.fn.startswith("row_") for e in walk(body))):
+    if not is_pointwise(n):
         return None
     rank = n.results[0].type.rank
     at = s.axis + rank - v.type.rank
@@ -219,6 +225,53 @@ def experts_of(n: Node, ranks: int, unit: int = 1) -> Relation | None:
     return Relation(operands, (None,), True, tuple(halves), at.get("down_bias"))
 
 
+CONVS = ("causal_conv", "row_conv")
+RECURRENCES = ("linear_recurrence", "row_recurrence", "row_recurrence_draft")
+
+
+def recurrence_of(n: Node, ranks: int) -> Relation | None:
+    """Return the relation of a recurrence, or of its log, that is split by heads; None if the heads do not divide.
+
+    If there are fewer heads of keys than ranks, ranks share them.
+    """
+    k, v, decay = (x for name in ("k", "v", "decay") if (x := n.operand(name)) is not None)
+    (_, keys, d), (_, values, e) = k.type.shape, v.type.shape
+    parts = ranks if keys.divide(ranks) is not None else int(keys)
+    if values.divide(ranks) is None or ranks % parts:
+        return None
+    heads = Split(1, ranks)
+    own = heads.local(values) * (e + 1) + heads.local(decay.type.shape[1]) + keys.ceildiv(parts) * d
+    log = Split(2, ranks, width=own)
+    splits: dict[str, Split | None] = dict.fromkeys(("v", "decay", "beta", "memory"), heads)
+    splits |= dict.fromkeys(("q", "k"), Split(1, parts) if parts > 1 else None) | {"log": log}
+    operands = tuple(splits.get(name) for name in n.op.places([x.type for x in n.operands]))
+    return Relation(operands, (None, log) if n.op.name == "row_log" else (heads,) * len(n.results))
+
+
+def _recurrence(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    r = recurrence_of(n, ranks)
+    return r if r and (v, s) in splits_of(n, r) else None
+
+
+def _conv(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    """By channels."""
+    axes = {"x": 1, "weight": 0, "bias": 0, "recent": 2}
+    names = n.op.places([x.type for x in n.operands])
+    channels = [axes.get(name) for name in names] + [1, 2][: len(n.results)]
+    at = next(axis for axis, x in zip(channels, [*n.operands, *n.results]) if x is v)
+    if at != s.axis:
+        return None
+    splits = tuple(None if axis is None else s._replace(axis=axis) for axis in channels)
+    return Relation(splits[: len(names)], splits[len(names) :])
+
+
+def _sum(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+    """Along the split axis, the sum of a rank is a term."""
+    if v is n.operands[0] and (s.axis, s.parts) == (n.attrs["axis"] % v.type.rank, ranks):
+        return Relation((s,), (None,), partial=True)
+    return _along(n, v, s)
+
+
 Rule = Callable[[Node, Value, Split, int], Relation | None]
 RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
@@ -230,6 +283,9 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         **dict.fromkeys((*EXPANDED, *LATENT), _attention),
         "head_matmul": _head_matmul,
         "kv_append": _kv_append,
+        **dict.fromkeys((*RECURRENCES, "row_log"), _recurrence),
+        **dict.fromkeys(CONVS, _conv),
+        "sum": _sum,
         "moe": lambda n, v, s, ranks: None,
     }
 )

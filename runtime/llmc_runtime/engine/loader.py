@@ -26,7 +26,7 @@ from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.speculate_option import DEFAULTS, DRAFTED, HIGH, KEYS, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 

@@ -12,6 +12,7 @@ _WEIGHT = 0.05  # of a measurement in a running mean
 _OUTLIER = 0.5  # largest relative distance of a measurement from the mean that counts
 _OFTEN = 5  # measurements after which a number of drafts counts as measured
 _SETTLED = 64  # further measurements after which the mean no longer depends on the first ones
+_FEW = 2  # measurements after which a number of drafts is given up if it is far from the best
 _TRIES = 8 * _OFTEN  # plans after which a number of drafts is given up if too few steps had it
 _GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those of plain decoding
 BRIEF_GAIN = 1.03  # the same for a choice that is made anew after each verification
@@ -67,9 +68,9 @@ class StepCosts:
         for drafts in self._seconds.get(size(rows), ()):
             self._first.pop((size(rows), drafts), None)
 
-    def measured(self, rows: int, drafts: int) -> bool:
-        """Whether steps of this size were measured often."""
-        return len(self._first.get((size(rows), drafts), ())) >= _OFTEN
+    def measured(self, rows: int, drafts: int, times: int = _OFTEN) -> bool:
+        """Whether steps of this size were measured often, or so many times."""
+        return len(self._first.get((size(rows), drafts), ())) >= times
 
     def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
@@ -130,11 +131,11 @@ class DraftCount:
         self._ladder = [0, *(k for k in (1, 2, 3, 5, 8, 12, 16, 24) if k < most), most]
         self._tries: dict[tuple[int, int], int] = {}
 
-    def choose(self, rates: Sequence[float], room: int, gain: float = _GAIN) -> Choice:
+    def choose(self, rates: Sequence[float], room: int, gain: float = _GAIN, measures: bool = True) -> Choice:
         """Return the number of drafts that gives the most tokens per second; `rates` are the rows' probabilities.
 
         gain: the minimum ratio of these tokens per second to those of plain decoding, above 1, because the highest
-        estimates of acceptance are partly due to chance.
+        estimates of acceptance are partly due to chance. measures: whether a number may be chosen to measure its cost.
 
         room: the maximum number of drafts of all rows together, at least 0. Drafts are made for all rows, for as many
         as fit, or for half, a quarter, an eighth and so on of these; rows whose drafts are most likely accepted come
@@ -142,25 +143,41 @@ class DraftCount:
         """
         rows, likely = len(rates), sorted(rates, reverse=True)
         hope = min(_HOPE, sum(rates) / rows + _MARGIN)
-        best, top, below = Choice(0), 0.0, 0
+        best, top, lower, below = Choice(0), 0.0, 0, 0
         for drafts in self._ladder:
             key, limit = (size(rows), drafts), rows if not drafts else min(rows, room // drafts)
             if not limit or (self.together and limit < rows):
                 break
             # A step in which only some rows have so many drafts was measured as one of fewer drafts of all rows.
             if limit == rows and not self.costs.measured(rows, drafts) and self._tries.get(key, 0) < _TRIES:
-                slowest = self.costs.seconds(rows, below)
-                if slowest and rows * expected_tokens(round(hope, 2), drafts) < top * slowest:
-                    continue  # it would not be the best even if further drafts cost nothing
-                self._tries[key] = self._tries.get(key, 0) + 1
-                return Choice(drafts, measures=True)
+                least = self._least(rows, lower, below, drafts)
+                if measures and rows * expected_tokens(round(hope, 2), drafts) >= top * least:
+                    self._tries[key] = self._tries.get(key, 0) + 1
+                    return Choice(drafts, measures=True)
+                if self.costs.measured(rows, drafts, _FEW):
+                    lower, below = below, drafts
+                continue  # it would not be the best
             some, rate = self._best_part(likely, drafts, limit)
             if rate > top * (1 if best.most and some == rows else gain):
                 # Between the last row with drafts and the first without, so that neither changes with each estimate.
                 least = (likely[some - 1] + likely[some]) / 2 if some < rows else 0.0
                 best, top = Choice(drafts, least, self._slope(rows, some, below, drafts) * rate), rate
-            below = drafts
+            lower, below = below, drafts
         return best
+
+    def _least(self, rows: int, lower: int, below: int, drafts: int) -> float:
+        """Return a low estimate of the seconds of a step with this many drafts, which was not measured often.
+
+        lower, below: the two numbers of drafts before it that were measured. Between two numbers of which one is 0,
+        the difference includes that another program runs.
+        """
+        if self.costs.measured(rows, drafts, _FEW):
+            return self.costs.seconds(rows, drafts)
+        fewer = self.costs.seconds(rows, below)
+        if not lower:
+            return fewer
+        slope = max(0.0, fewer - self.costs.seconds(rows, lower)) / (below - lower)
+        return fewer + slope * (drafts - below)
 
     def again(self, rows: int) -> None:
         """Measure all numbers of drafts again, since costs change with the length of the sequences."""

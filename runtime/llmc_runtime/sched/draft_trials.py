@@ -63,7 +63,7 @@ class Trials:
         self.ran(plan)
         return max(0, ceil((_TRIAL - self.credit) / _SHARE))
 
-    def gained(self, tokens: int, steps: float) -> None:
+    def gained(self, tokens: float, steps: float) -> None:
         """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""
         self.credit = min(_LIMIT, self.credit + max(-_WORST, tokens - steps))
 

@@ -266,12 +266,12 @@ class Scheduler(LiveRequests):
         if self.step_budget is not None:
             budget = self.step_budget.tokens(running, self.waiting.num_tokens)
         self._spare, self._room = self.config.logits - len(running), math.inf
-        if self.speculation is not None and not self.speculation.begin_idle():
+        if self.speculation is not None and not self.speculation.begin_idle(running):
             self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
+            if self.planner is not None:
+                self.planner.begin()
         if self.host_drafts is not None and self.host_drafts.wanted:
             self.host_drafts.propose(running)
-        if self.planner is not None:
-            self.planner.begin()
         return budget
 
     def _with_drafts(self, speculation: Speculation, request: Request, budget: int) -> Work:

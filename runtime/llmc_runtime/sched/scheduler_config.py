@@ -12,7 +12,7 @@ from llmc_runtime.format.row_abi import STOPS
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import SpeculationConfig
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import RowParams
 from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without_ids
 

@@ -6,7 +6,6 @@ Invariant: drafts only change how many tokens a step gives, never which ones, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import BRIEF_GAIN, Choice, DraftCount, expected_tokens
@@ -14,6 +13,7 @@ from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.lookup_first import LookupFirst
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE = 64  # while drafting does not pay, one plan in so many verifies a draft of some rows, to measure acceptance
@@ -31,53 +31,8 @@ _RARE = 0.01  # lowest rate of acceptance for which a limit is computed
 _REFRESH = 16  # plans after which the number of drafts is chosen anew
 _AGAIN = 4096  # plans after which costs are measured again
 _SELDOM = 4  # one plan in so many is measured if it has no drafts and its cost is known
-_IDLE = 16  # the same if prompt lookup finds no drafts
+_IDLE = 16  # the same if nothing is to be decided
 _PRIOR = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationConfig:
-    """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or head, or on the host.
-
-    min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for; with a head, before it drafts (see
-    lookup_first), and 0: it does not. max_rows: maximum number of rows for which a step of the draft model or head
-    drafts; 0: there is none. head: the method of the head, whose KV is computed by every step. host: the method that
-    drafts on the host (see host_draft). stops: the draft model or head can stop after an unlikely token (see
-    draft_stops).
-    """
-
-    num_tokens: int
-    min_ngram: int = 0
-    max_ngram: int = 0
-    max_rows: int = 0
-    head: str = ""
-    host: str = ""
-    stops: bool = False
-
-    @property
-    def method(self) -> str:
-        """The name of the method, as users give it."""
-        return self.host or self.head or ("draft" if self.max_rows else "ngram")
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether every step drafts by prompt lookup, so that the number of drafts is known before it is chosen."""
-        return not self.host and not self.max_rows
-
-    @property
-    def looks_first(self) -> bool:
-        """Whether prompt lookup drafts before the head does."""
-        return self.max_rows > 0 and self.max_ngram > 0
-
-    @property
-    def proposals(self) -> int:
-        """The number of tokens that every step drafts for a row, regardless of the plan."""
-        return self.num_tokens if self.looks_up or self.looks_first else 0
-
-    @property
-    def drafting(self) -> tuple[int, int, int]:
-        """The columns of a device row (see RowParams)."""
-        return (self.num_tokens, self.min_ngram, self.max_ngram) if self.proposals else (0, 0, 0)
 
 
 class Speculation:
@@ -89,7 +44,7 @@ class Speculation:
         self._choice = Choice(0)
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
-        self._idle = self._looks_up  # prompt lookup has found nothing for any row of this plan
+        self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
         self._found = False  # prompt lookup has found drafts for a row of the last step
         self._again = _AGAIN  # the plan at which costs are measured again
         self._model, self._memory = config.max_rows > 0, _MEMORY
@@ -102,27 +57,32 @@ class Speculation:
         self._request, self._known = "", (0.0, 0.0)  # the id of the single row's request, and its last draft_trials
         self._soon, self._late = (SOON, LATE) if config.head else (MODEL_SOON, MODEL_PROBE)
         self._trials = TrialsByKind(lambda: self._soon)
+        self._batch = Trials(0)  # what drafting has gained and cost where the number is chosen for all rows
         self._kind = self._trials[0]  # that of the single row
         self._probe = 0  # the plan of the next probe of a draft model
         self._wake = 0  # the plan before which nothing is to be decided for the single row, which does not draft
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
 
-    def begin_idle(self) -> bool:
-        """Begin a plan if prompt lookup has found nothing for it; otherwise return False, and leave it to `begin`."""
-        if self._found or not self._looks_up:
-            return False
-        self.plans += 1
-        self._idle = True
-        return True
+    def begin_idle(self, running: Sequence[Request]) -> bool:
+        """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
+
+        Nothing is if prompt lookup has found no drafts, or if the single row waits for its next trial of a model's.
+        """
+        plan = self.plans + 1
+        if self._looks_up:
+            self._idle = not self._found
+        else:
+            self._idle = plan < self._wake and len(running) == 1 and running[0].id == self._request
+        if self._idle:
+            self.plans = plan
+        return self._idle
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
         self._alone = len(running) == 1
         self._measure_again_in_time(len(running))
-        if self._waits(running):
-            return
         self._probes = self._wake = 0
         if self.plans % _REFRESH == 0 or len(running) != self._rows:
             self._slope, self._verification = 0.0, []
@@ -141,16 +101,17 @@ class Speculation:
             self.count.again(rows)
             self._again = self.plans + _AGAIN
 
-    def _waits(self, running: Sequence[Request]) -> bool:
-        """Whether nothing is to be decided yet for the single row, which does not draft."""
-        return self.plans < self._wake and len(running) == 1 and running[0].id == self._request
-
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
         """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
-        rows = len(running)
+        rows, trials = len(running), self._batch
         if rows and (self._choice.measures or rows != self._rows or self.plans % _REFRESH == 0):
+            if self._rows == 1 and self._model:
+                trials.began(self.plans)
             self._rows = rows
-            self._choice = self.count.choose([self._rate(request) for request in running], room)
+            pays = not trials.affords(self.plans)
+            self._choice = self.count.choose([self._rate(request) for request in running], room, measures=pays)
+        if trials.credit < 0:
+            self._choice = Choice(0)
         if self._choice.most:
             if not self._choice.measures:
                 self._next_probe(MODEL_PROBE)
@@ -335,8 +296,8 @@ class Speculation:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         if self._looks_up:
             self._take_proposed(requests, output.proposed)
-            if self._idle and self.plans % _IDLE and not output.accepted:
-                return
+        if self._idle and self.plans % _IDLE and not output.accepted and not self._drafted(work, requests, output):
+            return
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
         wait = _IDLE if self._idle else 1 if self._choice.measures else _SELDOM
@@ -354,6 +315,13 @@ class Speculation:
             for index, (request, found) in enumerate(zip(requests, output.proposed)):
                 count = found if self._alone and index not in output.likely else 0
                 self._lookup.take(request, count, self._costs(), self.plans)
+
+    def _drafted(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput) -> bool:
+        """Whether the draft model or head of a single row has worked, or prompt lookup before it has found drafts."""
+        if self._looks_up:
+            return False
+        item = work[0]
+        return item.propose > 0 or item.fill > 0 or requests[0].from_lookup or any(output.proposed)
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
         """Take how many drafts prompt lookup has found for each row."""
@@ -375,14 +343,19 @@ class Speculation:
         rows = len(work)
         if not self._model:
             self.count.costs.add(rows, verified / rows, seconds)
-            return
-        if not fill:
+            proposed = verified  # they cost nothing apart
+        elif not fill:
             self.count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if rows == 1 and (verified or proposed or fill) and not (requests[0].verifies_lookup or self._choice.measures):
-            steps = self.count.steps(1, verified, proposed)
-            if fill and (plain := self.count.costs.seconds(1, 0)):
-                steps = seconds / plain
-            self._kind.gained(1 + sum(map(len, output.accepted.values())), steps)
+        if not (verified or proposed or fill):
+            return
+        steps = self.count.steps(rows, verified / rows, proposed / rows)
+        if fill and (plain := self.count.costs.seconds(rows, 0)):
+            steps = seconds / plain
+        tokens = 1 + sum(map(len, output.accepted.values())) / rows
+        if rows > 1 or not self._model:
+            self._batch.gained(tokens, steps)
+        elif not (requests[0].verifies_lookup or self._choice.measures):
+            self._kind.gained(tokens, steps)
 
     def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
         """Record which drafts were accepted, by the probabilities that the draft model gave them."""
