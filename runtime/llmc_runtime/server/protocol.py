@@ -20,6 +20,7 @@ from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import is_probe
 from llmc_runtime.server.http.light_connections import LightConnections
+from llmc_runtime.server.http.line_patterns import use_linear_patterns
 from llmc_runtime.server.http.lingering_close import Lingering
 from llmc_runtime.server.http.plain_errors import late, refusal, too_many
 from llmc_runtime.server.http.probes import PROBES
@@ -31,6 +32,8 @@ _READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one b
 _MAX_HEAD_LINES = 256  # of a head; longer heads are rejected before they are parsed
 _MAX_ANSWERED = 8  # requests of a pipeline that are refused, or answered as probes, at a time
 _MAX_UNPARSED = 2 << 10  # bytes of a chunked body that are not parsed yet: the line before a chunk, or trailers
+
+use_linear_patterns()
 
 
 class HttpConnection(H11Protocol):
@@ -362,9 +365,7 @@ class HttpConnection(H11Protocol):
             self._reject_body(ApiError("the chunks of the body are malformed", code="invalid_http"))
 
     def _reject_body(self, error: ApiError) -> None:
-        """Close the connection, which ends its request: its chunks are malformed, or a line before one, or the
-        trailers, are too long (the parser keeps these until they are complete, and then takes tens of milliseconds).
-        """
+        """Close the connection, which ends its request: its chunks are malformed, or a line is too long."""
         if not (self.cycle.response_started or self.transport.is_closing()):
             self.transport.write(refusal(error))
         self.cycle.disconnected = True
