@@ -14,20 +14,32 @@ from draw import of_test
 from llmc_runtime.server.http.line_patterns import CHUNK, HEADER
 from llmc_runtime.server.protocol import HttpConnection
 
-PIECES = {
-    "header": (HEADER, abnf.header_field, (b"X", b"y-1", b":", b" ", b"\t", b"a", b"\xe9", b"\0", b"\v", b"\r", b"\x01")),
-    "chunk": (CHUNK, abnf.chunk_header, (b"5", b"fF", b"g", b";", b" ", b"\t", b"a=b", b"\0", b"\r", b"\n", b"\r\n")),
+PIECES = {  # our pattern, h11's, the pieces of drawn lines, their likely beginning, and their end
+    "header": (
+        HEADER,
+        abnf.header_field,
+        (b"X", b"y-1", b":", b" ", b"\t", b"a", b"\xe9", b"\0", b"\v", b"\r", b"\x01"),
+        b"X:",
+        b"",
+    ),
+    "chunk": (
+        CHUNK,
+        abnf.chunk_header,
+        (b"5", b"fF", b"g", b";", b" ", b"\t", b"a=b", b"\0", b"\r", b"\n", b"\r\n"),
+        b"5",
+        b"\r\n",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", PIECES)
 def test_they_match_what_the_patterns_of_h11_match(kind: str) -> None:
     """Random lines, of which some are valid, have the same named parts."""
-    ours, theirs, pieces = PIECES[kind]
+    ours, theirs, pieces, first, end = PIECES[kind]
     pattern, draw, matched = re.compile(theirs.encode()), Random(of_test()), 0
     for _ in range(20_000):
         line = b"".join(draw.choices(pieces, k=draw.randint(1, 9)))
-        line = (b"X:" if draw.random() < 0.7 else b"") + line if kind == "header" else line + b"\r\n"
+        line = (first if draw.random() < 0.7 else b"") + line + end
         found, expected = ours.fullmatch(line), pattern.fullmatch(line)
         assert (found and found.groupdict()) == (expected and expected.groupdict()), line
         matched += found is not None

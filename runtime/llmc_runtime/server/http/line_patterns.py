@@ -11,10 +11,9 @@ import re
 import h11._abnf as abnf
 import h11._readers as readers
 
-_VISIBLE = abnf.vchar_or_obs_text
-HEADER = re.compile(
-    rf"(?P<field_name>{abnf.field_name}):[ \t]*+(?P<field_value>(?:{_VISIBLE}++(?:[ \t]++{_VISIBLE}++)*+)?)[ \t]*+".encode()
-)
+_WORD = rf"{abnf.vchar_or_obs_text}++"
+_VALUE = rf"(?P<field_value>(?:{_WORD}(?:[ \t]++{_WORD})*+)?)"
+HEADER = re.compile(rf"(?P<field_name>{abnf.field_name}):[ \t]*+{_VALUE}[ \t]*+".encode())
 CHUNK = re.compile(rf"(?P<chunk_size>{abnf.chunk_size})(?:(?P<chunk_ext>;[^\n]*)|[ \t]*+)\r\n".encode())
 
 
