@@ -84,7 +84,7 @@ def test_06_headers_that_are_huge_or_many(steady: Target, times: Callable[[int, 
 
 
 def test_06_white_space_in_malformed_lines(steady: Target) -> None:
-    """Each is refused at once, also without a key: a parser that divides the spaces in all ways takes seconds for it."""
+    """Each is refused at once, with or without a key: a parser that divides the spaces in all ways takes seconds."""
     start, spaces = b"GET / HTTP/1.1\r\nHost: x\r\n", b" " * 28_000
     chunked = head(steady, Transfer_Encoding="chunked")
     for sent in (
