@@ -39,7 +39,7 @@ def openssl(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with key.pem and cert.pem of localhost, a long chain.pem, other.pem (another key), locked.pem (encrypted)."""
+    """A folder with key.pem and cert.pem of localhost, a long chain.pem, other.pem (a key), locked.pem (encrypted)."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificates")
     folder = tmp_path_factory.mktemp("pem")
