@@ -153,7 +153,8 @@ COMMON: tuple[Row, ...] = (
         "401 or 403; 400 for two values", NONE, ("server.http.auth",)),
     Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
         "400, 413, 415 or 421", NONE, ("server.http.auth",)),
-    Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time, matched in linear time", "{unparsed}", "431", NONE,
+    Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time, matched in linear time",
+        "{unparsed}", "431", NONE,
         ("server.protocol", "server.http.line_patterns")),
     Row(("a body",),
         "over {short_body} one in an iteration of the event loop; over {small_body} in a text process: {text_cpu} of "
