@@ -94,7 +94,10 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "answer": ("server.requests.response_size", "MAX_ANSWER", "bytes"),
         "score_weight": ("server.requests.response_size", "SCORE_WEIGHT", ""),
         "skipped": ("server.load_shedding", "MAX_SKIPPED", "bytes"),
-        "lines": ("server.protocol", "_MAX_HEAD_LINES", ""),
+        "lines": ("server.http.arriving_head", "MAX_LINES", ""),
+        "unfinished_heads": ("server.http.arriving_head", "MAX_BYTES", "bytes"),
+        "free_head": ("server.http.arriving_head", "FREE_BYTES", "bytes"),
+        "hello": ("server.http.tls", "MAX_HANDSHAKE", "bytes"),
         "unparsed": ("server.protocol", "_MAX_UNPARSED", "bytes"),
         "unsent": ("server.http.connection_limit", "MAX_UNSENT", "bytes"),
         "uncounted": ("server.http.connection_limit", "MAX_UNCOUNTED", "bytes"),
@@ -128,7 +131,7 @@ COMMON: tuple[Row, ...] = (
         "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
         "{queue_seconds} while more wait; {handshakes} step of a TLS handshake in an iteration, and "
         "{tls_overhead} of TLS besides the data",
-        "{head} of a head, {body} of a body, of each connection",
+        "{hello} of a TLS handshake, {head} of a head, {body} of a body, of each connection",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "besides {uncounted} for each, and {unsent_kernel} for each in the kernel",
         "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "
@@ -137,10 +140,12 @@ COMMON: tuple[Row, ...] = (
         "leaves to others",
         ("server.protocol", "server.http.connection_limit", "server.http.light_connections",
          "server.http.fair_selector", "server.http.event_loop", "server.http.tls", "server.http.request_shares")),
-    Row(("the head of a request",), "{header_count} headers, {lines} lines", "{headers}", "400, 408 or 431",
+    Row(("the head of a request",), "{header_count} headers, {lines} lines, matched in linear time",
+        "{headers}; {unfinished_heads} for all unfinished heads over {free_head}", "400, 408, 431 or 503",
         "{head_seconds} to arrive; at most {heads} are parsed per iteration of the event loop, fewer if iterations are "
         "long, and keys take turns",
-        ("server.protocol", "server.http.auth", "server.http.head_turns")),
+        ("server.protocol", "server.http.auth", "server.http.head_turns", "server.http.arriving_head",
+         "server.http.line_patterns")),
     Row(("the request target",), "one pass over it", "the head's limit",
         "400 unless it is a path, or an absolute URL of this server", NONE,
         ("server.http.request_target", "server.http.auth")),
@@ -148,8 +153,9 @@ COMMON: tuple[Row, ...] = (
         "401 or 403; 400 for two values", NONE, ("server.http.auth",)),
     Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
         "400, 413, 415 or 421", NONE, ("server.http.auth",)),
-    Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time", "{unparsed}", "431", NONE,
-        ("server.protocol",)),
+    Row(("the line before a chunk, the trailers of a body",), "{unparsed} at a time, matched in linear time",
+        "{unparsed}", "431", NONE,
+        ("server.protocol", "server.http.line_patterns")),
     Row(("a body",),
         "over {short_body} one in an iteration of the event loop; over {small_body} in a text process: {text_cpu} of "
         "CPU time, {containers} objects and lists, {values} values; nesting of {depth} levels",

@@ -57,6 +57,24 @@ def test_25_connections_without_a_key(small: Target) -> None:
     small.steady("silent connections")
 
 
+def test_25_large_heads_that_do_not_end(small: Target) -> None:
+    """Together, they have a limit in bytes, beyond which the one that grows is refused; small heads are not."""
+    links = occupied(small, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 60_000, MOST - 10)
+    others_are_served(small)
+    statuses = list[int]()
+    for link in links:
+        link.settimeout(0.01)
+        with contextlib.suppress(TimeoutError):
+            statuses.append(link.answer().status)
+    assert 503 in statuses and set(statuses) <= {0, 503} and 30 < len(statuses) < 80, statuses
+    for link in links:
+        link.close()
+    with Link(small) as link:
+        link.send_some(head(small, "/v1/models", "GET", Cookie="y" * 10_000))
+        assert link.answer().status == 200
+    small.steady("large heads")
+
+
 def test_25_connections_with_a_key(small: Target) -> None:
     """Bodies that do not arrive, and long streams: the attacker's key gets 429, the others their answers."""
     attacker = head(small, Authorization=f"Bearer {KEYS[1]}", Content_Length=8000) + b"{"

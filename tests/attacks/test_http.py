@@ -83,6 +83,18 @@ def test_06_headers_that_are_huge_or_many(steady: Target, times: Callable[[int, 
     assert steady.memory() - before < 50 << 20
 
 
+def test_06_white_space_in_malformed_lines(steady: Target) -> None:
+    """Each is refused at once, with or without a key: a parser that divides the spaces in all ways takes seconds."""
+    start, spaces = b"GET / HTTP/1.1\r\nHost: x\r\n", b" " * 28_000
+    chunked = head(steady, Transfer_Encoding="chunked")
+    for sent in (
+        start + b"X:%b\0\r\n\r\n" % spaces, start + b"X:%b\v\r\n\r\n" % spaces,
+        chunked + b"0\r\nX:%b\0\r\n\r\n" % spaces[:1900], chunked + b"5;%b\nX\r\nabcde\r\n" % spaces[:1900],
+    ):  # fmt: skip
+        for _ in range(20):
+            assert raw(steady, sent).status == 400, sent[:60]
+
+
 def test_06_bodies_that_are_huge(steady: Target, times: Callable[[int, int], int], draw: Random) -> None:
     """200 MB announced, streamed in chunks, or hidden behind a small number; on every endpoint. Where nobody reads a
     body, most endpoints are sent 4 MB of them."""

@@ -165,6 +165,7 @@ def test_compile_calibrates_by_head(quant: str, model: Path, tmp_path: Path) -> 
         ("int8", {"calibrate": None}, "need texts"),
         ("int8", {"kv_cache_dtype": "auto"}, "uses no texts"),
         ("int8", {"kv_cache_dtype": "auto", "kv_scales": "head", "calibrate": None}, "--kv-scales head"),
+        ("int8", {"length": 1}, "--length 1"),
     ],
 )
 def test_options_that_do_not_fit(scheme: str, given: MappingProxyType[str, Any], words: str) -> None:

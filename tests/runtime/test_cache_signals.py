@@ -81,6 +81,7 @@ def test_nothing_is_left_of_a_compile_that_a_signal_ends(
     assert not any(map(alive, pids))
     assert [path.suffix for path in (root / "artifacts").iterdir()] == [".lock"]
     assert "Traceback" not in log
+    assert log.endswith("llmc-serve: interrupted\n") == (number == signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

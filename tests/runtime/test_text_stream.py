@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
+from random import Random
 
 import pytest
 import textkit
 import tokenizers
+from draw import of_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc_runtime.text.detokenizer import detokenizer, token_bytes
@@ -111,6 +113,22 @@ def test_a_word_after_the_prompt_keeps_its_space() -> None:
     assert tok.token(ids[0]) == "▁of"
     assert "".join(stream(tok, ids, prompt, skip=True)) == " of"
     assert "".join(stream(tok, ids, [], skip=True)) == "of"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "gemma", "strips-two-spaces", "metaspace"])
+def test_long_runs_of_spaces_are_decoded_in_short_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that decodes to nothing at the start of a text needs context; a window that grew took 1 ms a token."""
+    tok, lengths, draw = tokenizer(kind), list[int](), Random(of_test())
+    space, others = tok.token_id("▁"), tok.encode("of é", add_special_tokens=False)
+    assert space is not None
+    decode = tok.decode
+    for share in (1.0, 0.95, 0.5):
+        ids = [space if draw.random() < share else draw.choice(others) for _ in range(500)]
+        expected = decode(ids, skip_special_tokens=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(tok, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
+            assert "".join(stream(tok, ids, [], skip=False)) == expected
+    assert max(lengths) <= 24
 
 
 def test_text_comes_without_delay_where_it_is_certain() -> None:

@@ -48,6 +48,9 @@ class Settings:
         if self.kv_scales != BY_LAYER and not self.kv:
             cause = f"--kv-scales {self.kv_scales} is given, and no scales of the KV cache are requested"
             raise Diagnostic("E351", cause, "add --kv-cache-dtype fp8 --calibrate FILE, or omit --kv-scales")
+        if self.length < 2:
+            cause = f"--length {self.length}: in a window of one token, attention has nothing to attend to"
+            raise Diagnostic("E351", cause, "use a --length of hundreds of tokens, as in the texts to be served")
         if self.scheme == NONE:
             if not self.kv or self.group_size is not None or self.ignore:
                 cause = "none leaves the weights as they are, and takes no --group-size and no --ignore"

@@ -117,7 +117,7 @@ class Admin:
         ids = {row["id"] for row in llm.open_requests()}
         aborted = sum([await llm.abort(id) for id in ids if requested in (id, id.rpartition("-")[0])])
         if not aborted:
-            raise not_found("no open request has this id", "id")
+            raise not_found("no open request has this id; GET /admin/state lists them", "id")
         return as_json({"aborted": aborted})
 
     @catch_errors
@@ -130,7 +130,7 @@ class Admin:
         if not 0 <= body.drain <= MAX_DRAIN:
             raise ApiError(f"drain: a number of seconds from 0 to {MAX_DRAIN:g}", param="drain")
         if self._restart is not None and not self._restart.done():
-            raise ApiError("the engines are being restarted", status=409, code="in_use")
+            raise ApiError("the engines are being restarted: try again when that has ended", status=409, code="in_use")
         llm = self.serving.llm
         before = [engine.pid for engine in llm.engines]
         self._restart = asyncio.create_task(llm.restart(body.drain, body.engine))

@@ -157,7 +157,7 @@ class Prompting:
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids, for /detokenize. Raises ApiError 400."""
         if len(ids) > self.list_tokens:
-            raise ApiError(f"tokens: {len(ids)} token ids, at most {self.list_tokens}", param="tokens")
+            raise ApiError(f"tokens: send at most {self.list_tokens} ids, not {len(ids)}", param="tokens")
         check_ids(ids, self.vocab_size, "tokens")
         with _errors("tokens"):
             return self.tokenizer.decode(ids, skip_special_tokens=False)

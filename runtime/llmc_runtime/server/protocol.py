@@ -13,6 +13,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llmc_runtime.server.http.arriving_head import ArrivingHead
 from llmc_runtime.server.http.chunk_slices import first_slice
 from llmc_runtime.server.http.connection_limit import ConnectionLimit, limit_unsent
 from llmc_runtime.server.http.errors import ApiError
@@ -20,6 +21,7 @@ from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import is_probe
 from llmc_runtime.server.http.light_connections import LightConnections
+from llmc_runtime.server.http.line_patterns import use_linear_patterns
 from llmc_runtime.server.http.lingering_close import Lingering
 from llmc_runtime.server.http.plain_errors import late, refusal, too_many
 from llmc_runtime.server.http.probes import PROBES
@@ -28,9 +30,10 @@ from llmc_runtime.server.load_shedding import LoadShedder
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
 _READ = 16 << 10  # bytes read at a time from a body of known length
 _READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one byte take 3 ms to parse
-_MAX_HEAD_LINES = 256  # of a head; longer heads are rejected before they are parsed
 _MAX_ANSWERED = 8  # requests of a pipeline that are refused, or answered as probes, at a time
 _MAX_UNPARSED = 2 << 10  # bytes of a chunked body that are not parsed yet: the line before a chunk, or trailers
+
+use_linear_patterns()
 
 
 class HttpConnection(H11Protocol):
@@ -50,7 +53,6 @@ class HttpConnection(H11Protocol):
     granted = False  # whether the head of the next request has had its turn, see HeadTurns
     _completing = False  # whether the next request of a pipeline has to wait for its turn
     _skip = 0  # bytes of a refused body still to be discarded
-    _lines = 0  # lines of the arriving head so far
     _rest = b""  # received data that is parsed in later slices
 
     @property
@@ -85,6 +87,7 @@ class HttpConnection(H11Protocol):
         self._lingering = Lingering(transport, self._unread, self.limit.lingering)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._inner_transport: Any = transport
+        self._head = ArrivingHead(self.limit.heads)
         self._tls = transport.get_extra_info("sslcontext") is not None
         transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
         limit_unsent(transport, self.write_seconds)
@@ -137,9 +140,8 @@ class HttpConnection(H11Protocol):
             return
         if self._head_timer is None and self._idle:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
-        if self._idle and self._too_many_lines(data):
-            cause = f"the head of the request has more than {_MAX_HEAD_LINES} lines"
-            self._refuse(ApiError(cause, status=431, code="headers_too_large"))
+        if self._idle and (error := self._head.add(data)) is not None:
+            self._refuse(error)
             return
         if data:
             data = self._slice(data)
@@ -147,7 +149,7 @@ class HttpConnection(H11Protocol):
         else:
             super().handle_events()
         if not self._idle:
-            self._lines = 0
+            self._head.clear()
             self._cancel_head_timer()
             self.limit.begin(self)
         known = self._known_length
@@ -212,12 +214,6 @@ class HttpConnection(H11Protocol):
             self._inner_transport.abort()
         else:
             self._inner_transport.close()
-
-    def _too_many_lines(self, data: bytes) -> bool:
-        """Count the lines of the arriving head and return whether they are too many."""
-        end = data.find(b"\r\n\r\n")
-        self._lines += data.count(b"\n") if end < 0 else data.count(b"\n", 0, end)
-        return self._lines > _MAX_HEAD_LINES
 
     def _shed(self, data: bytes) -> bytes:
         """Refuse requests at the start of `data` that can be refused by their heads, and answer probes.
@@ -320,6 +316,7 @@ class HttpConnection(H11Protocol):
         if self._fair is not None:
             self._fair.remove_client(self._fd)
         self._lingering.end()
+        self._head.clear()
         self._cancel_head_timer()
         self._stop_watching()
         super().connection_lost(exc)
@@ -362,9 +359,7 @@ class HttpConnection(H11Protocol):
             self._reject_body(ApiError("the chunks of the body are malformed", code="invalid_http"))
 
     def _reject_body(self, error: ApiError) -> None:
-        """Close the connection, which ends its request: its chunks are malformed, or a line before one, or the
-        trailers, are too long (the parser keeps these until they are complete, and then takes tens of milliseconds).
-        """
+        """Close the connection, which ends its request: its chunks are malformed, or a line is too long."""
         if not (self.cycle.response_started or self.transport.is_closing()):
             self.transport.write(refusal(error))
         self.cycle.disconnected = True

@@ -188,7 +188,7 @@ class ResponseStore:
             count += entry.count
             total += entry.length
             if count > MAX_MESSAGES:
-                cause = f"the earlier responses have more than {MAX_MESSAGES} items"
+                cause = f"the earlier responses have more than {MAX_MESSAGES} items; begin a new conversation"
                 raise ApiError(cause, param="previous_response_id", code="context_length_exceeded")
             if total > MAX_CONVERSATION:
                 self._check_length(total)
@@ -204,7 +204,8 @@ class ResponseStore:
         return error
 
     def _missing(self, name: str) -> ApiError:
-        cause = f"the response {name[:80]!r} is not stored" + ("" if self.enabled else ": this server stores none")
+        cause = f"the response {name[:80]!r} is not stored"
+        cause += "" if self.enabled else ": this server stores none (--response-store-bytes)"
         return not_found(cause, "response_id", "response_not_found")
 
     def _use(self, key: str, name: str | None) -> None:
@@ -221,7 +222,7 @@ class ResponseStore:
 
     def _check_length(self, total: int) -> None:
         if total > MAX_CONVERSATION:
-            cause = f"the earlier responses have more than {MAX_CONVERSATION} bytes"
+            cause = f"the earlier responses have more than {MAX_CONVERSATION} bytes; begin a new conversation"
             raise ApiError(cause, param="previous_response_id", code="context_length_exceeded")
 
     def _make_room(self, key: str, size: int) -> bool:

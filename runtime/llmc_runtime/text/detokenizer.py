@@ -135,9 +135,10 @@ class _WindowDetokenizer:
         if (self._lossy and text.endswith("\ufffd")) or not text.startswith(self._text):
             return ""
         piece = text[len(self._text) :]
-        tail = self._decode(self._ids[self._done :])
-        if tail:  # enough context: the decoder strips at most the start of a text
-            self._ids, text = self._ids[self._done :], tail
+        for context in (self._ids[self._done :], self._ids[-_PRIME:]):
+            if tail := self._decode(context):  # enough context: the decoder strips at most the start of a text
+                self._ids, text = context, tail
+                break
         self._done, self._text = len(self._ids), text
         return piece
 

@@ -153,7 +153,7 @@ class Guard:
         """Check the host, headers and key, and set `llmc.key` and `llmc.admin` in the scope. Raises ApiError."""
         raw = scope["headers"]
         if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
-            cause = f"at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
+            cause = f"send at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
             raise ApiError(cause, status=431, code="headers_too_large")
         if not scope.get("http_version", "1.1").startswith("1."):
             close = {"Connection": "close"}
@@ -199,7 +199,7 @@ class Guard:
         """
         match = _HOST.fullmatch(host.lower())
         if match is None:
-            raise ApiError("the Host header is invalid", code="invalid_host")
+            raise ApiError("the Host header is not of the form NAME or NAME:PORT", code="invalid_host")
         if self._hosts is not None and match[1] not in self._hosts:
             cause = "the name in the Host header is not allowed; the server's --allowed-hosts adds names"
             raise ApiError(cause, status=421, code="invalid_host")
@@ -263,4 +263,5 @@ async def read_body(request: Request, limits: Limits, budget: BodyBudget) -> Bod
 
 def _too_large(limits: Limits) -> ApiError:
     headers = {"Connection": "close"}
-    return ApiError(f"the body is larger than {limits.body} bytes", status=413, code="body_too_large", headers=headers)
+    cause = f"the body is larger than {limits.body} bytes (--max-body-bytes); send less in one request"
+    return ApiError(cause, status=413, code="body_too_large", headers=headers)

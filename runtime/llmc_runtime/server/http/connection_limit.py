@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.server.http.arriving_head import HeadBudget
 from llmc_runtime.server.http.chunk_slices import SliceTurns
 from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
 from llmc_runtime.server.http.head_turns import HeadTurns
@@ -109,6 +110,7 @@ class ConnectionLimit:
     slice_turns: SliceTurns = field(default_factory=SliceTurns)
     evict_light: Callable[[], bool] = lambda: False
     unsent: UnsentResponses = field(default_factory=UnsentResponses)
+    heads: HeadBudget = field(default_factory=HeadBudget)
     _unknown: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # idle, never with a valid key
     _known: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # idle after a request with one
     _evicted: set[Connection] = field(default_factory=set)  # closed, but still counted as open

@@ -21,6 +21,10 @@ _option = partial(serve_option, "keys and TLS")
 _GROUP = "prime256v1"
 MAX_OVERHEAD = 16 << 10  # bytes that a client may send besides its data and a quarter more: 22 a record, 27 a new key
 _FORGIVEN = 1 << 10  # bytes of them per second that do not count
+# Bytes of a client's handshake. OpenSSL compares each offered key with each offered group: 64 KiB of them take 55 ms.
+MAX_HANDSHAKE = 8 << 10
+_CERTIFICATES = 100 << 10  # further bytes of a client that is asked for its certificate, as OpenSSL limits them
+_MAX_RETRY = 256  # bytes of a server's request for another hello; its certificate is longer
 RELOAD_SECONDS = 0.25  # between checks of the files
 _REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
 
@@ -87,20 +91,34 @@ class Tls:
 
 
 class BoundedTls(ssl.SSLObject):
-    """TLS of a connection whose client may send little but data.
+    """TLS of a connection whose client may send little but data: a short handshake, and few records without any.
 
     A client may change its key with each record, which then has no data. Each change takes the server 30 us: 1 MB of
     them per second would take a processor.
     """
 
     _incoming: ssl.MemoryBIO
+    _outgoing: ssl.MemoryBIO
     _excess, _counted = 0.0, 0.0  # bytes besides the data, and when they were counted (time.monotonic())
+    _handshake = MAX_HANDSHAKE  # bytes that the client may still send before the end of the handshake
 
     @classmethod
-    def _create(cls, incoming: ssl.MemoryBIO, *args: Any, **options: Any) -> Self:
-        self: Self = super()._create(incoming, *args, **options)  # type: ignore[misc]
-        self._incoming, self._counted = incoming, time.monotonic()
+    def _create(cls, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *args: Any, **options: Any) -> Self:
+        self: Self = super()._create(incoming, outgoing, *args, **options)  # type: ignore[misc]
+        self._incoming, self._outgoing, self._counted = incoming, outgoing, time.monotonic()
         return self
+
+    def do_handshake(self) -> None:
+        """See ssl.SSLObject. Raises SSLError if the client has sent too much."""
+        received, sent = self._incoming.pending, self._outgoing.pending
+        try:
+            super().do_handshake()
+        finally:
+            self._handshake -= received - self._incoming.pending
+            if self.context.verify_mode and self._outgoing.pending - sent > _MAX_RETRY:
+                self._handshake += _CERTIFICATES
+            if self._handshake < 0:
+                raise ssl.SSLError("the handshake of the client is too long")
 
     def read(self, most: int = 1024, buffer: Any = None) -> Any:
         """See ssl.SSLObject. Raises SSLError if the client has sent too much that is no data."""

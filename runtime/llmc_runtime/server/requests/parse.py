@@ -32,18 +32,21 @@ _IGNORED = frozenset(
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
         "tools": "use /v1/chat/completions", "functions": "use tools", "function_call": "use tool_choice",
-        "suffix": "text is only appended to a prompt", "audio": "only text is generated",
-        "web_search_options": "the server has no access to the web", "prompt_embeds": "send text or token ids",
-        "vllm_xargs": "the server has no such extensions", "watermarking": "the server marks no text",
-        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), "KV pages are not exchanged"),
+        "suffix": "omit it, as text is only appended to a prompt", "audio": "omit it, as only text is generated",
+        "web_search_options": "omit it, as the server has no access to the web",
+        "prompt_embeds": "send text or token ids",
+        "vllm_xargs": "omit it, as the server has no such extensions",
+        "watermarking": "omit it, as the server marks no text",
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), "omit it, as KV pages are not exchanged"),
         "return_prompt_text": "use /tokenize with return_token_strs, or return_token_ids",
-        "thinking_token_budget": "use max_tokens", "guided_decoding_backend": "grammars are compiled by llguidance",
+        "thinking_token_budget": "use max_tokens",
+        "guided_decoding_backend": "omit it, as grammars are compiled by llguidance",
         "use_beam_search": "use n", "logits_processors": "use logit_bias or allowed_token_ids",
         "truncate_prompt_tokens": "shorten the prompt",
-        "truncation_side": "tokens are dropped at the end of an input, if at all",
-        "chat_template": "the server's own template is used",
+        "truncation_side": "omit it, as tokens are dropped at the end of an input, if at all",
+        "chat_template": "omit it, as the server's own template is used",
         **dict.fromkeys(("echo", "prompt_logprobs"), "use /v1/completions"), "documents": "use /v1/chat/completions",
-        "moderation": "text is not classified", "repetition_detection": "use repetition_penalty",
+        "moderation": "omit it, as text is not classified", "repetition_detection": "use repetition_penalty",
         "structural_tag": "use structured_outputs", "logprob_token_ids": "use logprobs",
         # Fields of other servers, or of vLLM's Python API.
         **dict.fromkeys(("thinking", "enable_thinking"), "use chat_template_kwargs, or reasoning_effort"),
@@ -191,7 +194,7 @@ def document(body: bytes | bytearray) -> dict[str, Any]:
         reason = "it is not UTF-8" if isinstance(e, UnicodeError) or utf16 else str(e)[:120]
         raise ApiError(f"the body cannot be read as JSON: {reason}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise ApiError("the body is not a JSON object", code="invalid_json")
+        raise ApiError("the body is not a JSON object; send the fields of the request as one", code="invalid_json")
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH:  # otherwise it cannot be too deep
         _check_depth(value)
     return value
@@ -208,7 +211,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _too_deep() -> ApiError:
-    return ApiError(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+    return ApiError(f"the body is nested deeper than {MAX_DEPTH} levels; send flatter values", code="invalid_json")
 
 
 def _with_integers(value: Any) -> Any:

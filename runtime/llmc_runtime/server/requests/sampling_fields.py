@@ -113,7 +113,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
     values: dict[str, Any] = {name: getattr(default, name) for name in of_model(llm.generation)}
     values |= {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise ApiError("best_of: the same as n", param="best_of", code="unsupported_parameter")
+        raise ApiError("best_of: only the value of n; omit it", param="best_of", code="unsupported_parameter")
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
         cause = "truncate_prompt_tokens: how many tokens of the prompt to keep, at least 1"
@@ -142,7 +142,7 @@ def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
     values = {"response_format": form, "structured_outputs": outputs, "guided_...": guided or None}
     used = [name for name, value in values.items() if value is not None]
     if len(used) > 1:
-        raise ApiError(f"{used[0]} and {used[1]} exclude each other", param="structured_outputs")
+        raise ApiError(f"{used[0]} and {used[1]} exclude each other; send one of them", param="structured_outputs")
     if outputs is not None:
         fields = {name: value for name in outputs.__struct_fields__ if (value := getattr(outputs, name)) is not None}
         return StructuredOutputsParams(**fields)

@@ -258,5 +258,5 @@ def _fields(request: msgspec.Struct) -> bytes:
         sizes = {name: len(msgspec.json.encode(getattr(request, name))) for name in request.__struct_fields__}
         name = max(sizes, key=lambda name: sizes[name])
         cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELDS} bytes"
-        raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists", param=name)
+        raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists; shorten it", param=name)
     return encoded

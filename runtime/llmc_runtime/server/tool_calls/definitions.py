@@ -62,11 +62,12 @@ def _definitions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise ApiError(f"tools: up to {MAX_TOOLS}, not {len(tools)}", param="tools")
     definitions = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     if is_over(definitions, MAX_BYTES) or len(msgspec.json.encode(definitions)) > MAX_BYTES:
-        raise ApiError(f"tools: their definitions have more than {MAX_BYTES} bytes", param="tools")
+        cause = f"tools: their definitions have more than {MAX_BYTES} bytes; send fewer, or shorter schemas"
+        raise ApiError(cause, param="tools")
     names = [tool["function"]["name"] for tool in definitions]
     repeated = next((name for name in names if names.count(name) > 1), None)
     if repeated is not None:
-        raise ApiError(f"tools: {repeated!r} is defined twice", param="tools")
+        raise ApiError(f"tools: {repeated!r} is defined twice; each tool needs a name of its own", param="tools")
     return definitions
 
 
