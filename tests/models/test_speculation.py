@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from artifact import tiny
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
@@ -20,6 +22,7 @@ from llmc_runtime.sched.step import StepOutput, Work
 from models.cases import FURTHER, LISTED
 from models.kit import save
 
+from llmc.artifact.write import write_artifact
 from llmc.driver import compile_model
 from llmc.options import Options
 
@@ -230,7 +233,7 @@ def test_refused(demo: Path, tmp_path: Path) -> None:
     save(LISTED[0], tmp_path / "model")
     with pytest.raises(LlmcError, match="--speculate 33"):
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, speculate=33))
-    compile_model(tmp_path / "model", tmp_path / "plain.llmc", Options(cache=CACHE))
+    write_artifact(tmp_path / "plain.llmc", replace(tiny.parts(tmp_path), tokenizer=()))
     with pytest.raises(LlmcError, match="no drafted tokens") as caught:
         LLM(tmp_path / "plain.llmc", say=quiet, speculate="ngram")
     assert "llmc" not in caught.value.cause and "--speculate 4" in caught.value.remedy
