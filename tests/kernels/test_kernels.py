@@ -18,8 +18,8 @@ from llmc.ir.ops import OPS
 # The narrowest vectors and the widest: the masked tails differ.
 LEVELS = ("cpu:native", "cpu:portable")
 OF = [t.call.split()[0] for t in TEXTS]  # the op of each text
-# Texts of experts, of which only the first of an op is always compiled, and texts that round activations take as long to
-# compile as all others: each is a test of its own.
+# Texts that round activations, and all texts of an op of experts but its first, take as long to compile as the others
+# together: each is a test of its own.
 SLOW = [
     f"{op}-{i}"
     for i, (op, text) in enumerate(zip(OF, TEXTS, strict=True))
