@@ -27,6 +27,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 SHARE = 0.02
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,13 +54,29 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Pause the garbage collector, which would search the growing list of tests several times (a fifth of the time of a
-    collection), and exclude the tests from later searches."""
+    collection), and exclude tests and modules from later searches.
+
+    LLM collects garbage when it opens and freezes the heap until it is closed. Here this would take a second for each
+    LLM and include tests and modules again, so that only the fixture `freezes` lets it.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
+        FREEZE()
+        gc.freeze = gc.unfreeze = lambda: None
         gc.enable()
+
+
+@pytest.fixture
+def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let `gc.freeze` and `gc.unfreeze` do their work during a test."""
+    UNFREEZE()
+    monkeypatch.setattr(gc, "freeze", FREEZE)
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
+    yield
+    gc.collect()
+    FREEZE()
 
 
 @pytest.hookimpl(tryfirst=True)
