@@ -28,7 +28,7 @@ from llmc.options import Options
 
 NAMES = ("qwen3", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("llama", "gemma2", "gpt2")))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 
 
 def compiled(name: str, folder: Path) -> Path:
@@ -138,9 +138,10 @@ def test_drafts_of_the_host_change_nothing(demo: Path, method: str) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demonstration model, which verifies up to 4 drafts."""
+    """The small demonstration model, which verifies up to 4 drafts; test_grammars.py has the same kernels."""
     path = tmp_path_factory.mktemp("demo") / "demo.llmc"
-    compile_model(DEMO, path, Options(cache=CACHE, speculate=4))
+    limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "speculate": 4}
+    compile_model(DEMO, path, Options(cache=CACHE, reuse=False, dtype="float32", **limits))
     return path
 
 
@@ -176,7 +177,7 @@ def test_stop_strings_and_several_outputs(pair: tuple[LLM, LLM]) -> None:
     assert found[0] == found[1]
     assert found[1][1][2:] == found[1][2][2:] == ("stop", stop)
     assert stop not in found[1][1][0] and found[1][2][0].endswith(stop)
-    assert pair[1].stats()["spec_decode_num_accepted_tokens"] > 20
+    assert pair[1].stats()["spec_decode_num_accepted_tokens"] > 8
 
 
 @pytest.mark.usefixtures("eager")
