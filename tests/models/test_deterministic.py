@@ -141,14 +141,14 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = driver.load()
 
     class Unknown(Rows):
-        sums = None
+        constant_reduction_order = None
 
     kernels = {**registry.kernels, "cpu/rows": Unknown("cpu/rows"), "cpu/elements": Unknown("cpu/elements")}
     monkeypatch.setattr(driver, "load", lambda: replace(registry, kernels=kernels))
     fails("E430", "cpu/rows: its results may depend on the batch", do=lambda: planned(folder))
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=10)
 def test_an_artifact_without_it_is_refused(tmp_path: Path) -> None:
     compile_model(DEMO, tmp_path / "demo.llmc", Options(cache=CACHE))
     assert not manifest(tmp_path / "demo.llmc").deterministic
