@@ -2,7 +2,7 @@
 #   make install install the compiler, the runtime and the server into .venv
 #   make setup   install Triton and the test tools, too
 #   make demo    compile the demonstration model for this CPU and generate text
-#   make test    the test suite (two cores: ten to twenty minutes)
+#   make test    the test suite (two cores: about ten minutes)
 #   make lint    ruff, mypy, import-linter
 #   make clients other projects' clients and a browser against the demonstration model (CLIENTS_ARGS="-k node")
 #   make docs    the documentation as a site in build/site
@@ -53,7 +53,7 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 	$(BIN)/llmc compile $(DEMO_MODEL) -o $(DEMO) --target cpu:native
 
 test: $(VENV)/.stamp-dev
-	@echo "make: running the test suite (two cores: ten to twenty minutes); SEED=$(SEED) repeats what it draws" >&2
+	@echo "make: running the test suite (two cores: about ten minutes); SEED=$(SEED) repeats what it draws" >&2
 	SEED=$(SEED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(SLOWEST) $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.

@@ -3,12 +3,13 @@ output, and the output of passes is interpreted and compared with the file."""
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import shlex
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 SHARE = 0.02
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +49,34 @@ def pytest_configure() -> None:
 
 def pytest_report_header() -> str:
     return f"SEED={SEED}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Pause the garbage collector, which would search the growing list of tests several times (a fifth of the time of a
+    collection), and exclude tests and modules from later searches.
+
+    LLM collects garbage when it opens and freezes the heap until it is closed. Here this would take a second for each
+    LLM and include tests and modules again, so that only the fixture `freezes` lets it.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        FREEZE()
+        gc.freeze = gc.unfreeze = lambda: None
+        gc.enable()
+
+
+@pytest.fixture
+def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let `gc.freeze` and `gc.unfreeze` do their work during a test."""
+    UNFREEZE()
+    monkeypatch.setattr(gc, "freeze", FREEZE)
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
+    yield
+    gc.collect()
+    FREEZE()
 
 
 @pytest.hookimpl(tryfirst=True)

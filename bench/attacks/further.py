@@ -10,6 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 from llmc_runtime.bench.http_client import Pool, WireError
@@ -93,9 +94,13 @@ def repeat(body: Body) -> Client:
 
 
 def fixed(path: str, data: Any) -> Body:
-    """Return the same request each time, serialized once."""
-    found = data if data is None or isinstance(data, bytes) else json.dumps(data).encode()
-    return lambda draw, count: (path, found)
+    """Return the same request each time, serialized once, for the first one."""
+
+    @cache
+    def body() -> bytes | None:
+        return data if data is None or isinstance(data, bytes) else json.dumps(data).encode()
+
+    return lambda draw, count: (path, body())
 
 
 async def chain(senders: Senders, number: int) -> None:

@@ -81,7 +81,7 @@ def reads_what_was_written(g: Graph, slots: list[Slot]) -> None:
                 writer.update(dict.fromkeys(range(s.offset // ALIGN, (s.offset + s.nbytes) // ALIGN), r))
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=12)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_live_values_never_share_bytes(seed: int) -> None:

@@ -84,7 +84,7 @@ def test_nodes_of_a_rank_are_measured_without_the_others(tmp_path: Path) -> None
     assert all(us > 0 for us in timer.microseconds(found, m.symbols))
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=14)
 def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     """Every node of a small model, by the command line; an artifact of it, stopped at once."""
     save_model(LISTED[0], tmp_path / "model")

@@ -34,7 +34,6 @@ from llmc.targets.target import Target
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 LIMITS: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 96}
 WINDOW = 40
-pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ def differences(path: Path, count: int, longest: int) -> list[str]:
     return report.differences
 
 
+@pytest.mark.slow(seconds=30)
 def test_demonstration_model(tmp_path: Path) -> None:
     compile_model(DEMO, tmp_path / "demo.llmc", Options(cache=CACHE, deterministic=True, **LIMITS))
     assert differences(tmp_path / "demo.llmc", 24, 600) == []
@@ -91,7 +91,7 @@ def test_demonstration_model(tmp_path: Path) -> None:
     LLM(tmp_path / "demo.llmc", say=quiet, deterministic=True).close()
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=30)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f.name}{''.join(f'-{v}' for v in f.options.values())}")
 def test_families(family: Family, tmp_path: Path) -> None:
     assert differences(compiled(family, tmp_path), 24, 600) == []
@@ -108,6 +108,7 @@ class Halved(Rows):
         return f"if ({sizes(outer)} > 4) {{\n{split}\n}} else {{\n{text}\n}}"
 
 
+@pytest.mark.slow(seconds=20)
 def test_a_split_that_depends_on_the_batch_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = driver.load()
     kernels = {**registry.kernels, "cpu/rows": Halved("cpu/rows")}
@@ -127,6 +128,7 @@ def planned(folder: Path, **options: Any) -> None:
     dry_run(folder, Options(weights="none", deterministic=True, **LIMITS, **options), None, driver.Quiet())
 
 
+@pytest.mark.slow
 def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets, pipelines, kernels and artifacts that are not deterministic: one clear error each."""
     folder = model(tmp_path / "model")
@@ -139,14 +141,14 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = driver.load()
 
     class Unknown(Rows):
-        sums = None
+        constant_reduction_order = None
 
     kernels = {**registry.kernels, "cpu/rows": Unknown("cpu/rows"), "cpu/elements": Unknown("cpu/elements")}
     monkeypatch.setattr(driver, "load", lambda: replace(registry, kernels=kernels))
     fails("E430", "cpu/rows: its results may depend on the batch", do=lambda: planned(folder))
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(seconds=10)
 def test_an_artifact_without_it_is_refused(tmp_path: Path) -> None:
     compile_model(DEMO, tmp_path / "demo.llmc", Options(cache=CACHE))
     assert not manifest(tmp_path / "demo.llmc").deterministic

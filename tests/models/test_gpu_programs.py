@@ -31,7 +31,7 @@ from llmc.driver import compile_model
 from llmc.options import Options
 from tests.runtime.interpret_device import InterpretDevice
 
-pytestmark = pytest.mark.drawn
+pytestmark = pytest.mark.drawn(seconds=20)
 STEPS = 2
 # In bfloat16 what the dtype changes: one layer, no chunks. Programs of products are what takes time in the interpreter.
 SHALLOW = dataclasses.replace(LISTED[0], config=LISTED[0].config | {"num_hidden_layers": 1})
@@ -316,6 +316,7 @@ def test_drafts_of_a_model(tmp_path: Path, device: InterpretDevice) -> None:
     check_drafts(tmp_path / "model.llmc", "draft", device, {"row_rewind", "row_extend"})
 
 
+@pytest.mark.drawn(seconds=40)
 @pytest.mark.usefixtures("eager")
 def test_drafts_of_a_head(tmp_path: Path, device: InterpretDevice) -> None:
     """The programs of an EAGLE-3 head give the tokens of plain decoding."""

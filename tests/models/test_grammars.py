@@ -49,10 +49,10 @@ GBNF = 'root ::= sum "."\nsum ::= num (" + " num){1,3}\nnum ::= [0-9]{1,3}'
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """The small demonstration model, with the kernels of tests/artifact/test_eval.py."""
+    """The small demonstration model, with the kernels of test_speculation.py."""
     folder = tmp_path_factory.mktemp("grammars")
-    options = Options(cache=CACHE, reuse=False, dtype="float32", max_num_seqs=16, max_num_batched_tokens=32)
-    compile_model(DEMO, folder / "model.llmc", options)
+    limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "speculate": 4}
+    compile_model(DEMO, folder / "model.llmc", Options(cache=CACHE, reuse=False, dtype="float32", **limits))
     with LLM(folder / "model.llmc", say=lambda line: None) as opened:
         yield opened
 

@@ -105,7 +105,10 @@ def kv_of(artifact: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["deepseek_v3", *(pytest.param(n, marks=pytest.mark.drawn) for n in ("minicpm3", "deepseek_v2", "without-q-lora"))],
+    [
+        pytest.param("deepseek_v3", marks=pytest.mark.slow(seconds=20)),
+        *(pytest.param(n, marks=pytest.mark.drawn(seconds=20)) for n in ("minicpm3", "deepseek_v2", "without-q-lora")),
+    ],
 )
 def test_tokens_equal_those_of_the_expanded_form(name: str, tmp_path: Path) -> None:
     """In mixed batches, of chunked prompts and from the prefix cache; a page holds a latent and a key per token."""

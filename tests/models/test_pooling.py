@@ -141,7 +141,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., t
         llm.close()
 
 
-@pytest.mark.parametrize("model", [QWEN, BERT, ROBERTA, CROSS, RERANKER, DECODER], ids=lambda model: model.owner)
+DRAWN = [pytest.param(model, marks=pytest.mark.drawn) for model in (ROBERTA, DECODER)]
+
+
+@pytest.mark.parametrize("model", [QWEN, BERT, CROSS, RERANKER, *DRAWN], ids=lambda model: model.owner)
 def test_parity(model: Model, opened: Callable[..., tuple[Any, LLM]]) -> None:
     """Prompts of many lengths in mixed batches agree with transformers, and equal the same prompts one by one."""
     drawn, llm = opened(model)

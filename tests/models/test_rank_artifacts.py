@@ -64,6 +64,7 @@ def test_ranks_sample_the_tokens_of_the_whole_model(case: Case, ranks: int, tmp_
     assert tokens_of(several, prompts) == tokens_of(one, prompts)
 
 
+@pytest.mark.slow
 def test_a_rank_stores_its_part_of_a_tied_embedding_once(tmp_path: Path) -> None:
     save(TIED, tmp_path / "model", 3, torch.float32)
     artifact = compiled(tmp_path / "model", 2)

@@ -16,7 +16,9 @@ from models.test_speculation import eager, quiet, requests, results  # noqa: F40
 
 PAGE = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-KINDS = (("qwen3_next", 4), ("lfm2", 0), ("bamba", 4), ("nemotron_h", 0), ("zamba2", 0))  # and drafts in a step
+KINDS = (  # and drafts in a step
+    ("qwen3_5_text", 4), ("qwen3_next", 4), ("lfm2", 0), ("bamba", 4), ("nemotron_h", 0), ("zamba2", 0),
+)  # fmt: skip
 
 
 def drawn(*lengths: int) -> list[list[int]]:
@@ -31,12 +33,12 @@ def answer(llm: LLM, prompt: list[int], params: SamplingParams = GREEDY) -> tupl
 
 
 @pytest.mark.parametrize(
-    ("name", "speculate"), [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+    ("name", "speculate"), [KINDS[0], *(pytest.param(*kind, marks=pytest.mark.slow(seconds=12)) for kind in KINDS[1:])]
 )
 def test_conversations_go_on_from_snapshots(name: str, speculate: int, tmp_path: Path) -> None:
     """Each turn starts with the ones before it, and follows transformers; all full pages before a turn are cached."""
     print(f"seed {SEED}")
-    model, out = artifact(named(name), tmp_path, speculate=speculate, max_num_batched_tokens=24)
+    model, out = artifact(named(name), tmp_path, speculate=speculate)
     with LLM(out, say=quiet, speculate="ngram:4" if speculate else None) as llm:
         first, *turns = drawn(37, 11, 20)
         text = first

@@ -81,12 +81,12 @@ def test_published_names(name: str, tmp_path: Path) -> None:
     check(write(name, tmp_path, LAYOUTS[name]), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["mistral3", pytest.param("qwen3_vl", marks=pytest.mark.drawn)])
 def test_without_the_vision_tower(name: str, tmp_path: Path) -> None:
     check(write(name, tmp_path, LAYOUTS[name], seen=False), tmp_path)
 
 
-@pytest.mark.parametrize("name", SPEAKING)
+@pytest.mark.parametrize("name", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=pytest.mark.drawn)])
 def test_a_part_that_writes_beside_parts_that_speak(name: str, tmp_path: Path) -> None:
     """Only the thinker is compiled; the weights of the others are not read."""
     thinker, sound = SPEAKING[name]
@@ -108,7 +108,7 @@ def test_models_of_sound_alone_are_refused(name: str, why: str, tmp_path: Path) 
     fails("E303", name, why, do=lambda: trace(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.drawn)])
 def test_a_config_without_a_text_config(name: str, tmp_path: Path) -> None:
     """As published: entries of the language model next to those of the vision tower, and older names."""
     model = write(name, tmp_path, LAYOUTS[name])
@@ -138,6 +138,7 @@ def test_first_layers_are_the_decoders(tmp_path: Path) -> None:
             np.testing.assert_array_equal(checkpoint.read(name), model.state_dict()[name].numpy(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_tower_that_needs_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 3n's vision tower needs timm. It is left out, and its weights are not read."""
     build = transformers.AutoModel.from_config

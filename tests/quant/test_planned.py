@@ -98,7 +98,7 @@ def test_a_plan_says_how_weights_are_quantised(tmp_path: Path) -> None:
     )  # such an artifact computes with bf16
 
 
-@pytest.mark.parametrize("option", ["auto", "fp8"])
+@pytest.mark.parametrize("option", ["auto", pytest.param("fp8", marks=pytest.mark.drawn)])
 def test_a_plan_has_the_kv_cache_of_the_checkpoint(option: str) -> None:
     folder = FIXTURES / ("ct-fp8-kv" if option == "auto" else "ct-kv-only")
     sizes = [

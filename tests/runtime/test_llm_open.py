@@ -50,6 +50,7 @@ def test_the_artifact_runs_and_its_capacity_is_said_first(toy: Path) -> None:
         assert llm.get_tokenizer().encode("abc") == outputs[0].prompt_token_ids
 
 
+@pytest.mark.usefixtures("freezes")
 def test_an_open_llm_spares_garbage_collections_what_exists(toy: Path) -> None:
     before = gc.get_freeze_count()
     with quiet(toy) as llm:
