@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node, Value
-from llmc.ir.scalar import walk
+from llmc.ir.scalar import reduces_rows
 
 
 class Split(NamedTuple):
@@ -70,7 +70,7 @@ def splits_of(n: Node, r: Relation) -> list[tuple[Value, Split | None]]:
 def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:
     """Elements at one place: axes correspond from the last one; axes of size 1 are repeated."""
     body = n.op.scalar(n.attrs) if n.op.scalar else None
-    if not n.op.elementwise and (body is None or any(e.fn.startswith("row_") for e in walk(body))):
+    if not n.op.elementwise and (body is None or reduces_rows(body)):
         return None
     rank = n.results[0].type.rank
     at = s.axis + rank - v.type.rank
