@@ -82,6 +82,20 @@ def test_weights_of_another_form_are_reported_before_the_trace(name: str, words:
     assert e.value.code in ("E320", "E302") and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("name", "code"), [("model.safetensors", "E320"), ("tokenizer.json", "E308")])
+def test_a_pointer_of_git_lfs_is_named(name: str, code: str, tmp_path: Path) -> None:
+    config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    fails(
+        code,
+        name,
+        "pointer of Git LFS",
+        "git lfs pull",
+        do=lambda: compile_model(tmp_path, tmp_path / "out", Options()),
+    )
+
+
 def test_the_command_line_refuses_code_and_asks_the_given_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
