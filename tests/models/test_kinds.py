@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from models.cases import SMALL
 from models.kit import fails
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import compile_model
 from llmc.frontend.model_folder import open_source
-from llmc.frontend.tokenizer_files import without_tokenizer
+from llmc.frontend.tokenizer_files import check_tokenizer, without_embedding, without_tokenizer
 from llmc.options import Options
 
 
@@ -127,3 +129,12 @@ def test_a_folder_without_a_tokenizer_says_what_it_takes(form: str, tmp_path: Pa
     assert "token ids" in result and form in result and ("save_pretrained" in result) == bool(form)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert without_tokenizer(tmp_path) == ""
+
+
+def test_tokens_without_an_embedding_are_counted(tmp_path: Path) -> None:
+    tokens = {"a": 0, "b": 1, "<|x|>": 2, "<|y|>": 3}
+    Tokenizer(WordLevel(tokens, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = check_tokenizer(tmp_path)
+    assert "2 tokens of tokenizer.json from id 2 ('<|x|>') on" in without_embedding(tokenizer, 2)
+    assert "1 token of tokenizer.json from id 3" in without_embedding(tokenizer, 3)
+    assert without_embedding(tokenizer, 4) == without_embedding(None, 0) == ""
