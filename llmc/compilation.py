@@ -81,16 +81,17 @@ class Compilation:
 
     def run(self) -> Manifest:
         """Run all stages and return the manifest of the written artifact."""
-        from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
+        from llmc.frontend.tokenizer_files import check_tokenizer, without_embedding, without_tokenizer
         from llmc.quantized_compile import unread_codes
 
-        check_tokenizer(self.model)
+        tokenizer = check_tokenizer(self.model)
         self.note(without_tokenizer(self.model))
         seed = random_seed(self.options.weights)
         with ExitStack() as stack:
             packed = self.options.weights == "packed"
             traced, checkpoint = self.opened(stack) if packed else (self.trace(), None)
             self.note(unread_codes(self.options.weights, traced))
+            self.note(without_embedding(tokenizer, traced.facts.vocab_size))
             draft = add_draft(self, traced, stack, packed)
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)

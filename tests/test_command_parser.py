@@ -24,6 +24,7 @@ from llmc.cli import main
         ("bench offline m --num-promts 3", "did you mean --num-prompts?"),
         ("collect-env --jsn", "did you mean --json?"),
         ("serve m --max-model-length 3", "did you mean --max-model-len?"),
+        ("-v compile m", "llmc compile: error: unrecognized arguments: -v: options of a command follow it"),
         ("compile m --binds T=1", "llmc compile: error: unrecognized arguments: --binds T=1\n"),
         ("compile m -p fuse-norm", "llmc compile: error: unrecognized arguments: -p fuse-norm\n"),
         ("bench latency m --goodputt 3", "llmc bench latency: error: unrecognized arguments: --goodputt 3\n"),

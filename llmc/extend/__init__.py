@@ -36,6 +36,8 @@ _EXPORTS = MappingProxyType(
         "Type": "llmc.ir.types:Type",
         "Value": "llmc.ir.graph:Value",
         "apply": "llmc.passes.rewrite:apply",
+        "arg": "llmc.ir.scalar:arg",
+        "call": "llmc.ir.scalar:call",
         "const": "llmc.passes.pattern:const",
         "contents": "llmc.ir.contents",
         "cpu_targets": "llmc.targets.cpu_targets",

@@ -40,7 +40,8 @@ MODULES = "modules.json"  # of sentence-transformers
 # Files that are read when a model pools, and that are not part of the artifact.
 POOLING_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
 
-DOWNLOAD_AGAIN = "download the file again"
+DOWNLOAD_AGAIN = "correct the file, or download it again"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
 # Architectures whose logits tests/models compares with those of transformers; others may work, too.
@@ -149,6 +150,8 @@ def small_files(folder: Path) -> tuple[str, ...]:
 def check_files(folder: Path) -> None:
     """Raise Diagnostic E308 if a small file is not a regular file, is too large, or links out of the folder.
 
+    A pointer of Git LFS is refused, too.
+
     Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files beside its
     snapshots, in blobs/, which is allowed. Weights may be anywhere: only bytes of their tensors are copied.
     """
@@ -162,6 +165,8 @@ def check_files(folder: Path) -> None:
             raise Diagnostic("E308", f"{path} is not a regular file ({target})", DOWNLOAD_AGAIN)
         if (size := path.stat().st_size) > MAX_SMALL:
             raise Diagnostic("E308", f"{path} has {size} bytes, over the limit of {MAX_SMALL}", DOWNLOAD_AGAIN)
+        if is_pointer(path):
+            raise Diagnostic("E308", *unsupported.lfs_pointer(path))
         if not any(target.is_relative_to(root) for root in inside):
             cause = f"{path} is a link to {target}, outside of the folder"
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
@@ -173,10 +178,16 @@ def has_weights(names: Collection[str]) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise Diagnostic E320 if a folder has no safetensors weights. Called before anything is traced."""
+    """Raise Diagnostic E320 if a folder has no safetensors weights, or only pointers of Git LFS.
+
+    Called before anything is traced.
+    """
     names = {p.name for p in folder.iterdir()}
     if not has_weights(names):
         raise unsupported.refuse_weights(names, str(folder))
+    for path in sorted(folder.glob("*.safetensors")):
+        if is_pointer(path):
+            raise Diagnostic("E320", *unsupported.lfs_pointer(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -216,6 +227,17 @@ def is_regular(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
         return False
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is a pointer of Git LFS, which `git clone` writes if Git LFS is not installed."""
+    if not is_regular(path):
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False  # whoever reads the file reports why it cannot be read
 
 
 def _check(source: Source) -> None:

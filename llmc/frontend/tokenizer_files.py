@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.model_folder import TEMPLATES
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 TEMPLATE = "chat_template.jinja"
@@ -28,12 +31,12 @@ def without_tokenizer(folder: Path) -> str:
     return f"the folder has no {TOKENIZER}{other and ', ' + other}: requests must be token ids{remedy}"
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Raise Diagnostic E309 if an existing tokenizer or template is unreadable; having none is not an error."""
-    path = folder / TOKENIZER
+def check_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the folder's tokenizer, None if it has none; raises Diagnostic E309 if it or a template is unreadable."""
+    path, tokenizer = folder / TOKENIZER, None
     try:
         if path.exists():
-            _open(path)
+            tokenizer = _open(path)
         for name in BESIDE:
             path = folder / name
             if path.exists():
@@ -46,14 +49,28 @@ def check_tokenizer(folder: Path) -> None:
             raise
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise Diagnostic("E309", f"{path} cannot be read: {why}", "fetch the file again, or remove it") from e
+    return tokenizer
 
 
-def _open(path: Path) -> None:
+def without_embedding(tokenizer: Tokenizer | None, size: int) -> str:
+    """Return a note about tokens whose ids a vocabulary of `size` lacks; "" if there are none."""
+    ids = tokenizer.get_vocab(with_added_tokens=True) if tokenizer else {}
+    lacking = sorted((i, token) for token, i in ids.items() if i >= size)
+    if not lacking:
+        return ""
+    first, token = lacking[0]
+    count = f"{len(lacking)} token{'s' * (len(lacking) > 1)} of {TOKENIZER}"
+    return f"{count} from id {first} ({token[:40]!r}) on: the model has no embedding; prompts with them are refused"
+
+
+def _open(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     data = tokenizer_files.plain_bytes(path, tokenizer_files.MAX_BYTES)
     tokenizer_files.check_charsmaps(data)
-    tokenizer_files.check_growth(Tokenizer.from_buffer(data))
+    tokenizer = Tokenizer.from_buffer(data)
+    tokenizer_files.check_growth(tokenizer)
+    return tokenizer
 
 
 def _check(config: Any) -> None:

@@ -82,6 +82,11 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
 )
 
 
+def lfs_pointer(path: Path) -> tuple[str, str]:
+    """Return the cause and the remedy of a file of which only Git LFS's pointer is there."""
+    return f"{path} is a pointer of Git LFS, not the file", f"run `git lfs install && git lfs pull` in {path.parent}"
+
+
 def outside(config: Mapping[str, Any]) -> str | None:
     """Return why a model family is not supported, or None if it may be."""
     inner = config.get("text_config")

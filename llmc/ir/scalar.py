@@ -106,6 +106,11 @@ def walk(e: E) -> Iterator[E]:
     yield from visit(e)
 
 
+def reduces_rows(e: E) -> bool:
+    """Return whether the expression contains a reduction over the last axis."""
+    return any(x.fn in REDUCTIONS for x in walk(e))
+
+
 def substitute(e: E, args: Sequence[E]) -> E:
     """Replace operand i by `args[i]`."""
     done: dict[int, E] = {}

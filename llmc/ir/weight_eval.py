@@ -19,7 +19,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.interp import run_node
 from llmc.ir.ops.packed_fragments import BLOCK
-from llmc.ir.scalar import parse_expr, walk
+from llmc.ir.scalar import parse_expr, reduces_rows
 
 # Values of at most this size in bytes may be kept whole.
 SMALL = 64 << 20
@@ -170,8 +170,7 @@ def _by_rows(node: Node) -> bool:
         bodies = [node.op.scalar(node.attrs)]
     else:
         return True
-    reduces = any(e.fn.startswith("row_") for b in bodies for e in walk(b))
-    return not (reduces and max((v.type.rank for v in node.operands), default=0) < 2)
+    return not (any(map(reduces_rows, bodies)) and max((v.type.rank for v in node.operands), default=0) < 2)
 
 
 def _aligned(blocks: Blocks, o: Value, rank: int, lo: int, hi: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.ops.quantize import FLOAT_CODES
+from llmc.ir.scalar import reduces_rows
 from llmc.ir.types import Type
 
 
@@ -90,7 +91,8 @@ def only_reader(g: Graph, v: Value) -> Node | None:
 
 def is_pointwise(n: Node) -> bool:
     """Whether an op is a single scalar expression without row reductions."""
-    return n.op.scalar is not None and n.op.name not in ("softmax", "rms_norm", "layer_norm") and not n.op.writes
+    e = n.op.scalar(n.attrs) if n.op.scalar and not n.op.writes else None
+    return e is not None and not reduces_rows(e)
 
 
 class Origin(IntEnum):

@@ -48,8 +48,10 @@ class CommandParser(argparse.ArgumentParser):
             known = re.findall(r"[^\s',()]+", match["known"])
         elif match := _UNKNOWN.search(message):
             known = self.flags()
-        close = nearest(match["name"], known) if match else []
-        message = f"{message}; did you mean {' or '.join(close)}?" if close else message
+        if match and match["name"] in known:
+            message = f"{message}: options of a command follow it, as in {self.prog} ... {match['name']}"
+        elif match and (close := nearest(match["name"], known)):
+            message = f"{message}; did you mean {' or '.join(close)}?"
         self.exit(2, f"{self.prog}: error: {message}\n  Try: {self.prog} --help\n")
 
     def flags(self) -> list[str]:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from models.cases import SMALL
 from models.kit import fails
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import compile_model
 from llmc.frontend.model_folder import open_source
-from llmc.frontend.tokenizer_files import without_tokenizer
+from llmc.frontend.tokenizer_files import check_tokenizer, without_embedding, without_tokenizer
 from llmc.options import Options
 
 
@@ -82,6 +84,20 @@ def test_weights_of_another_form_are_reported_before_the_trace(name: str, words:
     assert e.value.code in ("E320", "E302") and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("name", "code"), [("model.safetensors", "E320"), ("tokenizer.json", "E308")])
+def test_a_pointer_of_git_lfs_is_named(name: str, code: str, tmp_path: Path) -> None:
+    config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n")
+    fails(
+        code,
+        name,
+        "pointer of Git LFS",
+        "git lfs pull",
+        do=lambda: compile_model(tmp_path, tmp_path / "out", Options()),
+    )
+
+
 def test_the_command_line_refuses_code_and_asks_the_given_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,3 +129,12 @@ def test_a_folder_without_a_tokenizer_says_what_it_takes(form: str, tmp_path: Pa
     assert "token ids" in result and form in result and ("save_pretrained" in result) == bool(form)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert without_tokenizer(tmp_path) == ""
+
+
+def test_tokens_without_an_embedding_are_counted(tmp_path: Path) -> None:
+    tokens = {"a": 0, "b": 1, "<|x|>": 2, "<|y|>": 3}
+    Tokenizer(WordLevel(tokens, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = check_tokenizer(tmp_path)
+    assert "2 tokens of tokenizer.json from id 2 ('<|x|>') on" in without_embedding(tokenizer, 2)
+    assert "1 token of tokenizer.json from id 3" in without_embedding(tokenizer, 3)
+    assert without_embedding(tokenizer, 4) == without_embedding(None, 0) == ""

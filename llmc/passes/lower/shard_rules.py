@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node, Value
-from llmc.ir.scalar import walk
+from llmc.ir.scalar import reduces_rows
 
 
 class Split(NamedTuple):
@@ -71,7 +71,7 @@ def splits_of(n: Node, r: Relation) -> list[tuple[Value, Split | None]]:
 def is_pointwise(n: Node) -> bool:
     """Whether elements at different places do not interact."""
     body = n.op.scalar(n.attrs) if n.op.scalar else None
-    return n.op.elementwise or (body is not None and not any(e.fn.startswith("row_") for e in walk(body)))
+    return n.op.elementwise or (body is not None and not reduces_rows(body))
 
 
 def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:

@@ -220,7 +220,7 @@ def check_token_ids(prompt: Sequence[int], vocab_size: int) -> None:
         raise LlmcError(
             "E606",
             f"the prompt contains token id {low if low < 0 else high}; valid ids are 0 to {vocab_size - 1}",
-            "tokenize the prompt with the artifact's own tokenizer",
+            "use the artifact's own tokenizer, and no special tokens that the model lacks",
         )
 
 

@@ -12,7 +12,7 @@ from llmc.codegen.print_expr import ELEMENT, VECTOR, Names, convert, statements
 from llmc.codegen.row_program import RowProgram, Space, expressions, same_layout
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
-from llmc.ir.scalar import walk
+from llmc.ir.scalar import reduces_rows
 from llmc.targets.target import Target
 
 FOLD = {"row_sum": ("0.0f", "s{0} + {1}", "hsum"), "row_max": ("-INFINITY", "m_max(s{0}, {1})", "hmax_nan")}.items()
@@ -53,7 +53,7 @@ class Elements(CppKernel):
         return expressions(node) is not None
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if any(x.fn.startswith("row_") for e in expressions(node) or [] for x in walk(e)):
+        if any(map(reduces_rows, expressions(node) or [])):
             return "row reductions are not supported"
         return unsupported(node, (*FLOATS, *INTS, "bool"))
 

@@ -113,7 +113,8 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
     values: dict[str, Any] = {name: getattr(default, name) for name in of_model(llm.generation)}
     values |= {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise ApiError("best_of: only the value of n; omit it", param="best_of", code="unsupported_parameter")
+        cause = f"best_of: {request.best_of} is not supported: all outputs are returned. Leave it out, or set it to n"
+        raise ApiError(cause, param="best_of", code="unsupported_parameter")
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
         cause = "truncate_prompt_tokens: how many tokens of the prompt to keep, at least 1"
