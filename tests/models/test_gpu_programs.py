@@ -154,14 +154,14 @@ class Upwards:
         assert self.last < token < self.last + 4
         self.last, self.drafts = token, self.drafts[1:] if self.drafts[:1] == [token] else ()
 
-    def look(self, drafts: Sequence[int]) -> None:
+    def look_ahead(self, drafts: Sequence[int]) -> None:
         self.drafts = list(drafts)
 
-    def ahead(self) -> list[bytes]:
+    def masks_ahead(self) -> list[bytes]:
         allowed = takewhile(lambda pair: pair[0] < pair[1] < pair[0] + 4, pairwise([self.last, *self.drafts]))
         return [mask_of(range(token + 1, token + 4), 320) for _, token in allowed]
 
-    def looking(self) -> bool:
+    def is_looking_ahead(self) -> bool:
         return False
 
     def close(self) -> None:

@@ -171,9 +171,9 @@ def test_masks_that_come_late(artifacts: dict[str, Path], monkeypatch: pytest.Mo
     """Drafts whose masks have not come are not verified; the tokens are the same."""
     from llmc_runtime.grammar.guide import GrammarGuide
 
-    right = GrammarGuide.ahead
-    monkeypatch.setattr(GrammarGuide, "looking", lambda self: False)
-    monkeypatch.setattr(GrammarGuide, "ahead", lambda self: right(self)[:1])
+    right = GrammarGuide.masks_ahead
+    monkeypatch.setattr(GrammarGuide, "is_looking_ahead", lambda self: False)
+    monkeypatch.setattr(GrammarGuide, "masks_ahead", lambda self: right(self)[:1])
     with LLM(artifacts["draft"], say=lambda text: None) as llm:
         want = run(llm, CASES[:4])
     with LLM(artifacts["draft"], say=lambda text: None, speculate="draft:4") as llm:

@@ -30,10 +30,10 @@ class Followed:
 
     def look(self, drafts: list[int]) -> list[bytes]:
         """Return the masks for the tokens after drafts."""
-        self.guide.look(drafts)
-        while self.guide.looking():
+        self.guide.look_ahead(drafts)
+        while self.guide.is_looking_ahead():
             self._grammars.pump(0.05)
-        return list(self.guide.ahead())
+        return list(self.guide.masks_ahead())
 
     def accept(self, token: int) -> bool:
         """Accept a token, and return whether the text has ended with it."""

@@ -46,16 +46,16 @@ class Wandering:
         self.state, self.left, self.begun = follow(self.state, token), 0 if known else self._delay(), True
         self.drafts, self.shown = (self.drafts[1:], self.shown - 1) if known else ([], 0)
 
-    def look(self, drafts: Sequence[int]) -> None:
+    def look_ahead(self, drafts: Sequence[int]) -> None:
         """Follow drafts."""
         assert not self.closed
         self.drafts, self.shown, self.late = list(drafts), 0, self._delay()
 
-    def ahead(self) -> list[bytes]:
+    def masks_ahead(self) -> list[bytes]:
         """Return the masks for the tokens after the first drafts."""
         return self._all()[: self.shown]
 
-    def looking(self) -> bool:
+    def is_looking_ahead(self) -> bool:
         """Sometimes return another mask for the tokens after drafts."""
         if self.left or self.shown >= len(self._all()):
             return False

@@ -59,8 +59,8 @@ def test_bans_behind_drafts() -> None:
         guide, plain = Banned(bans), Banned(bans)
         for _ in range(12):
             drafts = rng.choices(range(8), k=4)
-            guide.look(drafts)
-            ahead, other = list(guide.ahead()), Banned(bans)
+            guide.look_ahead(drafts)
+            ahead, other = list(guide.masks_ahead()), Banned(bans)
             other._past = list(plain._past)
             for index in range(len(drafts)):
                 if drafts[index] not in ids_of(other.mask() or b""):

@@ -126,12 +126,12 @@ def test_a_process_that_is_busy_gets_its_operations_later(grammars: Grammars) ->
     for one in guides:
         one.guide.accept(a)
         for _ in range(4):
-            one.guide.look([a, a, a])
+            one.guide.look_ahead([a, a, a])
     for one in guides:
         assert one.mask()
-        while one.guide.looking():
+        while one.guide.is_looking_ahead():
             grammars.pump(0.05)
-        assert len(one.guide.ahead()) == 3
+        assert len(one.guide.masks_ahead()) == 3
 
 
 def test_a_vocabulary_that_cannot_be_built(tmp_path: Any) -> None:

@@ -73,7 +73,7 @@ class GrammarGuide:
             tokens, self._behind = [*self._behind, token], []
             self._request(wire.ACCEPT, tokens)
 
-    def look(self, drafts: Sequence[int]) -> None:
+    def look_ahead(self, drafts: Sequence[int]) -> None:
         """See Guide."""
         self._forget()
         end = next((i for i, token in enumerate(drafts) if token in self._end_ids), len(drafts))
@@ -82,11 +82,11 @@ class GrammarGuide:
             self._known = len(self._behind)
             self._looking = self._do(wire.LOOK, [*self._behind, *self._drafts])
 
-    def ahead(self) -> Sequence[bytes]:
+    def masks_ahead(self) -> Sequence[bytes]:
         """See Guide."""
         return self._ahead
 
-    def looking(self) -> bool:
+    def is_looking_ahead(self) -> bool:
         """See Guide."""
         return self._looking > 0 and self._mask != b"" and self._error is None
 

@@ -100,10 +100,10 @@ class GuidedRequests:
             if host is not None and not flying:
                 host.look(request)
             count = flying - 1 if flying else speculation.looks(request, request.num_drafts or len(request.drafted))
-            if request.drafted and count > 0 and not request.looked:
+            if request.drafted and count > 0 and not request.masks_requested:
                 assert request.guide is not None
-                request.guide.look(request.drafted[:count])
-                request.looked = True
+                request.guide.look_ahead(request.drafted[:count])
+                request.masks_requested = True
 
     def fill(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> None:
         """Add the known masks to a plan. It is open if one is not known yet.
@@ -167,7 +167,7 @@ def pending(request: Request) -> bool:
 
 def expects(request: Request) -> bool:
     """Whether more masks of the request will be known, of its next token or after drafts."""
-    return pending(request) or (request.guide is not None and request.guide.looking())
+    return pending(request) or (request.guide is not None and request.guide.is_looking_ahead())
 
 
 def masked_room(request: Request, speculation: Speculation, room: int) -> int:
@@ -175,7 +175,7 @@ def masked_room(request: Request, speculation: Speculation, room: int) -> int:
     if request.num_total > len(request.tokens):
         return room  # its tokens are not known: the step will be open
     assert request.guide is not None
-    if not request.verifiable and request.looked and not request.guide.looking():
+    if not request.verifiable and request.masks_requested and not request.guide.is_looking_ahead():
         speculation.refused(request)
     return min(room, request.verifiable)
 
@@ -203,7 +203,7 @@ def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anythin
     """Return the masks of the tokens that a step samples for a request; `mask` is that of the first one."""
     assert request.guide is not None
     count, more = 1 + work.drafts, max(work.propose, proposals if request.may_draft else 0)
-    ahead = [mask_after or anything for mask_after in request.guide.ahead()[: work.drafts]]
+    ahead = [mask_after or anything for mask_after in request.guide.masks_ahead()[: work.drafts]]
     masks = [mask, *ahead, *[anything] * (work.drafts - len(ahead))]
     return RowMasks(work.row, len(request.tokens), masks, count + more if more else 0)
 
@@ -211,7 +211,7 @@ def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anythin
 def _masked(request: Request, work: Work, mask: bytes) -> int | None:
     """Return how many tokens of an open step are sampled with their masks; None for all, as far as they can come."""
     assert request.guide is not None
-    ahead = request.guide.ahead()
+    ahead = request.guide.masks_ahead()
     known = len(ahead)
     if known >= work.drafts or not (ahead[-1] if ahead else mask):
         return None

@@ -92,7 +92,7 @@ class Request:
     late_masks: int = field(default=0, init=False)
     num_drafts: int = field(default=0, init=False)  # tokens drafted for its row, as known to the host
     drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted after its last one
-    looked: bool = field(default=False, init=False)  # the masks after them were requested
+    masks_requested: bool = field(default=False, init=False)  # the masks after them were requested
     likely: list[float] = field(default_factory=list, init=False)  # probabilities of these tokens, if known
     verified: list[float] = field(default_factory=list, init=False)  # those of the drafts that the last step verified
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
@@ -113,11 +113,11 @@ class Request:
     @property
     def verifiable(self) -> int:
         """The number of drafts that a step can verify now, if it has a guide and all its tokens are known."""
-        return 0 if self.guide is None or not self.may_draft else len(self.guide.ahead())
+        return 0 if self.guide is None or not self.may_draft else len(self.guide.masks_ahead())
 
     def take_drafts(self, drafts: Sequence[int]) -> None:
         """Set the tokens that are drafted after its last one."""
-        self.drafted, self.looked = drafts, False
+        self.drafted, self.masks_requested = drafts, False
 
     @property
     def output_token_ids(self) -> list[int]:

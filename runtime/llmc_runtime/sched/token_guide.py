@@ -28,15 +28,16 @@ class Guide(Protocol):
     def accept(self, token: int) -> None:
         """Continue with `token`, which the mask allowed."""
 
-    def look(self, drafts: Sequence[int]) -> None:
+    def look_ahead(self, drafts: Sequence[int]) -> None:
         """Also compute the masks after `drafts`, in place of those of an earlier call. Called when no mask is late. If
         the first draft is accepted, the other masks remain valid."""
 
-    def ahead(self) -> Sequence[bytes]:
-        """Return the known masks after the drafts of `look`, in order, each the same object until a token is accepted.
-        The first draft that is not allowed has no mask. The last mask is empty if the text has ended there."""
+    def masks_ahead(self) -> Sequence[bytes]:
+        """Return the known masks after the drafts of `look_ahead`, in order, each the same object until a token is
+        accepted. The first draft that is not allowed has no mask. The last mask is empty if the text has ended there.
+        """
 
-    def looking(self) -> bool:
+    def is_looking_ahead(self) -> bool:
         """Whether more masks after drafts will be known."""
 
     def close(self) -> None:
@@ -151,15 +152,15 @@ class Banned:
         self._mask = self._ahead[0] if follows and self._ahead else None
         self._drafts, self._ahead = (self._drafts[1:], self._ahead[1:]) if follows else ([], [])
 
-    def look(self, drafts: Sequence[int]) -> None:
+    def look_ahead(self, drafts: Sequence[int]) -> None:
         """See Guide."""
         self._drafts, self._ahead = list(drafts), []
         if self._inner is not None:
-            self._inner.look(drafts)
+            self._inner.look_ahead(drafts)
 
-    def ahead(self) -> Sequence[bytes]:
+    def masks_ahead(self) -> Sequence[bytes]:
         """See Guide."""
-        inner = None if self._inner is None else self._inner.ahead()
+        inner = None if self._inner is None else self._inner.masks_ahead()
         known = len(self._drafts) if inner is None else min(len(self._drafts), len(inner))
         try:
             last = self._ahead[-1] if self._ahead else self.mask()
@@ -171,9 +172,9 @@ class Banned:
             pass
         return self._ahead
 
-    def looking(self) -> bool:
+    def is_looking_ahead(self) -> bool:
         """See Guide."""
-        return self._inner is not None and self._inner.looking()
+        return self._inner is not None and self._inner.is_looking_ahead()
 
     def close(self) -> None:
         """See Guide."""

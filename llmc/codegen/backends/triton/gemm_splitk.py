@@ -10,7 +10,7 @@ from llmc.codegen.backends.triton.linear_problem import Product, epilogue, outpu
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
-from llmc.ir.dim import D, product
+from llmc.ir.dim import D, Dim, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -52,6 +52,11 @@ class PartialSums(Product):
         return PartialSums(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
 
     @property
+    def m(self) -> Dim:
+        """The number of tokens: the product of the leading axes of the result."""
+        return product(self.out.shape[:-1])
+
+    @property
     def first_extra(self) -> int:
         """The index of the first epilogue operand."""
         return 1
@@ -81,10 +86,9 @@ class SplitKCombine(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, block = PartialSums.of(u.node), u.schedule["block"]
-        tokens = product(p.out.shape[:-1])
         return u.launch(
             Template("splitk_combine", "splitk_combine"),
-            (tokens, D(-(-p.n // block))),
+            (p.m, D(-(-p.n // block))),
             u.schedule["warps"],
             0,
             (epilogue(u, p),),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from llmc.codegen.backends.triton.gemm_small import GROUP, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, output
-from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
@@ -119,29 +119,23 @@ class ScaledGemm(TritonKernel):
         """Return the arguments of the template."""
         s, joined = u.schedule, self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
         lines = 1 << (min(p.k, s["bk"]) // LINE).bit_length() >> 1
+        tile = record(
+            "ScaledTile", K=p.k, PARTS=p.parts, GROUP=p.group, SCALE_ROWS=p.rows, JOINED=joined, BLOCK_M=s["bm"],
+            BLOCK_N=s["bn"], BLOCK_K=s["bk"], SLICES=s["split"], WEIGHT_LEFT=self.swap, MAPPED=self.mapped,
+            ONE_SCALE=not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
+            PREFETCH_LINES=max(1, lines) if self.swap and u.pdl and p.weight_before_wait else 0,
+            FLOAT32_FACTORS=u.interpret,
+        )  # fmt: skip
         return {
             "x_ptr": "x0",
             "code_ptr": "x1",
             "x_scale_ptr": "x2",
             "scale_ptr": "x3",
             "output": output(u, p, s["bm"]),
+            "tile": tile,
             "ROW_TILES": u.sizes(p.m.ceildiv(s["bm"])),
-            "K": p.k,
-            "PARTS": p.parts,
-            "JOINED": joined,
-            "GROUP": p.group,
-            "SCALE_ROWS": p.rows,
-            "BLOCK_M": s["bm"],
-            "BLOCK_N": s["bn"],
-            "BLOCK_K": s["bk"],
-            "SLICES": s["split"],
             "STAGES": s["stages"],
             "TILE_GROUP": s.get("group", GROUP),
-            "WEIGHT_LEFT": self.swap,
-            "MAPPED": self.mapped,
-            "ONE_SCALE": not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
-            "PREFETCH_LINES": max(1, lines) if self.swap and u.pdl and p.weight_before_wait else 0,
-            "FLOAT32_FACTORS": u.interpret,
             "LATE_LAUNCH": u.triggers_after_loads,
         }
 

@@ -9,6 +9,8 @@ columns, so that warps multiply independently. Else (many tokens) tiles are [BLO
 rows, and therefore few scales of tokens; with MAPPED, both factors are then loaded by TMA.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,61 +22,64 @@ from llmc.codegen.backends.triton.kernels.quantized_gemm import spread
 from llmc.codegen.backends.triton.kernels.tile_masks import clamp
 
 
+class ScaledTile(NamedTuple):
+    """The constants of a product and of its tiles, besides those of its result."""
+
+    K: tl.constexpr
+    PARTS: tl.constexpr
+    GROUP: tl.constexpr  # columns that share a scale
+    SCALE_ROWS: tl.constexpr  # rows of the weight that share a scale
+    JOINED: tl.constexpr  # the rows of both parts form one tile, so that fewer rows of each fill an instruction
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr  # columns of a step: of all slices; it divides K
+    SLICES: tl.constexpr
+    WEIGHT_LEFT: tl.constexpr
+    MAPPED: tl.constexpr
+    ONE_SCALE: tl.constexpr  # the rows of a tile share a scale
+    PREFETCH_LINES: tl.constexpr  # cache lines of each row of codes to prefetch before the wait
+    FLOAT32_FACTORS: tl.constexpr  # convert both factors to float32 before the product
+
+
 @triton.jit
-def load_scales(scale_row, k, GROUP: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, LEFT: tl.constexpr):
-    """Load the scales of the columns from k on, SPAN in each slice; scale_row: pointers to the first scale of rows."""
+def load_scales(tile: ScaledTile, scale_row, k, LEFT: tl.constexpr):
+    """Load the scales of a step from column k on; scale_row: pointers to the first scale of rows."""
+    SLICES: tl.constexpr = tile.SLICES
     if SLICES == 1:
-        group = k // GROUP
+        group = k // tile.GROUP
     else:
-        group = (k + tl.arange(0, SLICES) * SPAN)[:, None, None] // GROUP
+        group = (k + tl.arange(0, SLICES) * (tile.BLOCK_K // SLICES))[:, None, None] // tile.GROUP
     return tl.load(spread(scale_row, SLICES, LEFT) + group)
 
 
 @triton.jit
-def load_factor(
-    ptr, tile, k, TURNED: tl.constexpr, ONCE: tl.constexpr, MAPPED: tl.constexpr, FLOAT32_FACTORS: tl.constexpr
-):
-    """Load the columns of a factor from k on; `tile`: pointers to the first step or, of a map, the first row.
+def load_factor(tile: ScaledTile, ptr, first, k, TURNED: tl.constexpr, ONCE: tl.constexpr):
+    """Load the columns of a factor from k on; `first`: pointers to the first step or, of a map, the first row.
 
     TURNED: transpose what a map loads; pointers are those of the transpose already. ONCE: nothing else reads it.
     """
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    if MAPPED:
-        factor = ptr.load([tile, k])
+    if tile.MAPPED:
+        factor = ptr.load([first, k])
         if TURNED:
             factor = factor.T
     else:
-        factor = tl.load(tile + k, eviction_policy=POLICY)
-    if FLOAT32_FACTORS:
+        factor = tl.load(first + k, eviction_policy=POLICY)
+    if tile.FLOAT32_FACTORS:
         factor = factor.to(tl.float32)
     return factor
 
 
 @triton.jit
-def add_products(
-    sums,
-    x_ptr,
-    code_ptr,
-    x_tile,
-    x_scale_row,
-    weight_tiles,
-    scale_rows,
-    k,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    SLICES: tl.constexpr,
-    WEIGHT_LEFT: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FLOAT32_FACTORS: tl.constexpr,
-):
-    """Return the sums after the columns from k on, SPAN in each slice."""
-    x_scale = load_scales(x_scale_row, k, GROUP, SPAN, SLICES, not WEIGHT_LEFT)
-    x = load_factor(x_ptr, x_tile, k, False, False, MAPPED, FLOAT32_FACTORS)
+def add_products(tile: ScaledTile, sums, x_ptr, code_ptr, x_tile, x_scale_row, weight_tiles, scale_rows, k):
+    """Return the sums after a step, from column k on."""
+    x_scale = load_scales(tile, x_scale_row, k, not tile.WEIGHT_LEFT)
+    x = load_factor(tile, x_ptr, x_tile, k, False, False)
     added = ()
     for i in tl.static_range(len(weight_tiles)):
-        scale = load_scales(scale_rows[i], k, GROUP, SPAN, SLICES, WEIGHT_LEFT)
-        w = load_factor(code_ptr, weight_tiles[i], k, True, WEIGHT_LEFT, MAPPED, FLOAT32_FACTORS)
-        if WEIGHT_LEFT:
+        scale = load_scales(tile, scale_rows[i], k, tile.WEIGHT_LEFT)
+        w = load_factor(tile, code_ptr, weight_tiles[i], k, True, tile.WEIGHT_LEFT)
+        if tile.WEIGHT_LEFT:
             product = tl.dot(w, x, input_precision="ieee")
         else:
             product = tl.dot(x, w, input_precision="ieee")
@@ -83,42 +88,26 @@ def add_products(
 
 
 @triton.jit
-def parts_of_weight(
-    code_ptr,
-    scale_ptr,
-    column_tile,
-    column,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TILES: tl.constexpr,
-    JOINED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    WEIGHT_LEFT: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    MAPPED: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr,
-):
+def parts_of_weight(tile: ScaledTile, code_ptr, scale_ptr, column_tile, column, N: tl.constexpr):
     """Return (the first step of the codes, pointers to the scales of rows, sums of 0) of each tile."""
-    HEIGHT: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N  # rows of a tile of codes
-    SHAPE: tl.constexpr = [HEIGHT, BLOCK_M] if WEIGHT_LEFT else [BLOCK_M, HEIGHT]
-    row = weight_rows(column_tile, column, N, 1, BLOCK_N, JOINED)
+    K: tl.constexpr = tile.K
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    HEIGHT: tl.constexpr = 2 * BLOCK_N if tile.JOINED else BLOCK_N  # rows of a tile of codes
+    SHAPE: tl.constexpr = [HEIGHT, tile.BLOCK_M] if tile.WEIGHT_LEFT else [tile.BLOCK_M, HEIGHT]
+    row = weight_rows(column_tile, column, N, 1, BLOCK_N, tile.JOINED)
     weight_tiles, scale_rows, sums = (), (), ()
-    for part in tl.static_range(TILES):
+    for part in tl.static_range(1 if tile.JOINED else tile.PARTS):
         weight_row = (row + part * N) * K
-        if MAPPED:
+        if tile.MAPPED:
             weight_tiles = weight_tiles + (column_tile * BLOCK_N + part * N,)
         else:
-            weight_tiles = weight_tiles + (tile_pointers(code_ptr, weight_row, BLOCK_K, SLICES, WEIGHT_LEFT),)
-        scaled = column_tile * BLOCK_N + tl.arange(0, 1) if ONE_SCALE else row
-        scale_rows = scale_rows + (scale_ptr + (scaled + part * N) // SCALE_ROWS * GROUPS,)
-        sums = sums + (tl.zeros(SHAPE if SLICES == 1 else [SLICES] + SHAPE, tl.float32),)
-        if PREFETCH_LINES:
-            prefetch(code_ptr, weight_row, K, 128, PREFETCH_LINES)
+            first = tile_pointers(code_ptr, weight_row, tile.BLOCK_K, tile.SLICES, tile.WEIGHT_LEFT)
+            weight_tiles = weight_tiles + (first,)
+        scaled = column_tile * BLOCK_N + tl.arange(0, 1) if tile.ONE_SCALE else row
+        scale_rows = scale_rows + (scale_ptr + (scaled + part * N) // tile.SCALE_ROWS * (K // tile.GROUP),)
+        sums = sums + (tl.zeros(SHAPE if tile.SLICES == 1 else [tile.SLICES] + SHAPE, tl.float32),)
+        if tile.PREFETCH_LINES:
+            prefetch(code_ptr, weight_row, K, 128, tile.PREFETCH_LINES)
     return weight_tiles, scale_rows, sums
 
 
@@ -142,44 +131,28 @@ def scaled_gemm(
     x_scale_ptr,  # [M, K // GROUP]
     scale_ptr,  # [cdiv(PARTS * N, SCALE_ROWS), K // GROUP]
     output: Output,
+    tile: ScaledTile,
     ROW_TILES,  # cdiv(M, BLOCK_M)
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    JOINED: tl.constexpr,  # the rows of both parts form one tile, so that fewer rows of each fill an instruction
-    GROUP: tl.constexpr,  # columns that share a scale
-    SCALE_ROWS: tl.constexpr,  # rows of the weight that share a scale
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # columns of a step: of all slices; it divides K
-    SLICES: tl.constexpr,
     STAGES: tl.constexpr,
     TILE_GROUP: tl.constexpr,  # rows of tiles that are computed together
-    WEIGHT_LEFT: tl.constexpr,
-    MAPPED: tl.constexpr,
-    ONE_SCALE: tl.constexpr,  # the rows of a tile share a scale
-    PREFETCH_LINES: tl.constexpr,  # cache lines of each row of codes to prefetch before the wait
-    FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
     DEPENDENT_LAUNCH: tl.constexpr,
     LATE_LAUNCH: tl.constexpr,
 ):
     N: tl.constexpr = output.N
+    K: tl.constexpr = tile.K
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    LEFT: tl.constexpr = tile.WEIGHT_LEFT
     row_tile, column_tile = grouped_tile(ROW_TILES, (N + BLOCK_N - 1) // BLOCK_N, TILE_GROUP)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     token = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    weight_tiles, scale_rows, sums = parts_of_weight(
-        code_ptr, scale_ptr, column_tile, column, N, K, 1 if JOINED else PARTS, JOINED, K // GROUP, SCALE_ROWS,
-        BLOCK_M, BLOCK_N, BLOCK_K, SLICES, WEIGHT_LEFT, ONE_SCALE, MAPPED, PREFETCH_LINES,
-    )  # fmt: skip
+    weight_tiles, scale_rows, sums = parts_of_weight(tile, code_ptr, scale_ptr, column_tile, column, N)
     x_row = clamp(token, output.M, output.WHOLE_M)
-    x_tile = row_tile * BLOCK_M if MAPPED else tile_pointers(x_ptr, x_row * K, BLOCK_K, SLICES, not WEIGHT_LEFT)
-    x_scale_row = x_scale_ptr + x_row * (K // GROUP)
+    x_tile = row_tile * BLOCK_M if tile.MAPPED else tile_pointers(x_ptr, x_row * K, tile.BLOCK_K, tile.SLICES, not LEFT)
+    x_scale_row = x_scale_ptr + x_row * (K // tile.GROUP)
     wait_before_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        sums = add_products(
-            sums, x_ptr, code_ptr, x_tile, x_scale_row, weight_tiles, scale_rows, k, GROUP, BLOCK_K // SLICES, SLICES,
-            WEIGHT_LEFT, MAPPED, FLOAT32_FACTORS,
-        )  # fmt: skip
-    sums = sums_of_parts(sums, JOINED, BLOCK_M, BLOCK_N, SLICES)
+    for k in tl.range(0, K, tile.BLOCK_K, num_stages=STAGES):
+        sums = add_products(tile, sums, x_ptr, code_ptr, x_tile, x_scale_row, weight_tiles, scale_rows, k)
+    sums = sums_of_parts(sums, tile.JOINED, BLOCK_M, BLOCK_N, tile.SLICES)
     launch_after_loads(DEPENDENT_LAUNCH, LATE_LAUNCH)
-    tokens, columns = spread(token, 1, not WEIGHT_LEFT), spread(column, 1, WEIGHT_LEFT)
-    store_product(output, sums, tokens, columns, N % BLOCK_N == 0)
+    store_product(output, sums, spread(token, 1, not LEFT), spread(column, 1, LEFT), N % BLOCK_N == 0)
