@@ -35,6 +35,7 @@ from gpu import rank_work  # noqa: E402
 from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams  # noqa: E402
 from llmc_runtime.format.errors import LlmcError  # noqa: E402
 from models.cases import LISTED, SMALL, Case  # noqa: E402
+from models.recurrent_cases import RECURRENT  # noqa: E402
 
 from bench.gpu.group import Work, compile_graph, run_group  # noqa: E402
 
@@ -72,6 +73,7 @@ MODELS = {
     "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.1, routed=0.05),
     "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
     "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, kv_cache="fp8"),
+    "recurrent-float32": Model(next(c for c in RECURRENT if c.name == "qwen3_5_text"), "float32", 2e-3, 2e-4),
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 4.0, 0.8, "fp8"),
 }
 UNIT = 1 / 16  # of weights: files of few different numbers can be compressed
