@@ -102,3 +102,10 @@ class ServerLoop(asyncio.SelectorEventLoop):
     def _end_handshake(self, transport: Any, fd: int, waiter: asyncio.Future[None]) -> None:
         self._handshakes.pop(transport, None)
         self.fair.end_handshake(fd)
+        if not waiter.cancelled() and (error := waiter.exception()) is not None:
+            self.call_soon(_release, error)  # after it was raised where the loop waits for the handshake
+
+
+def _release(error: BaseException) -> None:
+    """Forget the frames of an error, which refer to it: 70 KiB of its connection would stay until a full collection."""
+    error.__traceback__ = error.__context__ = None
