@@ -24,6 +24,33 @@ KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
         **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", "model", TOKENS, "draft_tensor_parallel_size")),
     }
 )
+_COMPILED = "the draft model or head was compiled into the artifact by llmc compile --draft"
+_SUFFIXES = "suffix matching has no options"
+_SAMPLING = "drafts never change the distribution of the output, and there is no other way to accept them"
+# What to know instead of the other keys of vLLM's JSON, none of which is supported.
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "quantization", "revision", "code_revision", "max_model_len", "draft_load_config", "enforce_eager",
+                "attention_backend", "moe_backend", "tensor_parallel_size",
+            ),
+            _COMPILED,
+        ),
+        **dict.fromkeys(
+            (
+                "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
+                "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+            ),
+            _SUFFIXES,
+        ),
+        **dict.fromkeys(("rejection_sample_method", "draft_sample_method", "acceptance_method"), _SAMPLING),
+        "disable_by_batch_size": "the number of drafts follows from measured step times, down to 0",
+        "disable_padded_drafter_batch": "drafts are not padded",
+        "parallel_drafting": "tokens are drafted one after another",
+        "speculative_token_tree": "drafts are a sequence, not a tree",
+    }
+)  # fmt: skip
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _REMEDY = (
@@ -45,7 +72,8 @@ def parse_speculate(text: str) -> Any:
 def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     """Return the option as a dict of vLLM's keys, with all of them but the number of tokens set; None if it is off.
 
-    Raises LlmcError E206 for a method that is not supported, and E201 for other values that are not allowed.
+    Raises LlmcError E206 for a method or a key of vLLM's that is not supported, and E201 for other values that are not
+    allowed.
     """
     if value is None or value == OFF:
         return None
@@ -65,6 +93,9 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
         raise LlmcError("E206", cause, remedy)
     keys = KEYS.get(method, ("method", TOKENS))
     if unknown := sorted(map(str, mapping.keys() - set(keys))):
+        if unknown[0] in REFUSED:
+            cause = f"{name}: {unknown[0]} is not supported: {REFUSED[unknown[0]]}"
+            raise LlmcError("E206", cause, f"leave it out; {method} has the keys {', '.join(keys)}")
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
     if method != NGRAM:

@@ -18,7 +18,7 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation_config import SpeculationConfig
-from llmc_runtime.speculate_option import check_speculate
+from llmc_runtime.speculate_option import REFUSED, check_speculate
 
 from tests.runtime.simulator import make_device
 
@@ -141,3 +141,13 @@ def test_keys_of_the_draft_model_in_vllms_json(method: str) -> None:
     assert check_speculate("speculate", published) == {"method": method, "num_speculative_tokens": 3}
     with pytest.raises(LlmcError, match="unknown key 'draft_tensor'"):
         check_speculate("speculate", {"method": method, "draft_tensor": 2})
+
+
+@pytest.mark.parametrize("key", REFUSED)
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3", "mtp"])
+def test_keys_of_vllm_that_are_not_supported_are_refused_by_name(method: str, key: str) -> None:
+    with pytest.raises(LlmcError, match=f"{key} is not supported: ") as caught:
+        check_speculate("speculate", {"method": method, "num_speculative_tokens": 2, key: 4})
+    assert caught.value.code == "E206" and f"leave it out; {method} has the keys method" in str(caught.value)
+    with pytest.raises(LlmcError, match="unknown key"):
+        check_speculate("speculate", {"method": method, f"{key}s": 4})
