@@ -29,7 +29,8 @@ DEMO_MODEL ?= examples/demo-model
 DEMO := build/demo.llmc
 PROMPT ?= When the morning came,
 SOURCES := $(shell find llmc runtime/llmc_runtime/format -name '*.py' -o -name '*.h' 2>/dev/null)
-# Workers of the tests: three on two cores, because many tests wait for processes and timers.
+# Workers of the tests: three on two cores, because many tests wait for processes and timers. They share the cores, so
+# that torch and NumPy use one thread in each (OMP_NUM_THREADS).
 JOBS ?= $(shell cores=$$(nproc); echo $$((cores + cores / 2)))
 # The tests that take longest, at the end of a run.
 SLOWEST := --durations=10 --durations-min=5
@@ -54,7 +55,7 @@ $(DEMO)/manifest.json: $(VENV)/.stamp-compile $(SOURCES) $(wildcard $(DEMO_MODEL
 
 test: $(VENV)/.stamp-dev
 	@echo "make: running the test suite (two cores: about ten minutes); SEED=$(SEED) repeats what it draws" >&2
-	SEED=$(SEED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(SLOWEST) $(PYTEST_ARGS)
+	SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(SLOWEST) $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
 test-gpu: $(VENV)/.stamp-dev

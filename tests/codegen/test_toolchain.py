@@ -57,6 +57,7 @@ def test_work_folders_of_killed_compiles_are_removed(toolchain: CppToolchain, tm
     assert not (tmp_path / "build-old").exists() and (tmp_path / "build-new").exists()
 
 
+@pytest.mark.slow
 def test_system_headers_are_precompiled_for_several_kernels(toolchain: CppToolchain, tmp_path: Path) -> None:
     """The binaries are the same; a damaged form is not used."""
     if toolchain.name != "g++":
