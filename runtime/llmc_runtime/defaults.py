@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -90,13 +91,13 @@ def described(generation: Mapping[str, Any], config: str | None, override: Mappi
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Parse a JSON object from a command line. Raises ValueError if it is not one."""
+    """Parse a JSON object from a command line. Raises argparse.ArgumentTypeError if it is not one."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise ValueError("it is not a JSON object")
+        raise argparse.ArgumentTypeError(f'{text[:60]!r} is not a JSON object, such as {{"NAME": 0.7}}')
     return values
 
 
@@ -104,7 +105,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     try:
         with (folder / _FILE).open(encoding="utf-8") as file:
             values = parse_override(file.read(_MAX_SIZE))
-    except (OSError, ValueError) as e:
+    except (OSError, UnicodeDecodeError, argparse.ArgumentTypeError) as e:
         reason = e.strerror if isinstance(e, OSError) else e
         remedy = f"use {AUTO}, {NEUTRAL}, or a folder with a {_FILE}"
         raise LlmcError("E612", f"--generation-config {folder}: {_FILE} cannot be read: {reason}", remedy) from e

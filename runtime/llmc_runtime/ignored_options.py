@@ -63,12 +63,14 @@ IGNORED = (
     IgnoredFlags("--max-cudagraph-capture-size --max-seq-len-to-capture --compilation-config -O -cc", _AHEAD),
     IgnoredFlags("--attention-backend --block-size", _KERNELS),
     IgnoredFlags(
-        "--gpu-memory-utilization --num-gpu-blocks-override", "--kv-cache-memory-bytes sets the size of the KV cache"
+        "--gpu-memory-utilization --num-gpu-blocks-override",
+        "use --kv-cache-memory-bytes to set the size of the KV cache",
     ),
     IgnoredFlags("--swap-space --cpu-offload-gb", "nothing is moved between device and host"),
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
     _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
-    IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs", "prompts are text"),
+    IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb", "prompts are text"),
+    _switch("--skip-mm-profiling", "prompts are text"),
     IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),
     IgnoredFlags("--download-dir --code-revision", "nothing is downloaded while serving"),
     _switch("--disable-log-requests", "texts are logged only with --enable-log-requests"),

@@ -102,6 +102,7 @@ def test_a_file_that_is_not_there_is_reported(tmp_path: Path, capsys: pytest.Cap
         (["m", "--max-model-len", "infk"], "at least 1"),
         (["m", "--port", "65536"], "0 to 65535"),
         (["m", "--port", "-1"], "0 to 65535"),
+        (["m", "--override-generation-config", "{'top_p': 1}"], "\"{'top_p': 1}\" is not a JSON object"),
         (["--model", "m"], "without a flag"),
     ],
 )
