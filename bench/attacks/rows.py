@@ -281,6 +281,7 @@ def repeated(make: Callable[[Door], list[Answer]]) -> Run:
 
 
 INVALID = {"prompt": "x", "max_tokens": -1}
+HEAD_OF_X = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX:"
 ATTACKS: tuple[Attack, ...] = (
     Attack(1, "multipleOf 99999989 and 99999971",
            forms([schema({"type": "integer", "multipleOf": n}) for n in (99999989, 99999971)])),
@@ -304,6 +305,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(8, "ten times the peak", flooded, least=16.0),
     Attack(9, "4,000 silent connections", bursts(lambda ground: b"")),
     Attack(9, "4,000 halves of heads", bursts(lambda ground: b"GET /health HTTP/1.1\r\nHost: loc")),
+    Attack(9, "4,000 heads of 60 KiB without an end", bursts(lambda ground: HEAD_OF_X + b"x" * 60_000)),
+    Attack(9, "4,000 heads with spaces before a NUL", bursts(lambda ground: HEAD_OF_X + b" " * 28_000 + b"\0\r\n\r\n")),
     Attack(9, "4,000 heads without a body", bursts(lambda ground: head_without_body(KEYS["attacker"]))),
     Attack(9, "4,000 invalid requests",
            bursts(lambda ground: request(ground.server.host, KEYS["attacker"], "/v1/completions", INVALID))),

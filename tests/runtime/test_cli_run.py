@@ -387,31 +387,6 @@ def test_a_run_imports_neither_the_hub_nor_the_progress_bar(toy: Path) -> None:
     assert done.stderr.strip() == "[]"
 
 
-INTERRUPTED_IMPORT = """
-import signal, sys
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if name == "llmc_runtime.engine_options":
-            signal.raise_signal(signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv.pop(1) == "heard" else signal.SIG_IGN)
-sys.meta_path.insert(0, Finder())
-"""
-
-
-@pytest.mark.parametrize("script", ["llmc", "llmc-run", "llmc-serve"])
-def test_ctrl_c_during_imports_leaves_no_traceback(script: str) -> None:
-    """It ends the process by the signal, and is ignored if it was before (nohup)."""
-    import tomllib
-
-    module, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"][script].split(":")
-    code = f"{INTERRUPTED_IMPORT}from {module} import {function}; sys.exit({function}())"
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'runtime'}"}
-    for how, status in (("heard", -signal.SIGINT), ("ignored", 0)):
-        words = [sys.executable, "-c", code, how, "--version"]
-        done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
-        assert (done.returncode, done.stderr) == (status, ""), how
-
-
 def test_the_version_is_that_of_the_distribution() -> None:
     import tomllib
 
