@@ -69,10 +69,10 @@ class Model(NamedTuple):
 MODELS = {
     "llama-float32": Model(LISTED[0], "float32", 2e-4, 1e-4),
     "tied-float32": Model(LISTED[1], "float32", 2e-4, 1e-4),
-    "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.06),
+    "wide-bfloat16": Model(Case("wide", "llama", WIDE), "bfloat16", 1.2, 0.06),
     "mixture-bfloat16": Model(Case("mixture", "qwen3_moe", MOE), "bfloat16", 0.6, 0.1, routed=0.05),
-    "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, "int4"),
-    "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 0.6, 0.1, kv_cache="fp8"),
+    "wide-int4": Model(Case("wide", "llama", WIDE), "bfloat16", 1.2, 0.1, "int4"),
+    "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 1.2, 0.1, kv_cache="fp8"),
     "recurrent-float32": Model(next(c for c in RECURRENT if c.name == "qwen3_5_text"), "float32", 2e-3, 2e-4),
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 4.0, 0.8, "fp8"),
 }
