@@ -14,12 +14,11 @@ from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.server.openai.generation_response import Usage
 from models.cases import FURTHER, LISTED, Case
 from models.kit import save
-from models.test_speculation import DEMO, NAMES, eager, quiet, requests, results  # noqa: F401
+from models.test_speculation import DEMO, NAMES, SMALL_DEMO, eager, quiet, requests, results  # noqa: F401
 
 from llmc.driver import compile_model
 from llmc.options import Options
 
-SIBLING = DEMO.parent / "demo-model-small"
 LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 pytestmark = pytest.mark.slow
 
@@ -87,7 +86,7 @@ def test_equal_weights(tmp_path: Path) -> None:
 def siblings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demonstration model with its sibling as a draft model."""
     path = tmp_path_factory.mktemp("siblings") / "demo.llmc"
-    compile_model(DEMO, path, Options(cache=CACHE, draft=str(SIBLING)))
+    compile_model(DEMO, path, Options(cache=CACHE, draft=str(SMALL_DEMO)))
     return path
 
 
@@ -132,7 +131,7 @@ def test_reports(siblings: Path) -> None:
 
     found = inspect_artifact(siblings)
     assert found["speculation"] == {"drafts": 4, "methods": ["ngram", "suffix", "draft"]}
-    assert found["compile"]["options"]["draft"] == SIBLING.name
+    assert found["compile"]["options"]["draft"] == SMALL_DEMO.name
     assert "up to 4 per sequence, by ngram or suffix or draft" in render(found)
 
 
@@ -162,7 +161,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
     """Of two models with equally many tokens, the first token that differs is named."""
     import shutil
 
-    shutil.copytree(SIBLING, tmp_path / "draft")
+    shutil.copytree(SMALL_DEMO, tmp_path / "draft")
     path = tmp_path / "draft" / "tokenizer.json"
     document = json.loads(path.read_text())
     vocab = document["model"]["vocab"]

@@ -29,7 +29,8 @@ from llmc.options import Options
 
 NAMES = ("qwen3", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("llama", "gemma2", "gpt2")))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+SMALL_DEMO = DEMO.parent / "demo-model-small"
 
 
 def compiled(name: str, folder: Path) -> Path:
@@ -142,7 +143,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small demonstration model, which verifies up to 4 drafts; test_grammars.py has the same kernels."""
     path = tmp_path_factory.mktemp("demo") / "demo.llmc"
     limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "speculate": 4}
-    compile_model(DEMO, path, Options(cache=CACHE, reuse=False, dtype="float32", **limits))
+    compile_model(SMALL_DEMO, path, Options(cache=CACHE, reuse=False, dtype="float32", **limits))
     return path
 
 
