@@ -239,7 +239,7 @@ def is_pointer(path: Path) -> bool:
         with open(path, "rb") as file:
             return file.read(len(_POINTER)) == _POINTER
     except OSError:
-        return False  # whoever reads the file reports why it cannot be read
+        return False  # reading the file later reports the cause
 
 
 def _check(source: Source) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.passes.base import Ctx
-from llmc.passes.lower.shard_rules import RECURRENCES, is_pointwise, recurrence_of
+from llmc.passes.lower.shard_rules import RECURRENCES, is_elementwise, recurrence_of
 
 
 def prepare(g: Graph, ranks: int, ctx: Ctx) -> int:
@@ -43,7 +43,7 @@ def _separate_heads(g: Graph, ctx: Ctx) -> int:
 
 def _read_divided(b: Builder, n: Node, divided: dict[Value, Value]) -> None:
     """Let a node read divided values: as they are, if it computes each row or element by itself, else merged again."""
-    by_row = is_pointwise(n) or n.op.row_wise
+    by_row = is_elementwise(n) or n.op.row_wise
     if n.op.name == "reshape":
         b.graph.replace(n.result, b.reshape(divided[n.operands[0]], shape=n.attrs["shape"]))
     elif by_row and len(n.results) == 1 and all(v in divided or v.type.rank < 2 for v in n.operands):
@@ -72,7 +72,7 @@ def _norms_behind(v: Value) -> list[Node]:
         seen.add(n)
         if n.op.name == "rms_norm":
             norms.append(n)
-        elif is_pointwise(n) or n.op.name == "reshape":
+        elif is_elementwise(n) or n.op.name == "reshape":
             work += n.result.uses
     return norms
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node, Value
-from llmc.ir.scalar import reduces_rows
+from llmc.passes.analysis import is_pointwise
 
 
 class Split(NamedTuple):
@@ -68,15 +68,14 @@ def splits_of(n: Node, r: Relation) -> list[tuple[Value, Split | None]]:
     return [*zip(n.operands, r.operands, strict=True), *zip(n.results, r.results, strict=True)]
 
 
-def is_pointwise(n: Node) -> bool:
+def is_elementwise(n: Node) -> bool:
     """Whether elements at different places do not interact."""
-    body = n.op.scalar(n.attrs) if n.op.scalar else None
-    return n.op.elementwise or (body is not None and not reduces_rows(body))
+    return n.op.elementwise or is_pointwise(n)
 
 
 def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:
     """Elements at one place: axes correspond from the last one; axes of size 1 are repeated."""
-    if not is_pointwise(n):
+    if not is_elementwise(n):
         return None
     rank = n.results[0].type.rank
     at = s.axis + rank - v.type.rank

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from llmc.ir.dim import D
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.passes.base import Ctx
-from llmc.passes.lower.shard_rules import CONVS, is_pointwise
+from llmc.passes.lower.shard_rules import CONVS, is_elementwise
 
 
 class Cut(NamedTuple):
@@ -69,7 +69,7 @@ def _parts_of(n: Node, axis: int) -> list[tuple[Value, int]]:
         return [(n.operands[0], n.attrs["perm"][axis])]
     if n.op.name in CONVS:
         return [(n.operands[0], 1)] if axis == 1 else []
-    if not is_pointwise(n):
+    if not is_elementwise(n):
         return []
     shape = n.result.type.shape
     places = [(x, axis - len(shape) + x.type.rank) for x in n.operands]
@@ -160,5 +160,5 @@ def _erase_unused(g: Graph) -> None:
             state = node.operand("recent")
             g.erase(node)
             g.inputs = [v for v in g.inputs if v is not state]
-        elif (node.op.name in (*ops, *CONVS) or is_pointwise(node)) and not g.is_used(node):
+        elif (node.op.name in (*ops, *CONVS) or is_elementwise(node)) and not g.is_used(node):
             g.erase(node)

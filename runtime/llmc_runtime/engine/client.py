@@ -238,7 +238,7 @@ class EngineClient:
                 self._on_reply(message)
 
     async def stop(self, timeout: float) -> None:
-        """Request the process to exit, and kill it after `timeout` seconds."""
+        """Send the process a message to exit, and kill it after `timeout` seconds."""
         self._push(self._control, self._encode(Stop()))
         deadline = time.monotonic() + timeout
         while self.process.poll() is None and time.monotonic() < deadline:

@@ -14,8 +14,8 @@ after every PROBE of them.
 Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While
 more prompt tokens are missing than BACKLOG steps within the target compute, a step may therefore take up to LONGEST
 times the target, but no more than one step in RARELY, counted over all steps in which requests decode; up to SAVED
-unused ones are kept for a burst. So at most one in RARELY times between two tokens of a request is that long, and their
-99th percentile is that of the other steps.
+unused ones are kept for a burst. Over many steps, fewer than 1 % of the times between two tokens of a request are thus
+that long; the 99th percentile rises slightly, as it also counts ordinary steps that miss the target.
 
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
 EASE times as long as one that only decodes, but at least SHORTEST times the target.

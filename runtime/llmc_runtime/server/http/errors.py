@@ -100,7 +100,7 @@ def internal() -> ApiError:
 
 def late(seconds: float) -> ApiError:
     """Return 504 for a timeout; a retry would not have more time."""
-    cause = f"the request did not end within its time limit of {seconds:g} s; ask for fewer tokens, or allow more time"
+    cause = f"the request did not end within its time limit of {seconds:g} s; request fewer tokens, or allow more time"
     return ApiError(cause, status=504, kind=SERVER, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 

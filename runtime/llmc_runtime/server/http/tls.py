@@ -23,7 +23,7 @@ MAX_OVERHEAD = 16 << 10  # bytes that a client may send besides its data and a q
 _FORGIVEN = 1 << 10  # bytes of them per second that do not count
 # Bytes of a client's handshake. OpenSSL compares each offered key with each offered group: 64 KiB of them take 55 ms.
 MAX_HANDSHAKE = 8 << 10
-_CERTIFICATES = 100 << 10  # further bytes of a client that is asked for its certificate, as OpenSSL limits them
+_CERTIFICATES = 100 << 10  # further bytes if the server requests the client's certificate: OpenSSL's own limit
 _MAX_RETRY = 256  # bytes of a server's request for another hello; its certificate is longer
 RELOAD_SECONDS = 0.25  # between checks of the files
 _REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
