@@ -89,6 +89,7 @@ def audit_queues(scheduler: Scheduler, expected: dict[str, Expected]) -> None:
     parked = [r for r in scheduler.requests.values() if r.status is Status.PARKED]
     assert {r.id for r in running + waiting + parked} == set(scheduler.requests) == set(expected), "live requests"
     assert len(running) + len(waiting) + len(parked) == len(expected), "a request is in two queues"
+    assert scheduler.waiting.num_tokens == sum(r.num_prompt for r in waiting), "tokens that wait"
     assert all(r.row == -1 and not r.pages and r.guide is not None for r in parked), "a parked request holds something"
     for queue in (running, waiting):
         assert all(a.key < b.key for a, b in pairwise(queue)), "a queue is out of order"
