@@ -24,6 +24,7 @@ from llmc.draft_model import DraftSource, add_draft
 from llmc.extension import Registry
 from llmc.frontend.hub import Located
 from llmc.ir.graph import WEIGHTS, Graph, Module
+from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.text import show
 from llmc.next_command import next_command
 from llmc.options import Options, random_seed
@@ -38,8 +39,15 @@ from llmc.targets.target import Target
 
 DTYPES = (("float32", "f32"), ("bfloat16", "bf16"))
 MAX_LEN = 32768
+RECURRENT_ROWS = 256  # states of 75 MB a sequence (Qwen3-Next-80B) take 19 GB
 # Target family -> checkpoint dtype -> dtype that is compiled instead. CPU kernels multiply bfloat16, but not float16.
 SUBSTITUTE_DTYPES: Mapping[str, Mapping[str, str]] = MappingProxyType({"cpu": {"f16": "bf16"}})
+
+
+def default_rows(target: Target, main: Graph) -> int:
+    """Return the default number of sequences in one step: a recurrent layer has a state for each of them."""
+    recurrent = any(n.op.name in PROMPT_OPS for n in main.nodes)
+    return min(target.rows, RECURRENT_ROWS) if recurrent else target.rows
 
 
 class Compilation:
@@ -162,6 +170,7 @@ class Compilation:
         facts = traced.facts
         self.ir.append(("traced", show(traced.module)))
         self.config = traced.source.config
+        self.rows = self.options.max_num_seqs or default_rows(self.target, traced.module.graphs["main"])
         if facts.pooling is not None:
             self._pool(facts.pooling, traced)
         self._choose_kv_dtype()

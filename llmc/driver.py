@@ -16,7 +16,7 @@ from llmc.console import Console, Quiet, Summary
 from llmc.draft_model import with_draft
 from llmc.extension import Registry, load
 from llmc.frontend.hub import Located, locate
-from llmc.options import Options, random_seed, with_limits
+from llmc.options import Options, check_limits, random_seed
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pipeline import parse_pipeline
 from llmc.provenance import related_extensions
@@ -82,15 +82,15 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     target = registry.target(options.target)
     if options.deterministic:
         target = deterministic(target, options.speculate)
-    limited = with_limits(options, target)
-    if limited.tuning:
-        read_records(limited.tuning)  # report a malformed file before any work is done
-    if limited.cache:
-        check_cache(limited.cache)
+    check_limits(options)
+    if options.tuning:
+        read_records(options.tuning)  # report a malformed file before any work is done
+    if options.cache:
+        check_cache(options.cache)
     passes = parse_pipeline(options.pipeline or target.pipeline, registry.passes, registry.pipelines_for(target))
     with_ranks(passes, options.tensor_parallel_size, target)  # report options that do not fit together
-    at = locate_model(model, limited, registry, console)
-    return Compilation(at, output, limited, registry, target, force, console)
+    at = locate_model(model, options, registry, console)
+    return Compilation(at, output, options, registry, target, force, console)
 
 
 def locate_model(model: str | Path, o: Options, registry: Registry, console: Console) -> Located:
@@ -109,6 +109,7 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
 
 
 def _key_options(o: Options, target: Target, origin: Located, toolchains: Mapping[str, Any]) -> Mapping[str, Any]:
-    facts = {"features": sorted(target.features), "arch": target.arch, "tools": installed(target, toolchains)}
+    facts: dict[str, Any] = {"features": sorted(target.features), "arch": target.arch}
+    facts |= {"rows": target.rows, "tokens": target.tokens, "tools": installed(target, toolchains)}
     facts["origin"] = [origin.name, origin.commit]
     return {**o.recorded(), **facts, "tuning": o.tuning.read_text() if o.tuning else ""}

@@ -20,7 +20,6 @@ from llmc.frontend.eagle_config import EAGLE
 from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
-from llmc.targets.target import Target
 
 BOTH = ("compile", "tune")
 MAX_LIMITS: Mapping[str, int] = MappingProxyType(
@@ -65,7 +64,9 @@ class Options:
         "the model's files)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
-    max_num_seqs: int | None = _artifact(None, "maximum number of sequences in one step (CPU: 16, GPU: 256)")
+    max_num_seqs: int | None = _artifact(
+        None, "maximum number of sequences in one step (CPU: 16, GPU: 512, or 256 with recurrent layers)"
+    )  # fmt: skip
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     tensor_parallel_size: int = _artifact(
         1, "number of ranks that the model is divided over: processes that compute together, each on a GPU of its "
@@ -169,10 +170,8 @@ def random_seed(weights: str) -> int | None:
     return None
 
 
-def with_limits(o: Options, target: Target) -> Options:
-    """Replace limits that are None by the target's defaults. Raises LlmcError E201 above MAX_LIMITS."""
+def check_limits(o: Options) -> None:
+    """Raise LlmcError E201 for a limit above MAX_LIMITS."""
     for name, maximum in MAX_LIMITS.items():
         if (value := getattr(o, name) or 0) > maximum:
             raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {maximum}")
-    rows, tokens = o.max_num_seqs or target.rows, o.max_num_batched_tokens or target.tokens
-    return replace(o, max_num_seqs=rows, max_num_batched_tokens=tokens)

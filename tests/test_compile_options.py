@@ -13,11 +13,16 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.option_type import options_of
 
 from llmc.builtin import EXTENSION
+from llmc.compilation import RECURRENT_ROWS, default_rows
 from llmc.console import Quiet
 from llmc.driver import start
 from llmc.frontend.hub import Hub
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse as parse_ir
 from llmc.options import FILES, MAX_LIMITS, Options, add_options, read_options
 from llmc.quantized_compile import unread_codes
+from llmc.targets.cpu_targets import x86_64_v3
+from llmc.targets.gpu_targets import sm_90
 
 
 def parse(*argv: str, command: str = "compile") -> Options:
@@ -85,3 +90,15 @@ def test_codes_that_a_compile_does_not_read_are_noted(weights: str, config: dict
     note = unread_codes(weights, traced)
     assert (note is not None) == noted
     assert note is None or (f"--weights {weights}" in note and "are bf16" in note)
+
+
+@pytest.mark.parametrize(
+    "node, rows", [("causal_conv(%x, %w, %p) {layer=0}", RECURRENT_ROWS), ("mul(%x, %x)", sm_90().rows)]
+)
+def test_models_with_recurrent_layers_run_fewer_sequences_by_default(node: str, rows: int) -> None:
+    """Each sequence has a state in each of their layers."""
+    inputs = "%x: bf16[T, 8], %w: weight bf16[8, 4], %p: i32[T]"
+    text = f"sym T in [1, 64]\ngraph @main({inputs}) {{\n  %y = {node} : bf16[T, 8]\n  return %y\n}}\n"
+    main = parse_ir(text, OPS).graphs["main"]
+    assert default_rows(sm_90(), main) == rows
+    assert default_rows(x86_64_v3(), main) == x86_64_v3().rows

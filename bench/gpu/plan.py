@@ -22,7 +22,7 @@ DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
 SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
 MIXED = Load(64, 1000, 512)  # decoding streams, and a chunk of a prompt
 # Limits of the artifacts that a run compiles, equal to those of the peers' figures.
-MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 256, 8192
+MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 512, 8192
 
 
 @dataclass(frozen=True)

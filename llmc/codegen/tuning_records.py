@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -83,8 +84,22 @@ class Tuning:
         return min(self._nearest(node, target, env).values(), default=math.inf)
 
     def _nearest(self, node: Node, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
-        """The times of a node at the nearest measured sizes; empty if those are not close."""
-        points = self.records.get((machine(target), node_text(node))) if self.records else None
+        """The times of a node at the nearest measured sizes; empty if there are no close ones.
+
+        Tokens and rows are equivalent for a node that depends on one of them only: a decode step of 512 rows has the
+        products of a step with 512 tokens.
+        """
+        text, sizes = node_text(node), sizes_of(node, env)
+        close = self._close(text, target, dict(sizes))
+        if close or len(sizes) != 1:
+            return close
+        ((symbol, size),) = sizes
+        other = SIZES[1 - SIZES.index(symbol)]
+        return self._close(re.sub(rf"\b{symbol}\b", other, text), target, {other: size})
+
+    def _close(self, text: str, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
+        """The times of the node with this text at the measured sizes nearest to `env`; empty if they are not close."""
+        points = self.records.get((machine(target), text)) if self.records else None
         if not points:
             return {}
         sizes = min(points, key=lambda p: (_distance(p, env), p))

@@ -15,8 +15,8 @@ from llmc.targets.target import PDL, Limits, Target
 
 _FRONT = (
     "canonicalize, fuse-norm, fuse-rope, absorb-latent, page-attention, fuse-linear, fold, quantize, fuse-pointwise, "
-    "fuse-qkv, specialize{decode=[1, 4, 8, 16, 32, 64, 128], step=[128, 512, 640, 768, 2048], verify=[8, 32, 128]}, "
-    "fuse-norm-linear{rows=1}"
+    "fuse-qkv, specialize{decode=[1, 4, 8, 16, 32, 64, 128, 256], step=[128, 512, 640, 768, 2048], "
+    "verify=[8, 32, 128]}, fuse-norm-linear{rows=1}"
 )
 _BACK = (
     "split-recurrence, split-kv, gather-experts, split-moe, fuse-experts, fuse-rows, split-sample, lower-quantized, "
@@ -52,7 +52,7 @@ def _record(
         languages=("triton", "cuda", "cute", "flashinfer") if family == "cuda" else ("triton",),
         pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{_BACK}",
         launch_us=1.3 if dependent else 1.6,
-        rows=256,
+        rows=512,
         tokens=8192,
         memory=gib << 30,
         link=link * _TERA,

@@ -65,6 +65,23 @@ def test_exact_sizes_hold_and_then_close_ones(tmp_path: Path) -> None:
     assert Tuning().lookup(linear, "k", A, sm_90()) is None
 
 
+def test_tokens_and_rows_are_equivalent_for_a_node_that_has_one_of_them(tmp_path: Path) -> None:
+    of_rows, spans = nodes()
+    path = tmp_path / "t.jsonl"
+    of_tokens = next(iter(parse(TEXT.replace("%x: bf16[R", "%x: bf16[T").replace("bf16[R, 96]", "bf16[T, 96]"), OPS)
+                          .graphs["main"].nodes))  # fmt: skip
+    save(
+        path,
+        [record(of_tokens, "k", A, sm_90(), 5.0, {"T": 512}), record(spans, "k", A, sm_90(), 7.0, {"T": 8, "R": 4})],
+    )
+    tuning = Tuning.load(path)
+    assert tuning.lookup(of_rows, "k", A, sm_90(), {"R": 512, "T": 1}) == 5.0
+    assert tuning.lookup(of_rows, "k", A, sm_90(), {"R": 1, "T": 512}) is None
+    assert tuning.lookup(spans, "k", A, sm_90(), {"T": 4, "R": 8}) is None, "two sizes keep their names"
+    save(path, [record(of_rows, "k", A, sm_90(), 4.0, {"R": 512})])
+    assert Tuning.load(path).lookup(of_rows, "k", A, sm_90(), {"R": 512}) == 4.0, "its own record comes first"
+
+
 def test_a_file_is_sorted_and_a_second_measurement_replaces_the_first(tmp_path: Path) -> None:
     linear, _ = nodes()
     path = tmp_path / "t.jsonl"
