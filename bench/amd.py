@@ -76,12 +76,12 @@ QUICK = Plan(
 
 @dataclass
 class Step:
-    """The outcome of one step: `error` is empty if it succeeded; `found` are its figures."""
+    """The outcome of one step: `error` is empty if it succeeded; `figures` are its results."""
 
     name: str
     seconds: float = 0.0
     error: str = ""
-    found: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,17 @@ class Bench:
     def steps(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """Return all steps in order."""
         plan = self.plan
-        found: dict[str, Callable[[], dict[str, Any]]] = {"environment": environment, "kernels": self.kernels}
+        steps: dict[str, Callable[[], dict[str, Any]]] = {"environment": environment, "kernels": self.kernels}
         has_fp8 = self.target in WITH_FP8
         dtypes = [dtype for dtype in DTYPES if dtype != "fp8" or has_fp8]
-        found |= {f"parity in {dtype}": partial(self.parity, dtype) for dtype in dtypes}
-        found |= {
+        steps |= {f"parity in {dtype}": partial(self.parity, dtype) for dtype in dtypes}
+        steps |= {
             "graphs": self.graphs, "canary": self.canary, "another architecture": self.another_architecture,
             "too little memory": self.too_little_memory,
         }  # fmt: skip
         quantised = [shapes.Shape.quantised(plan.models[-1], "fp8", "fp8")] if has_fp8 else []
-        found |= {f"speed of {s.name}": partial(self.speed, s) for s in (*plan.models, *quantised)}
-        return found | ({"schedules": self.schedules} if self.tune else {})
+        steps |= {f"speed of {s.name}": partial(self.speed, s) for s in (*plan.models, *quantised)}
+        return steps | ({"schedules": self.schedules} if self.tune else {})
 
     @cached_property
     def model(self) -> Path:
@@ -123,10 +123,10 @@ class Bench:
     def kernels(self) -> dict[str, Any]:
         """Run the code objects of every kernel compared with the references of their ops."""
         arguments = ("--target", self.target, "--sample", self.plan.sample)
-        found = last_json(program("tests/gpu/hip_kernels.py", *arguments, codes=(0, 1)))
-        if found["failed"]:
-            raise RuntimeError(f"{len(found['failed'])} of {found['cases']} cases fail: {found['failed'][:20]}")
-        return found
+        results = last_json(program("tests/gpu/hip_kernels.py", *arguments, codes=(0, 1)))
+        if results["failed"]:
+            raise RuntimeError(f"{len(results['failed'])} of {results['cases']} cases fail: {results['failed'][:20]}")
+        return results
 
     def parity(self, dtype: str) -> dict[str, Any]:
         """Compare the demonstration model on the GPU with the portable CPU target in float32, as far as tokens agree.
@@ -144,10 +144,10 @@ class Bench:
             same = next((i for i, (a, b) in enumerate(zip(want, got)) if a[0] != b[0]), len(want))
             worst = max([worst, *(abs(a[1] - b[1]) / max(1.0, abs(a[1])) for a, b in zip(want[:same], got[:same]))])
             equal, total = equal + same, total + len(want)
-        found = {"equal_tokens": equal, "tokens": total, "worst_logprob_difference": worst}
+        comparison = {"equal_tokens": equal, "tokens": total, "worst_logprob_difference": worst}
         if worst > tolerance or equal < total // 4:
-            raise RuntimeError(f"the GPU computes something else: {found}")
-        return found
+            raise RuntimeError(f"the GPU computes something else: {comparison}")
+        return comparison
 
     def graphs(self) -> dict[str, Any]:
         """Compare replayed graphs with single launches, each of which is waited for: they have the same bits."""
@@ -155,14 +155,14 @@ class Bench:
         from llmc_runtime.exec.load_executor import load_executor
 
         path = self.compiled(self.model, "bfloat16", "--target", self.target, *DTYPES["bfloat16"][0])
-        found = []
+        recordings = []
         for careful in (False, True):
             executor = load_executor(path, careful=careful)
-            found.append(canary.record(executor))
+            recordings.append(canary.record(executor))
             executor.close()
-        if found[0].runs != found[1].runs:
+        if recordings[0].runs != recordings[1].runs:
             raise RuntimeError("graphs compute something else than the launches that they consist of")
-        return {"prompts": len(found[0].runs), "tokens": sum(len(run.tokens) for run in found[0].runs)}
+        return {"prompts": len(recordings[0].runs), "tokens": sum(len(run.tokens) for run in recordings[0].runs)}
 
     def canary(self) -> dict[str, Any]:
         """Record and check a canary, and check all hashes."""
@@ -183,14 +183,14 @@ class Bench:
         from llmc_runtime.exec.load_executor import load_executor
         from llmc_runtime.format.errors import LlmcError
 
-        with nearly_all_memory() as held:
+        with nearly_all_memory() as reserved:
             try:
                 load_executor(self.out / "bfloat16.llmc").close()
             except LlmcError as error:
                 if error.code not in ("E203", "E205"):
                     raise
-                return {"held_bytes": held, "message": f"{error}".partition("\n")[0]}
-        raise RuntimeError(f"a model runs although {held} bytes are taken")
+                return {"held_bytes": reserved, "message": f"{error}".partition("\n")[0]}
+        raise RuntimeError(f"a model runs although {reserved} bytes are taken")
 
     def speed(self, shape: shapes.Shape) -> dict[str, Any]:
         """Latency of steps and of prompts, and offline throughput, of a model with random weights."""
@@ -198,16 +198,16 @@ class Bench:
         options += ("--max-model-len", 4096, "--kv-cache-dtype", shape.kv_cache)
         options += ("--quant", shape.quant) if shape.quant else ()
         artifact = self.compiled(shapes.folder(shape, self.out), shape.name, *options)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for rows in self.plan.batches:
             lengths = ("--input-len", self.plan.lengths[0], "--output-len", self.plan.lengths[1], "--batch-size", rows)
-            found[f"batch {rows}"] = last_json(
+            results[f"batch {rows}"] = last_json(
                 command("bench", "latency", artifact, *lengths, *self.plan.rounds, "--json")
             )
         count, length, new = self.plan.requests
         lengths = ("--num-prompts", count, "--input-len", length, "--output-len", new)
-        found["offline"] = last_json(command("bench", "offline", artifact, *lengths, "--disable-tqdm", "--json"))
-        return found
+        results["offline"] = last_json(command("bench", "offline", artifact, *lengths, "--disable-tqdm", "--json"))
+        return results
 
     def schedules(self) -> dict[str, Any]:
         """Measure the schedules of the kernels of the demonstration model."""
@@ -237,7 +237,7 @@ def nearly_all_memory() -> Iterator[int]:
 
     hip = Hip()
     hip.set_device(0)
-    held: list[int] = []
+    blocks: list[int] = []
     total, size = 0, hip.free_memory()
     try:
         while size >= LAST:
@@ -245,11 +245,11 @@ def nearly_all_memory() -> Iterator[int]:
             if status:
                 size //= 2
             else:
-                held.append(address)
+                blocks.append(address)
                 total += size
         yield total
     finally:
-        for address in held:
+        for address in blocks:
             hip.release(address)
 
 
@@ -302,7 +302,7 @@ def run(name: str, work: Callable[[], dict[str, Any]]) -> Step:
     """Run a step."""
     step, begin = Step(name), time.perf_counter()
     try:
-        step.found = work()
+        step.figures = work()
     except Exception as error:  # reported; the next step runs all the same
         step.error = f"{type(error).__name__}: {error}"
     step.seconds = round(time.perf_counter() - begin, 1)
@@ -323,11 +323,11 @@ def apart(name: str, argv: Sequence[str]) -> Step:
 
 def table(done: Sequence[Step]) -> str:
     """Return the outcomes as a table in Markdown."""
-    lines = ["| step | s | outcome | found |", "|---|---|---|---|"]
+    lines = ["| step | s | outcome | figures |", "|---|---|---|---|"]
     for s in done:
-        found = json.dumps(s.found)[:400].replace("|", "/")
+        result = json.dumps(s.figures)[:400].replace("|", "/")
         error = " ".join(s.error.replace("|", "/").split())
-        lines.append(f"| {s.name} | {s.seconds} | {error or 'ok'} | {found} |")
+        lines.append(f"| {s.name} | {s.seconds} | {error or 'ok'} | {result} |")
     return "\n".join(lines) + "\n"
 
 

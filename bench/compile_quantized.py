@@ -75,13 +75,13 @@ ROWS = (
 
 def stored(shape: shapes.Shape, form: str) -> Iterator[Tensor]:
     """The tensors of a checkpoint in `form`: bf16, gptq (4 bits, groups of 128) or fp8 (tiles of 128 by 128)."""
-    one = {"bf16": ("BF16", b"\x80\x3f"), "gptq": ("F16", b"\x00\x3c"), "fp8": ("BF16", b"\x80\x3f")}[form]
+    scale = {"bf16": ("BF16", b"\x80\x3f"), "gptq": ("F16", b"\x00\x3c"), "fp8": ("BF16", b"\x80\x3f")}[form]
     small = {"BF16": b"\xa4\x3c", "F16": b"\x1f\x25"}  # 0.02
     for name, dims in shape.tensors():
         if "norm" in name:
-            yield Tensor(name, one[0], dims, one[1])
+            yield Tensor(name, scale[0], dims, scale[1])
         elif form == "bf16" or "_proj" not in name:
-            yield Tensor(name, one[0], dims, small[one[0]])
+            yield Tensor(name, scale[0], dims, small[scale[0]])
         elif form == "gptq":
             (n, k), stem = dims, name.removesuffix("weight")
             yield Tensor(f"{stem}qweight", "I32", (k // 8, n))

@@ -42,12 +42,12 @@ def product(text: str) -> Node | None:
 
 def measured(records: list[Record]) -> dict[str, dict[int, Ways]]:
     """Return node -> tokens -> schedule -> microseconds."""
-    found: dict[str, dict[int, Ways]] = {}
+    times: dict[str, dict[int, Ways]] = {}
     for r in records:
         if r.target == machine(sm_90()) and len(r.sizes) <= 1:
             tokens = r.sizes[0][1] if r.sizes else 1
-            found.setdefault(r.node, {}).setdefault(tokens, {})[r.kernel, r.schedule] = r.us
-    return found
+            times.setdefault(r.node, {}).setdefault(tokens, {})[r.kernel, r.schedule] = r.us
+    return times
 
 
 def rows(points: Mapping[str, Mapping[int, Ways]]) -> Iterator[tuple[float, str]]:
@@ -76,9 +76,9 @@ def moved(points: Mapping[str, Mapping[int, Ways]]) -> list[float]:
 
 def main(argv: list[str]) -> None:
     points = measured(read(Path(argv[0]) if argv else SHIPPED))
-    found = list(rows(points))
-    print("ratio     first     best  tokens  kernel\n" + "\n".join(line for _, line in found))
-    print(f"mean of {len(found)}: {sum(r for r, _ in found) / len(found):.3f}")
+    ratios = list(rows(points))
+    print("ratio     first     best  tokens  kernel\n" + "\n".join(line for _, line in ratios))
+    print(f"mean of {len(ratios)}: {sum(r for r, _ in ratios) / len(ratios):.3f}")
     print(f"the best of one size at half or twice the size: up to {max(moved(points)):.2f} times the best there")
 
 

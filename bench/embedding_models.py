@@ -73,14 +73,14 @@ def tokenizer(encoder: bool) -> Any:
     """The demonstration model's tokenizer with the special tokens of an encoder, or with a final end token."""
     from tokenizers import Tokenizer, processors
 
-    one = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     names = ("<|bos|>", "<|eos|>")
-    special = [(name, one.token_to_id(name)) for name in names]
+    special = [(name, tokenizer.token_to_id(name)) for name in names]
     single, pair = (
         ("<|bos|> $A <|eos|>", "<|bos|> $A <|eos|> $B:1 <|eos|>:1") if encoder else ("$A <|eos|>", "$A $B:1 <|eos|>:1")
     )
-    one.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    return one
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+    return tokenizer
 
 
 def checkpoint(model: Model, folder: Path, dtype: str) -> Path:
@@ -121,10 +121,10 @@ def texts(model: Model, load: Load, seed: int) -> Texts:
     draw = random.Random(seed)
     words = [w for w in (DEMO / "README.md").read_text().split() if w.isalpha()]
 
-    def one(tokens: float) -> str:
+    def text(tokens: float) -> str:
         return " ".join(draw.choice(words) for _ in range(max(1, round(tokens / 1.6))))
 
     sizes = [min(model.length * 0.6, load.tokens * math.exp(draw.gauss(0, load.spread))) for _ in range(load.texts)]
     if model.task == "score":
-        return [(one(12), one(size)) for size in sizes]
-    return [one(size) for size in sizes]
+        return [(text(12), text(size)) for size in sizes]
+    return [text(size) for size in sizes]

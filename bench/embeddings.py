@@ -117,22 +117,22 @@ def transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, st
 
     def run(prompts: Any) -> Sequence[Any]:
         order = sorted(range(len(prompts)), key=lambda i: -len("".join(prompts[i])))
-        found: list[Any] = [None] * len(prompts)
+        outputs: list[Any] = [None] * len(prompts)
         for start in range(0, len(prompts), batch):
             chosen = order[start : start + batch]
             part = [prompts[i] for i in chosen]
             pairs = [list(side) for side in zip(*part)] if task == "score" else [part]
-            given = words(*pairs, padding=True, truncation=True, return_tensors="pt").to(device)
+            inputs = words(*pairs, padding=True, truncation=True, return_tensors="pt").to(device)
             with torch.inference_mode():
-                out = net(**given)
+                out = net(**inputs)
                 rows = (
                     torch.sigmoid(out.logits.float())
                     if task == "score"
-                    else pooled(out.last_hidden_state, given["attention_mask"])
+                    else pooled(out.last_hidden_state, inputs["attention_mask"])
                 )
             for i, row in zip(chosen, rows.cpu().numpy()):
-                found[i] = row
-        return np.array(found)
+                outputs[i] = row
+        return np.array(outputs)
 
     return run, f"transformers {hf.__version__}"
 
@@ -174,9 +174,9 @@ def contend(kind: str, path: str, task: str, batch: int, device: str, threads: i
         calls = [[tuple(t) if isinstance(t, list) else t for t in call] for call in json.loads(line)]
         begin, busy = time.perf_counter(), time.process_time()
         rows, *_ = [run(call) for call in calls]
-        found = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - busy}
+        times = {"seconds": time.perf_counter() - begin, "cpu": time.process_time() - busy}
         shown = [[float(x) for x in row] for row in rows[:CHECKED]]
-        print(json.dumps(found | {"rows": shown}), file=answers, flush=True)
+        print(json.dumps(times | {"rows": shown}), file=answers, flush=True)
 
 
 class Contender:
@@ -261,16 +261,16 @@ def agree(names: Sequence[str], rows: Sequence[Any]) -> None:
     """Raise RuntimeError if a contender's results differ from the first one's by more than rounding does."""
     import numpy as np
 
-    one = np.array(rows[0])
+    reference = np.array(rows[0])
     for name, row in zip(names[1:], rows[1:]):
         other = np.array(row)
-        if one.shape[1] == 1:
-            good = np.allclose(one, other, atol=0.02)
+        if reference.shape[1] == 1:
+            good = np.allclose(reference, other, atol=0.02)
         else:
-            cosines = (one * other).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(other, axis=1)
+            cosines = (reference * other).sum(1) / np.linalg.norm(reference, axis=1) / np.linalg.norm(other, axis=1)
             good = bool((cosines > AGREE).all())
         if not good:
-            raise RuntimeError(f"{name} and {names[0]} differ: {other[:2, :4]} and {one[:2, :4]}")
+            raise RuntimeError(f"{name} and {names[0]} differ: {other[:2, :4]} and {reference[:2, :4]}")
 
 
 def bench(model: Model, args: argparse.Namespace, say: Callable[[dict[str, Any]], None]) -> None:
@@ -298,27 +298,27 @@ def bench(model: Model, args: argparse.Namespace, say: Callable[[dict[str, Any]]
                 load = replace(load, texts=load.texts * args.scale)
             _load(model, load, contenders, args.rounds, say)
     finally:
-        for one in contenders:
-            one.close()
+        for contender in contenders:
+            contender.close()
 
 
 def _load(model: Model, load: Load, contenders: Sequence[Any], rounds: int, say: Callable[..., None]) -> None:
     encode = tokenizer(model.owner.startswith("Bert")).encode
     warm = [texts(model, load, 1)]
     agree([c.name for c in contenders], [c.measure(warm)["rows"] for c in contenders])
-    found: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders}
+    measured: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders}
     tokens = 0
     for i in range(rounds):
         calls = [texts(model, load, 1000 * i + call) for call in range(load.times)]
         tokens += sum(len(encode(*t if isinstance(t, tuple) else (t,)).ids) for call in calls for t in call)
-        for one in contenders if i % 2 == 0 else contenders[::-1]:
-            found[one.name].append(one.measure(calls))
+        for contender in contenders if i % 2 == 0 else contenders[::-1]:
+            measured[contender.name].append(contender.measure(calls))
     count = load.texts * load.times
-    for one in contenders:
-        seconds = statistics.median(row["seconds"] for row in found[one.name])
-        busy = statistics.median(row["cpu"] for row in found[one.name])
+    for contender in contenders:
+        seconds = statistics.median(row["seconds"] for row in measured[contender.name])
+        busy = statistics.median(row["cpu"] for row in measured[contender.name])
         say({
-            "model": model.name, "load": load.name, "contender": one.name, "version": one.version,
+            "model": model.name, "load": load.name, "contender": contender.name, "version": contender.version,
             "texts_per_s": round(count / seconds, 1), "tokens_per_s": round(tokens / rounds / seconds),
             "ms_per_call": round(1e3 * seconds / load.times, 2), "cpu_ms_per_text": round(1e3 * busy / count, 3),
         })  # fmt: skip

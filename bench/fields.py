@@ -142,8 +142,8 @@ class Front:
                 request = parse(body, ChatRequest, lambda n: None)
                 params, _ = of_chat(request, self.llm), plan_of(request, self.formats)
             else:
-                wanted = parse(body, CompletionRequest, lambda n: None)
-                params = of_completion(wanted, self.llm)
+                completion = parse(body, CompletionRequest, lambda n: None)
+                params = of_completion(completion, self.llm)
         except ApiError as e:
             return e.message
         words = self.words(tuple(params.bad_words or ()))
@@ -158,13 +158,13 @@ def engine(message: bytes) -> list[Request]:
     """The engine's work for it."""
     add = msgspec.msgpack.decode(message, type=Add)
     params = params_of(add.params)
-    made: list[Request] = []
+    requests: list[Request] = []
     for i in range(params.n):
-        mine = params_of_output(params, i)
-        request = Request(str(i), add.prompt, mine, 0, "", add.bad_words, None, made[0] if made else None)
+        own_params = params_of_output(params, i)
+        request = Request(str(i), add.prompt, own_params, 0, "", add.bad_words, None, requests[0] if requests else None)
         admit(request, CONFIG, 1)
-        made.append(request)
-    return made
+        requests.append(request)
+    return requests
 
 
 def main() -> None:

@@ -114,11 +114,11 @@ class Contender:
 
 def interleave(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Run every measurement `rounds` times, alternating between forward and backward order (B A A B)."""
-    found: dict[str, list[float]] = {name: [] for name in measures}
+    seconds: dict[str, list[float]] = {name: [] for name in measures}
     for i in range(rounds):
         for name in list(measures) if i % 2 == 0 else list(measures)[::-1]:
-            found[name].append(measures[name]())
-    return found
+            seconds[name].append(measures[name]())
+    return seconds
 
 
 median = statistics.median
@@ -201,9 +201,9 @@ TABLES: list[Table] = []
 
 def table(title: str, *columns: str) -> Table:
     """Create a table of this session."""
-    made = Table(title, columns)
-    TABLES.append(made)
-    return made
+    table = Table(title, columns)
+    TABLES.append(table)
+    return table
 
 
 def machine() -> str:

@@ -86,9 +86,9 @@ def collect(
             break
     named = [(p, dict(zip(p.symbols, s)), ns) for p, s, ns in device.times]
     count = rows if decode else tokens
-    wanted = [x for x in named if x[1]["T"] == count and (x[1]["R"] == count) == decode][-repeat:]
+    matches = [x for x in named if x[1]["T"] == count and (x[1]["R"] == count) == decode][-repeat:]
     executor.close()
-    return wanted[0][0], wanted[0][1], np.stack([ns for _, _, ns in wanted])
+    return matches[0][0], matches[0][1], np.stack([ns for _, _, ns in matches])
 
 
 def main() -> None:
@@ -102,18 +102,18 @@ def main() -> None:
     ap.add_argument("--each", action="store_true", help="every launch in order, not groups")
     a = ap.parse_args()
     program, env, ns = collect(a.artifact, a.tokens, a.context, a.repeat, a.rows)
-    median, least = np.median(ns, 0) / 1e3, ns.min(0) / 1e3
+    median, low_us = np.median(ns, 0) / 1e3, ns.min(0) / 1e3
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, x in enumerate(program.launches):
         where = [p for p in x.loc.split(".") if not p.isdigit()]
         groups[(str(i),) if a.each else (x.op, ".".join(where[-2:]), x.kernel[:8])].append(i)
     total = np.median(ns.sum(1)) / 1e3
-    print(f"{program.name} {env}: {len(program.launches)} launches, median {total:.0f} us, least {least.sum():.0f} us")
+    print(f"{program.name} {env}: {len(program.launches)} launches, median {total:.0f} us, least {low_us.sum():.0f} us")
     print(f"{'count':>5} {'median us':>10} {'%':>5} {'least us':>10} {'GB/s':>7} {'GFLOP/s':>8}  op, place")
     order = groups.items() if a.each else sorted(groups.items(), key=lambda g: -median[g[1]].sum())
     for _, where in list(order)[: None if a.each else a.top]:
         x = program.launches[where[0]]
-        us, low = median[where].sum(), least[where].sum()
+        us, low = median[where].sum(), low_us[where].sum()
         moved = sum(program.launches[i].bytes(env) if program.launches[i].bytes else 0 for i in where)
         flops = sum(program.launches[i].flops(env) if program.launches[i].flops else 0 for i in where)
         rates = f"{moved / max(low, 1e-9) / 1e3:7.1f} {flops / max(low, 1e-9) / 1e3:8.1f}"

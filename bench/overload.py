@@ -98,20 +98,20 @@ class Server:
         code = "import sys; from llmc_runtime.cli import main_serve; sys.exit(main_serve())"
         paths = [str(ROOT), str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        mine = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cpus or mine)  # children inherit it
+        own_cpus = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cpus or own_cpus)  # children inherit it
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, artifact, "--port", "0", *options], stderr=subprocess.PIPE, text=True, env=env
         )
-        os.sched_setaffinity(0, mine)
+        os.sched_setaffinity(0, own_cpus)
         self.lines, self.port, self.last, there = 0, 0, "", threading.Event()
 
         def read() -> None:
             assert self.process.stderr is not None
             for line in self.process.stderr:
                 self.lines, self.last = self.lines + 1, line
-                if not there.is_set() and (found := re.search(r" at http://[^ ]*:(\d+)$", line.strip())):
-                    self.port = int(found[1])
+                if not there.is_set() and (address := re.search(r" at http://[^ ]*:(\d+)$", line.strip())):
+                    self.port = int(address[1])
                     there.set()
             there.set()
 
@@ -126,10 +126,10 @@ class Server:
         """CPU seconds so far of the front end and the engine, seconds in which the engine waited for a CPU, and CPU
         seconds of this process.
         """
-        mine = resource.getrusage(resource.RUSAGE_SELF)
-        return _cpu(self.process.pid), _cpu(self.engine), _waits(self.engine), mine.ru_utime + mine.ru_stime
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return _cpu(self.process.pid), _cpu(self.engine), _waits(self.engine), usage.ru_utime + usage.ru_stime
 
-    def keep_apart(self, how: str) -> None:
+    def keep_apart(self, mode: str) -> None:
         """Pin this process (with "all", also the front end and the engine) to physical cores that the others do not
         use.
         """
@@ -137,8 +137,8 @@ class Server:
         if len(cores) < 4:
             raise SystemExit(f"--apart needs 4 physical cores, and there are {len(cores)}")
         client, front, rest = cores[0], cores[1], sorted(set().union(*cores[2:]))
-        places = [(os.getpid(), client), (self.process.pid, front if how == "all" else [*front, *rest])]
-        places.append((self.engine, rest if how == "all" else [*front, *rest]))
+        places = [(os.getpid(), client), (self.process.pid, front if mode == "all" else [*front, *rest])]
+        places.append((self.engine, rest if mode == "all" else [*front, *rest]))
         for pid, cpus in places:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 os.sched_setaffinity(int(task.name), cpus)
@@ -183,11 +183,11 @@ def leave(cpus: Collection[int]) -> None:
 def medians(rows: list[Row]) -> list[str]:
     """Describe the medians of the loads that were measured several times."""
     lines = []
-    for mode, load in dict.fromkeys((one.mode, one.load) for one in rows):
-        some = [one for one in rows if (one.mode, one.load) == (mode, load)]
+    for mode, load in dict.fromkeys((row.mode, row.load) for row in rows):
+        some = [row for row in rows if (row.mode, row.load) == (mode, load)]
         if len(some) > 1:
             share, per_cpu, engine, p50, p99, cpu = (
-                statistics.median(getattr(one, name) for one in some)
+                statistics.median(getattr(row, name) for row in some)
                 for name in ("share", "cpu_share", "engine_share", "refused_p50", "refused_p99", "refusal_cpu")
             )
             lines.append(
@@ -201,10 +201,10 @@ def medians(rows: list[Row]) -> list[str]:
 def costs(rows: list[Row]) -> list[str]:
     """Describe the CPU time of the front end for a refusal, over all loads of a mode together."""
     lines = []
-    for mode in dict.fromkeys(one.mode for one in rows):
-        some = [one for one in rows if one.mode == mode]
-        if refused := sum(one.refused for one in some):
-            cost = sum(one.refusal_cpu * one.refused for one in some) / refused
+    for mode in dict.fromkeys(row.mode for row in rows):
+        some = [row for row in rows if row.mode == mode]
+        if refused := sum(row.refused for row in some):
+            cost = sum(row.refusal_cpu * row.refused for row in some) / refused
             lines.append(f"all loads, {mode}: {cost:.3f} ms of the front end's CPU time for each refusal")
     return lines
 
@@ -280,7 +280,7 @@ def measured(server: Server, keep: bool, args: argparse.Namespace) -> list[Row]:
         number = max(1, len(log.done))
         return Peak(len(log.done) / args.seconds, cpu[0] / number, cpu[1] / number), log
 
-    best, log = max((peak(width) for width in args.widths), key=lambda found: found[0].rate)
+    best, log = max((peak(width) for width in args.widths), key=lambda result: result[0].rate)
     took = statistics.median(took for _, took in log.done)
     objective = 3 * took + args.queue / best.rate
     mode, clients = "kept" if keep else "new", args.queue + rows_of(args.artifact)
@@ -315,7 +315,7 @@ def row(
         mode, load, rate, len(log.late) / seconds, good, *shares, number / seconds,
         len(refused) / seconds, log.failed,
         *(1e3 * quantile(values, q) for values in (done, refused) for q in (0.5, 0.99)),
-        *(one / seconds for one in cpu), 1e3 * quantile([late for _, late in log.late], 0.99), 1e3 * extra,
+        *(spent / seconds for spent in cpu), 1e3 * quantile([late for _, late in log.late], 0.99), 1e3 * extra,
     )  # fmt: skip
 
 
@@ -330,14 +330,14 @@ HEAD = (
 )
 
 
-def line(one: Row) -> str:
+def line(row: Row) -> str:
     """Return a row of the table as text."""
     return (
-        f"{one.mode:5} {one.load:5g} {one.rate:8.1f} {one.sent:7.1f} {one.goodput:7.1f} {one.share:6.0%} "
-        f"{one.cpu_share:7.0%} {one.engine_share:7.1%} {one.done_p50:7.0f} {one.done_p99:7.0f} "
-        f"{one.refused:9.1f} {one.refused_p50:7.1f} {one.refused_p99:7.1f} "
-        f"{one.failed:7d} {one.front:11.2f} {one.engine:6.2f} {one.engine_waits:7.3f} {one.client:6.2f} "
-        f"{one.late_p99:7.1f} {one.refusal_cpu:11.3f}"
+        f"{row.mode:5} {row.load:5g} {row.rate:8.1f} {row.sent:7.1f} {row.goodput:7.1f} {row.share:6.0%} "
+        f"{row.cpu_share:7.0%} {row.engine_share:7.1%} {row.done_p50:7.0f} {row.done_p99:7.0f} "
+        f"{row.refused:9.1f} {row.refused_p50:7.1f} {row.refused_p99:7.1f} "
+        f"{row.failed:7d} {row.front:11.2f} {row.engine:6.2f} {row.engine_waits:7.3f} {row.client:6.2f} "
+        f"{row.late_p99:7.1f} {row.refusal_cpu:11.3f}"
     )
 
 
@@ -373,11 +373,11 @@ def main() -> None:
             leave(args.server_cpus)
         if args.apart:
             server.keep_apart(args.apart)
-        rows = [one for mode in args.modes for one in measured(server, mode == "kept", args)]
+        rows = [row for mode in args.modes for row in measured(server, mode == "kept", args)]
     finally:
         server.stop()
     if args.json:
-        print(json.dumps([asdict(one) for one in rows], indent=1))
+        print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         print("\n".join([HEAD, *map(line, rows), *medians(rows), *costs(rows)]))
     print(f"lines of the server's log: {server.lines}", file=sys.stderr)

@@ -27,7 +27,7 @@ class Log:
 
     def within(self, begin: float, end: float) -> Log:
         """Return the outcomes between two times; failures are counted at any time."""
-        parts = ([one for one in some if begin <= one[0] < end] for some in (self.done, self.refused, self.late))
+        parts = ([event for event in some if begin <= event[0] < end] for some in (self.done, self.refused, self.late))
         return Log(*parts, self.failed)
 
 
@@ -63,9 +63,9 @@ class Link:
         if not data:
             raise ConnectionResetError
         self.got += data
-        head, found, body = self.got.partition(b"\r\n\r\n")
+        head, separator, body = self.got.partition(b"\r\n\r\n")
         length = LENGTH.search(head)
-        if not found or len(body) < (int(length[1]) if length else 0):
+        if not separator or len(body) < (int(length[1]) if length else 0):
             return None
         return int(head[9:12])
 
@@ -110,7 +110,7 @@ class Client:
         for fd, events in self._events(max(0.0, seconds)):
             link = self._busy.get(fd)
             if link is None:  # the server closed an idle connection
-                self._drop(next(one for one in self._idle if one.socket.fileno() == fd))
+                self._drop(next(idle for idle in self._idle if idle.socket.fileno() == fd))
                 continue
             try:
                 if link.unsent and events & select.EPOLLOUT and link.send():

@@ -33,14 +33,14 @@ def prefill_seconds(c: Contender) -> float:
     return c.seconds(prompt(PROMPT), 1)
 
 
-def compare(what: str, contenders: dict[str, Contender], measure: Callable[[Contender], float], rounds: int) -> None:
+def compare(title: str, contenders: dict[str, Contender], measure: Callable[[Contender], float], rounds: int) -> None:
     """Print a row per pair: medians in milliseconds, and the median and range of the rounds' ratios."""
-    found = interleave({name: lambda c=c: measure(c) for name, c in contenders.items()}, rounds)
+    seconds = interleave({name: lambda c=c: measure(c) for name, c in contenders.items()}, rounds)
     for ours, theirs in PAIRS:
-        ratios = sorted(b / a for a, b in zip(found[ours], found[theirs], strict=True))
-        ms = [f"{median(found[name]) * 1e3:.1f}" for name in (ours, theirs)]
+        ratios = sorted(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
+        ms = [f"{median(seconds[name]) * 1e3:.1f}" for name in (ours, theirs)]
         spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"| {what} | {ours} {ms[0]} | {theirs} {ms[1]} | {spread} |", flush=True)
+        print(f"| {title} | {ours} {ms[0]} | {theirs} {ms[1]} | {spread} |", flush=True)
 
 
 def main() -> None:

@@ -85,8 +85,8 @@ def measure(folder: Path, rounds: int) -> None:
     for speculate in (0, 3):
         with LLM(path_of(folder, speculate)) as llm:
             for batch in BATCHES:
-                ms, least = step_ms(llm, batch, rounds, rng), floor_ms(path_of(folder, speculate), batch)
-                print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {least:.3f} ms", flush=True)
+                ms, floor = step_ms(llm, batch, rounds, rng), floor_ms(path_of(folder, speculate), batch)
+                print(f"speculate {speculate}, batch {batch:2}: {ms:.3f} ms a step, floor {floor:.3f} ms", flush=True)
             prompts = [seconds(llm, 1, PROMPT, 1, rng) for _ in range(rounds)]
             print(f"speculate {speculate}, prompt of {PROMPT}: {1e3 * statistics.median(prompts):.2f} ms", flush=True)
 

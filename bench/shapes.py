@@ -144,8 +144,8 @@ class Shape:
     @property
     def dense_parameters(self) -> int:
         """Number of weights in the layers' products other than experts."""
-        found = ((n, s) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
-        return sum(int(np.prod(s)) for n, s in found if ".experts." not in n)
+        matrices = ((n, s) for n, s in self.tensors() if ".layers." in n and len(s) == 2)
+        return sum(int(np.prod(s)) for n, s in matrices if ".experts." not in n)
 
     @property
     def expert_parameters(self) -> int:
@@ -255,13 +255,13 @@ def _write(path: Path, tensors: list[tuple[str, tuple[int, ...]]], pool: np.ndar
     with open(path, "wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
         for i, (name, dims) in enumerate(tensors):
-            left = int(np.prod(dims))
+            remaining = int(np.prod(dims))
             source = ones if "norm" in name else pool
             offset = (i * 7919 * 64) % len(source)
-            while left:
-                piece = source[offset : offset + left]
+            while remaining:
+                piece = source[offset : offset + remaining]
                 f.write(piece.data)
-                left, offset = left - len(piece), 0
+                remaining, offset = remaining - len(piece), 0
 
 
 def _bf16(x: np.ndarray) -> np.ndarray:

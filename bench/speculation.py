@@ -88,12 +88,12 @@ LOADS = (
 
 def contenders(model: Path, draft: Path, head: Path, drafts: int, threads: int, folder: Path) -> Mapping[str, LLM]:
     """Compile the model three times, unless the folder has the artifacts, and open the contenders."""
-    made = {
+    options_of = {
         "plain": Options(),
         "drafts": Options(speculate=drafts, draft=str(draft)),
         "head": Options(speculate=drafts, draft=f"eagle:{head}"),
     }
-    for name, options in made.items():
+    for name, options in options_of.items():
         if not (folder / f"{name}.llmc").exists():
             compile_model(model, folder / f"{name}.llmc", options)
     fixed: dict[str, Any] = {"threads": threads, "enable_prefix_caching": False}
@@ -129,7 +129,7 @@ def run(llm: LLM, load: Load, clock: Clock) -> tuple[float, list[list[int]]]:
     for at in range(0, len(params), load.batch):
         part = slice(at, at + load.batch)
         out = llm.generate(list(load.prompts[part]), params[part], use_tqdm=False)
-        tokens += [list(one.outputs[0].token_ids) for one in out]
+        tokens += [list(output.outputs[0].token_ids) for output in out]
     return clock() - begin, tokens
 
 

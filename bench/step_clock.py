@@ -72,10 +72,10 @@ class StepClock:
 def passes_of(work: Sequence[Work], output: StepOutput) -> int:
     """Return how many passes of the draft model or head followed a step: all rows draft together."""
     if output.likely:  # drafting may have ended before all were made
-        made = [len(output.likely.get(i, ())) for i in range(len(work))]
+        drafted = [len(output.likely.get(i, ())) for i in range(len(work))]
     else:
-        made = [0 if item.lookup and output.proposed[i] else item.propose for i, item in enumerate(work)]
-    return max(made, default=0) + any(item.fill for item in work)
+        drafted = [0 if item.lookup and output.proposed[i] else item.propose for i, item in enumerate(work)]
+    return max(drafted, default=0) + any(item.fill for item in work)
 
 
 class Clocked:

@@ -63,22 +63,22 @@ def test_trace_and_pipeline_of_an_8b(benchmark: Any) -> None:
 def test_compile_half_a_billion(benchmark: Any, scratch: Path, cached: bool) -> None:
     """Compile Qwen2.5-0.5B's shape to an artifact, with an empty cache and with the cache of an equal artifact."""
     model, cache, out = shapes.checkpoint(shapes.QWEN25_05B, BUILD), scratch / "cache", scratch / "q.llmc"
-    found = []
+    runs = []
     if cached:
         compiled(model, out, cache)
     for _ in range(ROUNDS):
         if not cached:
             shutil.rmtree(cache, ignore_errors=True)
-        found.append(compiled(model, out, cache))
-        assert ("reuse" in found[-1][1]) == cached, "the cache did not do what this bench is about"
-    seconds = [r.seconds for r, _ in found]
-    what, target = ("an equal artifact in the cache", 5) if cached else ("nothing cached", 90)
+        runs.append(compiled(model, out, cache))
+        assert ("reuse" in runs[-1][1]) == cached, "the cache did not do what this bench is about"
+    seconds = [r.seconds for r, _ in runs]
+    case, target = ("an equal artifact in the cache", 5) if cached else ("nothing cached", 90)
     t = table(
-        f"Compile {shapes.QWEN25_05B.name} bf16, {what}", "median s", "target s", "CPU s", "stages (last)", "peak GiB"
+        f"Compile {shapes.QWEN25_05B.name} bf16, {case}", "median s", "target s", "CPU s", "stages (last)", "peak GiB"
     )
-    used, peak = median([r.cpu_seconds for r, _ in found]), max(r.peak for r, _ in found)
-    t.add(f"{median(seconds):.1f}", target, f"{used:.1f}", stage_text(found[-1][1]), f"{peak / GIB:.2f}")
-    record(benchmark, seconds, target_seconds=target, peak_bytes=peak, stages=found[-1][1])
+    used, peak = median([r.cpu_seconds for r, _ in runs]), max(r.peak for r, _ in runs)
+    t.add(f"{median(seconds):.1f}", target, f"{used:.1f}", stage_text(runs[-1][1]), f"{peak / GIB:.2f}")
+    record(benchmark, seconds, target_seconds=target, peak_bytes=peak, stages=runs[-1][1])
 
 
 @pytest.mark.benchmark(timer=clock, group="compile")

@@ -129,9 +129,9 @@ class Bench:
         ]
         args = [(ctypes.c_void_p * len(c))(*(b.ctypes.data for b in c)) for c in copies]
         argsets = (ctypes.c_void_p * sets)(*map(ctypes.addressof, args))
-        given = (ctypes.c_int64 * 8)(*(int(d.subs(sizes).const or 0) for d in source.sizes))
+        sizes_array = (ctypes.c_int64 * 8)(*(int(d.subs(sizes).const or 0) for d in source.sizes))
         scratch = ctypes.c_int64(source.scratch.const or 0)
-        call = lambda: self.lib.bench_kernel(entry, argsets, given, sets, THREADS, scratch)  # noqa: E731
+        call = lambda: self.lib.bench_kernel(entry, argsets, sizes_array, sets, THREADS, scratch)  # noqa: E731
         call.keep = (copies, args)  # type: ignore[attr-defined]
         return call
 
@@ -156,8 +156,8 @@ def report(benchmark: Any, call: Callable[[], float], ceiling: Callable[[], floa
     seconds = [s for s, _ in pairs]
     rates, shares = sorted(work / s for s in seconds), sorted(work / s / c for s, c in pairs)
     limit, rate, share = median([c for _, c in pairs]), median(rates), median(shares)
-    found = [t for t in kit.TABLES if t.title == TITLE]
-    t = found[0] if found else kit.table(TITLE, "kernel", "us", "median", "best", "unit", "ceiling", "share")
+    tables = [t for t in kit.TABLES if t.title == TITLE]
+    t = tables[0] if tables else kit.table(TITLE, "kernel", "us", "median", "best", "unit", "ceiling", "share")
     numbers = (f"{x / 1e9:.1f}" for x in (rate, rates[-1]))
     t.add(benchmark.name[5:], f"{median(seconds) * 1e6:.0f}", *numbers, unit, f"{limit / 1e9:.1f}", f"{share:.0%}")
     record(benchmark, seconds, limit_rate=limit, share_median=share)
@@ -184,7 +184,7 @@ def test_decode(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) 
 def test_prefill(benchmark: Any, bench: Bench, name: str, dtype: str, rows: int) -> None:
     """Many rows: flops per second, compared with the rate of the same loop in the first-level cache."""
     node = product(name, dtype)
-    flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
+    flops = 2.0 * rows * next(n * k * parts for product_name, n, k, parts, _, _ in PRODUCTS if product_name == name)
     report(benchmark, bench.kernel(LINEAR, node, {"T": rows}, {}), lambda: bench.peak(dtype), flops, "GFLOP/s")
 
 
@@ -205,7 +205,7 @@ def test_quantized_prefill(benchmark: Any, bench: Bench, name: str, rows: int, b
     """Many rows: integer operations per second, compared with the rate of the float product in the first-level
     cache."""
     node = quantized(name, bits, group)
-    flops = 2.0 * rows * next(n * k * parts for what, n, k, parts, _, _ in PRODUCTS if what == name)
+    flops = 2.0 * rows * next(n * k * parts for product, n, k, parts, _, _ in PRODUCTS if product == name)
     call = bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {})
     report(benchmark, call, lambda: bench.peak("f32"), flops, "GFLOP/s")
 

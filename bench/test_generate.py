@@ -80,20 +80,20 @@ def name(request: pytest.FixtureRequest) -> str:
 def contenders(name: str) -> Iterator[dict[str, Contender | str]]:
     """Each contender by name, or why it is absent."""
     checkpoint = shapes.checkpoint(SHAPE, BUILD)
-    found: dict[str, Contender | str] = {}
+    contenders: dict[str, Contender | str] = {}
     peer = f"llama.cpp {FORMATS[name].gguf}"
     try:
-        found["llmc"] = Contender("ours", artifact(checkpoint, name))
+        contenders["llmc"] = Contender("ours", artifact(checkpoint, name))
         if name == "bf16":
-            found["transformers eager"] = Contender("eager", checkpoint)
-            found["transformers static cache, torch.compile"] = Contender("compiled", checkpoint)
+            contenders["transformers eager"] = Contender("eager", checkpoint)
+            contenders["transformers static cache, torch.compile"] = Contender("compiled", checkpoint)
         if LLAMACPP.exists():
-            found[peer] = Contender("llamacpp", gguf(checkpoint, FORMATS[name].gguf), LLAMACPP)
+            contenders[peer] = Contender("llamacpp", gguf(checkpoint, FORMATS[name].gguf), LLAMACPP)
         else:
-            found[peer] = f"absent: no {LLAMACPP.relative_to(ROOT)}"
-        yield found
+            contenders[peer] = f"absent: no {LLAMACPP.relative_to(ROOT)}"
+        yield contenders
     finally:
-        for c in found.values():
+        for c in contenders.values():
             if isinstance(c, Contender):
                 c.close()
 
@@ -117,11 +117,11 @@ def present(contenders: dict[str, Contender | str]) -> dict[str, Contender]:
     return {k: v for k, v in contenders.items() if isinstance(v, Contender)}
 
 
-def check_same(here: dict[str, Contender]) -> None:
+def check_same(contenders: dict[str, Contender]) -> None:
     """First greedy tokens agree for a quarter of the prompts or more: speed is compared between equal models. Random
     weights leave the likeliest token a rounding error ahead: int8 and q8_0 agree for about three quarters."""
     prompts = [prompt(n) for n in (16, 32, 64, 128, 192, 256, 384, 512)]
-    first = {k: [c.generate(p, 1)[0][0] for p in prompts] for k, c in here.items()}
+    first = {k: [c.generate(p, 1)[0][0] for p in prompts] for k, c in contenders.items()}
     ours = first.pop("llmc")
     for name, theirs in first.items():
         same = sum(a == b for a, b in zip(ours, theirs))
@@ -178,22 +178,24 @@ def compare(
         rates.setdefault(name, []).append(work.rate())
         return seconds_of(c)
 
-    here = present(contenders)
-    found = interleave({k: lambda k=k, c=c: measure(k, c) for k, c in here.items()}, ROUNDS)
+    runnable = present(contenders)
+    seconds = interleave({k: lambda k=k, c=c: measure(k, c) for k, c in runnable.items()}, ROUNDS)
     every = [r for each in rates.values() for r in each]
     floor = work.amount / median(every)
     t = table(work.title, "who", "ms", "least ms", "token/s", work.unit, "limit's rate beside it", "share of it")
-    for name, seconds in found.items():
-        s, beside = median(seconds), rates[name]
-        share = median([work.amount / x / r for x, r in zip(seconds, beside)])
+    for name, measured in seconds.items():
+        s, beside = median(measured), rates[name]
+        share = median([work.amount / x / r for x, r in zip(measured, beside)])
         spread = f"{median(beside) / 1e9:.0f} ({min(beside) / 1e9:.0f} to {max(beside) / 1e9:.0f})"
-        times = (f"{s * 1e3:.2f}", f"{min(seconds) * 1e3:.2f}", f"{work.tokens / s:.1f}")
+        times = (f"{s * 1e3:.2f}", f"{min(measured) * 1e3:.2f}", f"{work.tokens / s:.1f}")
         t.add(name, *times, f"{work.amount / s / 1e9:.1f}", spread, f"{share:.0%}")
     t.add(f"limit: {work.limit}", f"{floor * 1e3:.2f}", "", f"{work.tokens / floor:.1f}", "", "", "100%")
     for name, c in contenders.items():
         if isinstance(c, str):
             t.add(name, *[c] + [""] * (len(t.columns) - 2))
-    t.notes.append("; ".join(f"{k}: {c.version}" for k, c in here.items()))
-    t.notes.append("seconds to load + warm up: " + ", ".join(f"{k} {c.readiness}" for k, c in here.items()))
-    peers = {k: median(v) for k, v in found.items() if k != "llmc"}
-    record(benchmark, found["llmc"], peers_median_seconds=peers, all_seconds=found, rates=rates, limit_seconds=floor)
+    t.notes.append("; ".join(f"{k}: {c.version}" for k, c in runnable.items()))
+    t.notes.append("seconds to load + warm up: " + ", ".join(f"{k} {c.readiness}" for k, c in runnable.items()))
+    peers = {k: median(v) for k, v in seconds.items() if k != "llmc"}
+    record(
+        benchmark, seconds["llmc"], peers_median_seconds=peers, all_seconds=seconds, rates=rates, limit_seconds=floor
+    )

@@ -53,17 +53,17 @@ def test_first_token(benchmark: Any) -> None:
         "cold": lambda: forget(out) or first_byte(command),
         "python": python_alone,
     }
-    found = interleave(measures, ROUNDS)
-    t = _report(benchmark, "Process start to the first token, demonstration model", found, "warm", 1.0)
-    t.notes.append(f"artifact not in the page cache: median {median(found['cold']):.3f} s")
+    times = interleave(measures, ROUNDS)
+    t = _report(benchmark, "Process start to the first token, demonstration model", times, "warm", 1.0)
+    t.notes.append(f"artifact not in the page cache: median {median(times['cold']):.3f} s")
 
 
 @pytest.mark.benchmark(timer=clock, group="start")
 def test_help(benchmark: Any) -> None:
     """Run llmc --help, from process start to its end."""
     command = [sys.executable, "-m", "llmc.cli", "--help"]
-    found = interleave({"llmc --help": lambda: run(command).seconds, "python": python_alone}, ROUNDS)
-    _report(benchmark, "llmc --help", found, "llmc --help", 0.3)
+    times = interleave({"llmc --help": lambda: run(command).seconds, "python": python_alone}, ROUNDS)
+    _report(benchmark, "llmc --help", times, "llmc --help", 0.3)
 
 
 def forget(folder: Path) -> None:
@@ -75,10 +75,10 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _report(benchmark: Any, title: str, found: dict[str, list[float]], name: str, target: float) -> Table:
+def _report(benchmark: Any, title: str, times: dict[str, list[float]], name: str, target: float) -> Table:
     t = table(title, "median s", "least s", "target s", "an interpreter alone s")
-    s = found[name]
-    t.add(f"{median(s):.3f}", f"{min(s):.3f}", target, f"{median(found['python']):.3f}")
-    others = {f"{k}_median_seconds": median(v) for k, v in found.items() if k != name}
+    s = times[name]
+    t.add(f"{median(s):.3f}", f"{min(s):.3f}", target, f"{median(times['python']):.3f}")
+    others = {f"{k}_median_seconds": median(v) for k, v in times.items() if k != name}
     record(benchmark, s, target_seconds=target, **others)
     return t

@@ -50,7 +50,7 @@ def test_a_window_of_streams_has_its_own_events_and_what_is_open() -> None:
     streams = Streams(SETTINGS)
     streams.gaps = [(1.0, 0.9), (2.0, 0.001), (3.0, 0.002), (9.0, 0.5)]
     streams.firsts, streams.statuses = [(1.5, 0.3), (2.5, 0.004)], [(2.2, 200), (2.3, 429), (2.4, -1), (0.5, 0)]
-    streams.latest, streams.asked = {0: 3.9}, {1: 3.0}
+    streams.latest, streams.requested = {0: 3.9}, {1: 3.0}
     result = streams.window(1.9, 4.0)
     assert result["tokens"] == 2 and result["max_ms"] == 100.0 and result["ttft_max_ms"] == 1000.0
     assert result["refused"] == {"429": 1, "broken": 1}
@@ -120,7 +120,7 @@ def test_attacks_are_chosen_by_row_and_by_a_regular_expression() -> None:
 def test_a_window_without_an_attack_is_shared_by_two_attacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The window after an attack is also the one before the next attack on the same server."""
     order: list[str] = []
-    bench = run.Bench(tmp_path, tmp_path, [], rest=0.0, least=0.0)
+    bench = run.Bench(tmp_path, tmp_path, [], rest=0.0, min_seconds=0.0)
 
     class Idle:
         def __getattr__(self, name: str) -> Any:

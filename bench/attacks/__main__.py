@@ -47,17 +47,17 @@ def main() -> int:
     args = ap.parse_args()
     attacks = chosen(args.rows, args.only)
     if args.list:
-        print("\n".join(f"{one.row}  {one.name}" for one in attacks))
+        print("\n".join(f"{attack.row}  {attack.name}" for attack in attacks))
         return 0
     with tempfile.TemporaryDirectory(prefix="llmc-attacks-") as folder:
         bench = Bench(
             args.artifact, Path(folder), shlex.split(args.options), args.neighbours, args.neighbour_tokens,
             seconds=args.seconds, limit=args.limit, rest=args.rest, connections=args.connections,
         )  # fmt: skip
-        found = run_all(bench, attacks, args.keep)
+        results = run_all(bench, attacks, args.keep)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"rows": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"rows": results}, indent=1) + "\n")
     return 0
 
 

@@ -98,8 +98,8 @@ def tagged(draw: Draw) -> dict[str, Any]:
 def strict_tools(draw: Draw) -> dict[str, Any]:
     """Return a chat with 100 functions whose calls follow their schemas."""
     form = {"type": "object", "properties": {letters(draw, 5): {"enum": [letters(draw, 6) for _ in range(10)]}}}
-    made = [{"type": "function", "function": {"name": f"f{i}", "parameters": form, "strict": True}} for i in range(100)]
-    return chat("x", tools=made)
+    defs = [{"type": "function", "function": {"name": f"f{i}", "parameters": form, "strict": True}} for i in range(100)]
+    return chat("x", tools=defs)
 
 
 def definitions(draw: Draw) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def definitions(draw: Draw) -> dict[str, Any]:
     format writes them one by one (`--options "--tool-call-parser qwen3_coder"`).
     """
     properties = {f"{letters(draw, 4)}{i}": {"type": "array", "minItems": 1} for i in range(800)}
-    kept = {f"d{i}": {"type": "string", "pattern": "x" * 50} for i in range(2400)}
-    form = {"type": "object", "properties": properties, "$defs": kept}
+    definitions = {f"d{i}": {"type": "string", "pattern": "x" * 50} for i in range(2400)}
+    form = {"type": "object", "properties": properties, "$defs": definitions}
     function = {"type": "function", "function": {"name": "f", "parameters": form}}
     return chat("x", tools=[function], tool_choice="required")
 
@@ -153,9 +153,9 @@ def stored(body: dict[str, Any], path: str, method: str = "GET") -> Client:
 
     async def client(senders: Senders, number: int) -> None:
         door = senders.door
-        made = await senders.send(request(door.host, door.key, RESPONSES, {**body, "store": True}))
+        created = await senders.send(request(door.host, door.key, RESPONSES, {**body, "store": True}))
         with contextlib.suppress(ValueError, KeyError):
-            name = json.loads(made)["id"]
+            name = json.loads(created)["id"]
             data = request(door.host, door.key, f"{RESPONSES}/{name}{path}").replace(b"GET", method.encode(), 1)
             while not senders.over:
                 await senders.send(data)
@@ -187,8 +187,8 @@ def half_closed(path: str, body: Any) -> Client:
                 reader, link = await senders.open()
                 link.write(data)
                 link.write_eof()
-                found = await reader.read(16)
-                senders.statuses[int(found[9:12] or 0)] += 1
+                status_line = await reader.read(16)
+                senders.statuses[int(status_line[9:12] or 0)] += 1
                 link.transport.abort()
 
     return client
@@ -244,7 +244,7 @@ def grammars() -> Attacks:
     fixed_value = drawn(COMPLETIONS, lambda draw: schema({"const": {letters(draw, 9): "x" * 60_000}}))
     conditions = {"if": {"type": "string"}, "then": {"minLength": 2}, "unevaluatedProperties": False}
     pointers = {"$defs": {"a/b": {"type": "null"}}, "anyOf": [{"$ref": "#/$defs/a~1b"}] * 1000}
-    made = {
+    bodies = {
         "1,024 choices with one beginning": drawn(COMPLETIONS, choices),
         "100,000 choices": fixed(COMPLETIONS, guided(choice=[f"w{i}" for i in range(100_000)])),
         "patternProperties with classes of Unicode": drawn(COMPLETIONS, patterns),
@@ -264,7 +264,7 @@ def grammars() -> Attacks:
         "white space patterns": space,
         "n=16 with an expression": many,
     }
-    return {f"8 x {name}": clients(8, repeat(body)) for name, body in made.items()}
+    return {f"8 x {name}": clients(8, repeat(body)) for name, body in bodies.items()}
 
 
 def texts() -> Attacks:
@@ -272,7 +272,7 @@ def texts() -> Attacks:
     emoji, stacked = "\U0001f468\u200d\U0001f469\u200d\U0001f467" * 1500, "Z" + "\u0351\u036b\u0343\u036a" * 3500
     deep = {f"v{i}": nested(40) for i in range(64)}
     turns = [{"role": ("user", "assistant")[i % 2], "content": "x"} for i in range(4000)]
-    made = {
+    bodies = {
         "/tokenize: a word of 8 MB": fixed(TOKENIZE, {"prompt": "a" * 8_000_000}),
         "/tokenize: 8 MB of spaces": fixed(TOKENIZE, {"prompt": " " * 8_000_000}),
         "/tokenize: 8,000 letters in one word": fixed(TOKENIZE, {"prompt": "q" * 8000}),
@@ -294,7 +294,7 @@ def texts() -> Attacks:
         "count_tokens of 4,000 messages": fixed(COUNT, {"model": "demo", "messages": turns}),
         "/detokenize of single bytes": fixed("/detokenize", {"tokens": list(range(130, 250)) * 15}),
     }  # fmt: skip
-    return {f"8 x {name}": clients(8, repeat(body)) for name, body in made.items()}
+    return {f"8 x {name}": clients(8, repeat(body)) for name, body in bodies.items()}
 
 
 def sampling() -> Attacks:
@@ -307,7 +307,7 @@ def sampling() -> Attacks:
     )
     events = drawn(RESPONSES, lambda draw: {"input": letters(draw, 9), "max_output_tokens": 60, "stream": True})
     messages = {"model": "demo", "max_tokens": 60, "stream": True, "messages": [{"role": "user", "content": "x"}]}
-    made = {
+    loads = {
         "4 x n=16 chats with top_logprobs 20, streamed": (4, drawn(CHAT, scored_stream(CHAT))),
         "4 x n=16 completions with all of an event": (4, drawn(COMPLETIONS, scored_stream(COMPLETIONS))),
         "4 x n=16 tokens that form no characters": (4, drawn(COMPLETIONS, wrong_bytes)),
@@ -322,11 +322,11 @@ def sampling() -> Attacks:
         "16 x /v1/responses, streamed": (16, events),
         "16 x /v1/messages, streamed": (16, fixed(MESSAGES, messages)),
     }  # fmt: skip
-    found = {name: clients(count, repeat(body)) for name, (count, body) in made.items()}
+    attackers = {name: clients(count, repeat(body)) for name, (count, body) in loads.items()}
     for seconds in ("0.001", "0.02"):
         data = headed(f"X-Request-Timeout: {seconds}\r\n", COMPLETIONS, completion(max_tokens=500, n=4))
-        found[f"24 x a time limit of {seconds} s"] = clients(24, raw(data))
-    return found
+        attackers[f"24 x a time limit of {seconds} s"] = clients(24, raw(data))
+    return attackers
 
 
 def stores() -> Attacks:

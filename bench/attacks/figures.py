@@ -24,8 +24,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def gaps_of(gaps: list[float], open_now: Sequence[float] = ()) -> dict[str, Any]:
     """Return inter-token latencies in milliseconds; an open gap counts once it is longer than all completed ones."""
-    most = max(gaps, default=0.0)
-    ordered = sorted([*gaps, *(gap for gap in open_now if gap > most)])
+    longest = max(gaps, default=0.0)
+    ordered = sorted([*gaps, *(gap for gap in open_now if gap > longest)])
     shares = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
     return {"tokens": len(gaps), **{name: milliseconds(quantile(ordered, share)) for name, share in shares.items()}}
 
@@ -35,14 +35,14 @@ def memory_window(samples: Sequence[tuple[float, Mapping[str, int]]], begin: flo
 
     Before is the last sample that is not later than `begin`, and after is the last that is not later than `end`.
     """
-    before = next((held for t, held in reversed(samples) if t <= begin), {})
-    after = next((held for t, held in reversed(samples) if t <= end), {})
-    inside = [held for t, held in samples if begin <= t <= end] or [after]
-    found = {}
-    for role in sorted({role for held in (before, *inside) for role in held}):
-        three = (before.get(role, 0), max(held.get(role, 0) for held in inside), after.get(role, 0))
-        found[role] = [value >> 20 for value in three]
-    return found
+    before = next((sizes for t, sizes in reversed(samples) if t <= begin), {})
+    after = next((sizes for t, sizes in reversed(samples) if t <= end), {})
+    inside = [sizes for t, sizes in samples if begin <= t <= end] or [after]
+    window = {}
+    for role in sorted({role for sizes in (before, *inside) for role in sizes}):
+        three = (before.get(role, 0), max(sizes.get(role, 0) for sizes in inside), after.get(role, 0))
+        window[role] = [value >> 20 for value in three]
+    return window
 
 
 def itl_text(itl: Mapping[str, Any]) -> str:
@@ -54,11 +54,11 @@ def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
     """Return a line per status and message of a label, ignoring numbers in it: the count, and the slowest."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     errors: dict[tuple[str, str, str], str] = {}
-    for one in answers:
-        status = str(one["status"]) if one["status"] else NONE
-        group = (one["label"], status, re.sub(r"\d+", "#", one["error"]))
-        errors.setdefault(group, one["error"])
-        groups.setdefault(group, []).append(one["seconds"])
+    for answer in answers:
+        status = str(answer["status"]) if answer["status"] else NONE
+        group = (answer["label"], status, re.sub(r"\d+", "#", answer["error"]))
+        errors.setdefault(group, answer["error"])
+        groups.setdefault(group, []).append(answer["seconds"])
     lines = []
     for (label, status, general), seconds in groups.items():
         error = errors[label, status, general]
@@ -67,29 +67,29 @@ def answers_text(answers: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def describe(found: Mapping[str, Any]) -> str:
+def describe(result: Mapping[str, Any]) -> str:
     """Describe one attack as lines of text."""
-    beside, quiet = found["beside"], found["quiet"]
-    lines = [f"\n[{found['row']}] {found['name']}  ({found['seconds']:.1f} s)"]
-    lines += [f"  attacker   {line}" for line in answers_text(found["answers"]).splitlines()]
-    lines += [f"  note       {note}" for note in found["notes"]]
-    times = (f"{name} {itl_text(found[name]['itl'])}" for name in ("quiet", "beside", "after"))
+    beside, quiet = result["beside"], result["quiet"]
+    lines = [f"\n[{result['row']}] {result['name']}  ({result['seconds']:.1f} s)"]
+    lines += [f"  attacker   {line}" for line in answers_text(result["answers"]).splitlines()]
+    lines += [f"  note       {note}" for note in result["notes"]]
+    times = (f"{name} {itl_text(result[name]['itl'])}" for name in ("quiet", "beside", "after"))
     lines.append(
         f"  itl ms     {'   '.join(times)}"
         f"   (first token {beside['itl']['ttft_max_ms']:.0f}; refused {beside['itl']['refused'] or 0})"
     )
     lines.append(f"  health ms  quiet {quiet['health']['worst_ms']}   beside {beside['health']['worst_ms']}")
-    for name, one in _ordinary(beside).items():
-        lines.append(f"  {name:10} {one['statuses']} worst {one['worst_ms'][0] if one['worst_ms'] else 0:.0f} ms")
-    lines.append("  memory     " + "   ".join(f"{k} {a} > {b} > {c} MiB" for k, (a, b, c) in found["memory"].items()))
-    lines.append("  cpu s      " + "   ".join(f"{k} {v:.1f}" for k, v in found["cpu"].items()))
-    lines.append(f"  processes  {found['processes']}")
+    for name, row in _ordinary(beside).items():
+        lines.append(f"  {name:10} {row['statuses']} worst {row['worst_ms'][0] if row['worst_ms'] else 0:.0f} ms")
+    lines.append("  memory     " + "   ".join(f"{k} {a} > {b} > {c} MiB" for k, (a, b, c) in result["memory"].items()))
+    lines.append("  cpu s      " + "   ".join(f"{k} {v:.1f}" for k, v in result["cpu"].items()))
+    lines.append(f"  processes  {result['processes']}")
     return "\n".join(lines)
 
 
 def _ordinary(window: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the small requests of a window, by name."""
-    return {name: one for name, one in window.items() if name not in ("itl", "health")}
+    return {name: requests for name, requests in window.items() if name not in ("itl", "health")}
 
 
 HEAD = (
@@ -109,17 +109,17 @@ HEAD = (
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return all attacks as a Markdown table, with times in milliseconds."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
-    for one in rows:
-        beside = one["beside"]
+    for row in rows:
+        beside = row["beside"]
         small = _ordinary(beside).values()
         worst = max((ask["worst_ms"][0] for ask in small if ask["worst_ms"]), default=0.0)
         failed = sorted({status for ask in small for status in ask["statuses"] if status != "200"})
         cells = [
-            str(one["row"]), one["name"], answers_text(one["answers"]).replace("\n", "; ").replace("|", "\\|")[:160],
-            itl_text(one["quiet"]["itl"]), itl_text(beside["itl"]), itl_text(one["after"]["itl"]),
+            str(row["row"]), row["name"], answers_text(row["answers"]).replace("\n", "; ").replace("|", "\\|")[:160],
+            itl_text(row["quiet"]["itl"]), itl_text(beside["itl"]), itl_text(row["after"]["itl"]),
             f"{beside['health']['worst_ms'][0] if beside['health']['worst_ms'] else 0:.0f}",
             f"{worst:.0f}{f' {failed}' if failed else ''}",
-            ", ".join(f"{k} {a}>{b}>{c}" for k, (a, b, c) in one["memory"].items()), one["processes"],
+            ", ".join(f"{k} {a}>{b}>{c}" for k, (a, b, c) in row["memory"].items()), row["processes"],
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

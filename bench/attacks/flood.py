@@ -82,16 +82,16 @@ class Flood:
 
 async def flood(settings: dict[str, Any]) -> dict[str, Any]:
     """The figures."""
-    one, seconds = Flood(settings), settings["seconds"]
-    peak = await one.peak(seconds / 2)
-    one.done.clear()
-    goodput, sent = await one.offer(max(1.0, settings["times"] * peak), seconds)
-    refused = sorted(took for _, took, status in one.done if status in (429, 503))
+    load, seconds = Flood(settings), settings["seconds"]
+    peak = await load.peak(seconds / 2)
+    load.done.clear()
+    goodput, sent = await load.offer(max(1.0, settings["times"] * peak), seconds)
+    refused = sorted(took for _, took, status in load.done if status in (429, 503))
     return {
         "peak": peak, "offered": sent / (WARM + seconds), "goodput": goodput, "share": goodput / max(peak, 1e-9),
         "seconds": seconds, "refused_p50_ms": milliseconds(quantile(refused, 0.5)),
-        "refused_p99_ms": milliseconds(quantile(refused, 0.99)), "unanswered": sent - len(one.done),
-        "statuses": {str(k): v for k, v in sorted(Counter(status for _, _, status in one.done).items())},
+        "refused_p99_ms": milliseconds(quantile(refused, 0.99)), "unanswered": sent - len(load.done),
+        "statuses": {str(k): v for k, v in sorted(Counter(status for _, _, status in load.done).items())},
     }  # fmt: skip
 
 

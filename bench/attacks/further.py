@@ -33,7 +33,7 @@ class Senders:
 
     def __init__(self, door: Door) -> None:
         self.door, self.began = door, time.monotonic()
-        self.end = self.began + min(SECONDS, door.left)
+        self.end = self.began + min(SECONDS, door.remaining)
         self.pool = Pool(door.host, door.port, None)
         self.statuses: Counter[int] = Counter()
 
@@ -69,7 +69,7 @@ def clients(count: int, client: Client) -> Callable[[Door], list[Answer]]:
     async def attack(door: Door) -> list[Answer]:
         senders = Senders(door)
         tasks = [asyncio.create_task(client(senders, i)) for i in range(count)]
-        _, late = await asyncio.wait(tasks, timeout=door.left)
+        _, late = await asyncio.wait(tasks, timeout=door.remaining)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
@@ -173,12 +173,12 @@ def raw(make: Callable[[Door], bytes], responses: int = 1) -> Client:
 
 async def _responses(senders: Senders, reader: asyncio.StreamReader, count: int) -> None:
     """Count the status lines of up to so many responses."""
-    kept = b""
+    tail = b""
     while count > 0:
-        if not (found := await reader.read(1 << 16)):
+        if not (data := await reader.read(1 << 16)):
             senders.statuses[0] += 1
             return
-        lines = _STATUS.findall(kept + found)
-        kept = (kept + found)[-11:]
+        lines = _STATUS.findall(tail + data)
+        tail = (tail + data)[-11:]
         senders.statuses.update(map(int, lines))
         count -= len(lines)

@@ -79,8 +79,8 @@ def images(count: int) -> dict[str, Any]:
 def tools(count: int, properties: int = 1) -> dict[str, Any]:
     """Return a chat with many functions, one of which must be called."""
     form = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(properties)}}
-    made = [{"type": "function", "function": {"name": f"f{i}", "parameters": form}} for i in range(count)]
-    return {"messages": [{"role": "user", "content": "x"}], "tools": made, "tool_choice": "required", "max_tokens": 4}
+    defs = [{"type": "function", "function": {"name": f"f{i}", "parameters": form}} for i in range(count)]
+    return {"messages": [{"role": "user", "content": "x"}], "tools": defs, "tool_choice": "required", "max_tokens": 4}
 
 
 def conversation(turns: int) -> dict[str, Any]:

@@ -56,10 +56,10 @@ class Door:
 
     def connect(self) -> socket.socket:
         """Open a connection."""
-        return socket.create_connection((self.host, self.port), self.left)
+        return socket.create_connection((self.host, self.port), self.remaining)
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the seconds to the deadline, at least a few milliseconds."""
         return max(0.005, self.until - time.monotonic())
 
@@ -72,7 +72,7 @@ class Door:
         began, got = time.monotonic(), Answer(label)
         try:
             with self.connect() as link:
-                link.settimeout(self.left)
+                link.settimeout(self.remaining)
                 # A refusal before everything was sent breaks the connection; its response may have arrived.
                 with contextlib.suppress(ConnectionError):
                     link.sendall(data)
@@ -85,9 +85,9 @@ class Door:
         return got
 
     def _hear(self, link: socket.socket, got: Answer) -> None:
-        reply, kept = Reply(), b""
+        reply, tail = Reply(), b""
         while not reply.complete:
-            link.settimeout(self.left)
+            link.settimeout(self.remaining)
             data = link.recv(1 << 18)
             if not data:
                 break
@@ -96,23 +96,23 @@ class Door:
             body = reply.feed(data)
             got.status = reply.status
             got.size += len(body)
-            kept = (kept + body)[-KEPT:]
+            tail = (tail + body)[-KEPT:]
         if got.status != 200:
-            got.error = error_of(kept)
-        elif (at := kept.find(b'{"error":')) >= 0:  # the last event of a stream
-            got.error = error_of(kept[at:].partition(b"\n")[0])
+            got.error = error_of(tail)
+        elif (at := tail.find(b'{"error":')) >= 0:  # the last event of a stream
+            got.error = error_of(tail[at:].partition(b"\n")[0])
 
 
 def together(calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
     """Call all functions at once, each in its own thread; return their responses in order."""
-    found: list[Answer | None] = [None] * len(calls)
+    answers: list[Answer | None] = [None] * len(calls)
 
-    def one(number: int) -> None:
-        found[number] = calls[number]()
+    def run(number: int) -> None:
+        answers[number] = calls[number]()
 
-    threads = [threading.Thread(target=one, args=[i], daemon=True) for i in range(len(calls))]
+    threads = [threading.Thread(target=run, args=[i], daemon=True) for i in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [one for one in found if one is not None]
+    return [answer for answer in answers if answer is not None]

@@ -36,7 +36,7 @@ def burst(door: Door, data: bytes, count: int = BURST, hold: float = 2.0) -> lis
                 link.send(data)
         connected = time.monotonic() - began
         health = door.ask("/health after them", "/health")
-        time.sleep(max(0.0, min(hold, door.left)))
+        time.sleep(max(0.0, min(hold, door.remaining)))
         statuses = Counter(map(_status, links))
     seconds = time.monotonic() - began
     ends = [Answer(f"{number} of {count} connections", status, seconds) for status, number in statuses.items()]
@@ -62,7 +62,7 @@ def pipeline(host: str, key: str, path: str, count: int) -> bytes:
 
 def flood(door: Door, data: bytes, clients: int, seconds: float = 4.0) -> list[Answer]:
     """Send one request again and again from `clients` connections; return the number of each status."""
-    return asyncio.run(_flood(door, data, clients, min(seconds, door.left)))
+    return asyncio.run(_flood(door, data, clients, min(seconds, door.remaining)))
 
 
 async def _flood(door: Door, data: bytes, clients: int, seconds: float) -> list[Answer]:

@@ -46,7 +46,7 @@ def readers() -> Attacks:
     long = {"max_tokens": 400, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "x"}], "n": 16, "logprobs": True, "top_logprobs": 20, **long}
     scored = completion(prompt=[[5] * 300] * 8, max_tokens=1, prompt_logprobs=20)
-    made = {
+    loads = {
         "24 x n=16 streams": (24, reading(COMPLETIONS, completion(n=16, stream=True, **long))),
         "4 x 16 prompts, streamed": (4, reading(COMPLETIONS, completion(prompt=["x"] * 16, stream=True, **long))),
         "40 x n=16 streams with 20 alternatives": (40, reading(CHAT, {**chat, "stream": True})),
@@ -57,4 +57,4 @@ def readers() -> Attacks:
         "400 x 40 /metrics": (400, reading("/metrics", None, times=40)),
         "100 x half-closed streams": (100, reading(COMPLETIONS, completion(n=4, stream=True, **long), half=True)),
     }
-    return {f"a byte a second: {name}": clients(count, client) for name, (count, client) in made.items()}
+    return {f"a byte a second: {name}": clients(count, client) for name, (count, client) in loads.items()}

@@ -56,13 +56,13 @@ Run = Callable[[Field], list[Answer]]
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack with a unique `name`. `ends`: the server cannot be used afterwards. `least`: seconds that it needs."""
+    """An attack with a unique `name`. `ends`: the server cannot be used afterwards. `min_seconds`: that it needs."""
 
     row: int
     name: str
     run: Run
     ends: bool = False
-    least: float = 0.0
+    min_seconds: float = 0.0
 
 
 def completion(**more: Any) -> dict[str, Any]:
@@ -72,8 +72,8 @@ def completion(**more: Any) -> dict[str, Any]:
 
 def schema(form: Any) -> dict[str, Any]:
     """Return a completion with a JSON schema."""
-    own = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
-    return completion(response_format=own)
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
+    return completion(response_format=response_format)
 
 
 def forms(bodies: Sequence[dict[str, Any]], again: bool = True) -> Run:
@@ -81,8 +81,8 @@ def forms(bodies: Sequence[dict[str, Any]], again: bool = True) -> Run:
 
     def run(ground: Field) -> list[Answer]:
         ask = ground.door.ask
-        found = together([partial(ask, "request", "/v1/completions", body) for body in bodies])
-        return [*found, ask("again", "/v1/completions", bodies[0])] if again else found
+        answers = together([partial(ask, "request", "/v1/completions", body) for body in bodies])
+        return [*answers, ask("again", "/v1/completions", bodies[0])] if again else answers
 
     return run
 
@@ -159,8 +159,8 @@ def prompts(count: int, size: int) -> Run:
     """Send prompts of text that exceed the context."""
 
     def run(ground: Field) -> list[Answer]:
-        made = [json.dumps(completion(prompt=text(size, seed))).encode() for seed in range(count)]
-        return together([partial(ground.door.ask, f"{size / 1e6:.0f} MB", "/v1/completions", data) for data in made])
+        bodies = [json.dumps(completion(prompt=text(size, seed))).encode() for seed in range(count)]
+        return together([partial(ground.door.ask, f"{size / 1e6:.0f} MB", "/v1/completions", data) for data in bodies])
 
     return run
 
@@ -197,20 +197,20 @@ def unfinished(ground: Field) -> list[Answer]:
             except OSError as e:
                 statuses[type(e).__name__] += 1
                 ready.unregister(link)
-    taken = sum(links.values()) / 1e6
-    ground.notes.append(f"{len(links)} connections, {full} sent all but a byte, {taken:.0f} MB taken")
+    megabytes = sum(links.values()) / 1e6
+    ground.notes.append(f"{len(links)} connections, {full} sent all but a byte, {megabytes:.0f} MB taken")
     for link in links:
         link.close()
     waiting = len(links) - sum(statuses.values())
     seconds = time.monotonic() - began
-    found = [Answer(f"{count} connections", int(s) if s.isdigit() else 0, seconds, "" if s.isdigit() else s)
+    answers = [Answer(f"{count} connections", int(s) if s.isdigit() else 0, seconds, "" if s.isdigit() else s)
              for s, count in statuses.items()]  # fmt: skip
-    return [*found, Answer(f"{waiting} connections", 0, seconds, "held to the end")] if waiting else found
+    return [*answers, Answer(f"{waiting} connections", 0, seconds, "held to the end")] if waiting else answers
 
 
 def kills(ground: Field) -> list[Answer]:
     """Kill the engine process four times; after the last, wait until the server has reacted."""
-    found, server = [], ground.server
+    answers, server = [], ground.server
     for number in range(1, KILLS + 1):
         pid = server.engine
         if pid is None:
@@ -227,21 +227,21 @@ def kills(ground: Field) -> list[Answer]:
         code = server.process.poll()
         ending = f"the process ended with exit code {code}" if code is not None else last.error
         last.label, last.seconds, last.error = f"kill {number}", time.monotonic() - began, ending
-        found.append(last)
+        answers.append(last)
         if last.status != 200 and code is None:
             request = ground.door.ask("completion", "/v1/completions", completion())
             ground.notes.append(
                 f"after kill {number} a completion gets {request.status}, Retry-After {request.retry_after}"
             )
-    return found
+    return answers
 
 
 def scored(ground: Field) -> list[Answer]:
     """Request log-probabilities of many long prompts."""
     draw = random.Random(7)
-    made = [[draw.randrange(3, 250) for _ in range(IDS)] for _ in range(PROMPTS)]
+    prompts = [[draw.randrange(3, 250) for _ in range(IDS)] for _ in range(PROMPTS)]
     got = ground.door.ask(f"{PROMPTS} x {IDS} ids", "/v1/completions",
-                          {"prompt": made, "max_tokens": 1, "prompt_logprobs": 20})  # fmt: skip
+                          {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 20})  # fmt: skip
     ground.notes.append(f"the answer has {got.size / 1e6:.1f} MB")
     return [got]
 
@@ -249,13 +249,15 @@ def scored(ground: Field) -> list[Answer]:
 def flooded(ground: Field) -> list[Answer]:
     """Send more requests than can be served, from a separate process."""
     server = ground.server
-    seconds = max(2.0, min(8.0, ground.door.left / 4 - 0.5))
+    seconds = max(2.0, min(8.0, ground.door.remaining / 4 - 0.5))
     options = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
-    options["drain"] = max(1.0, ground.door.left - 2 * seconds - 5.0)  # what remains of the time limit after the load
+    options["drain"] = max(
+        1.0, ground.door.remaining - 2 * seconds - 5.0
+    )  # what remains of the time limit after the load
     command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(options)]
     try:
         env = {**os.environ, "PYTHONPATH": python_path()}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ground.door.left, env=env)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ground.door.remaining, env=env)
     except subprocess.TimeoutExpired:
         return [Answer("flood", 0, 0.0, "the load did not end before the deadline")]
     got = json.loads(done.stdout)
@@ -302,7 +304,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(4, "32 prompts of 1 MB", prompts(32, 1_000_000)),
     Attack(5, "unfinished bodies of 8 MB", unfinished),
     Attack(7, "128 prompts of 1,000 ids, prompt_logprobs 20", scored),
-    Attack(8, "ten times the peak", flooded, least=16.0),
+    Attack(8, "ten times the peak", flooded, min_seconds=16.0),
     Attack(9, "4,000 silent connections", bursts(lambda ground: b"")),
     Attack(9, "4,000 halves of heads", bursts(lambda ground: b"GET /health HTTP/1.1\r\nHost: loc")),
     Attack(9, "4,000 heads of 60 KiB without an end", bursts(lambda ground: HEAD_OF_X + b"x" * 60_000)),
@@ -320,8 +322,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(10, "24 x /tokenize", floods(24, "/tokenize", {"prompt": "hello world"})),
     *(Attack(11, name, repeated(make)) for name, make in valid_work().items()),
     *(Attack(12, name, repeated(make)) for name, make in refused_work().items()),
-    *(Attack(13, name, repeated(make)) for made in (grammars, texts, sampling) for name, make in made().items()),
-    *(Attack(14, name, repeated(make)) for made in (stores, connections) for name, make in made().items()),
+    *(Attack(13, name, repeated(make)) for family in (grammars, texts, sampling) for name, make in family().items()),
+    *(Attack(14, name, repeated(make)) for family in (stores, connections) for name, make in family().items()),
     *(Attack(15, name, repeated(make)) for name, make in orders().items()),
     *(Attack(16, name, repeated(make)) for name, make in readers().items()),
     Attack(6, "four ends of the engine", kills, ends=True),

@@ -38,7 +38,7 @@ class Bench:
     rest: float = 3.0
     connections: int = 400
     start: float = 120.0
-    least: float = 2.0  # seconds of a window during an attack
+    min_seconds: float = 2.0  # seconds of a window during an attack
     ordinary: Sequence[str] = ORDINARY  # small requests beside the streams
     server: Server | None = None
     watch: Watch | None = None
@@ -82,10 +82,11 @@ class Bench:
         quiet = self.quiet or self._quiet()
         sampler.take()
         begin, cpu = time.monotonic(), sampler.cpu()
-        ground = Field(server, time.monotonic() + max(self.limit, attack.least), self.connections, tokens=self.attacked)
+        end = time.monotonic() + max(self.limit, attack.min_seconds)
+        ground = Field(server, end, self.connections, tokens=self.attacked)
         answers = attack.run(ground)
         seconds = time.monotonic() - begin
-        time.sleep(max(0.2, self.least - seconds))
+        time.sleep(max(0.2, self.min_seconds - seconds))
         end = time.monotonic()
         beside = self.watch.window(begin, end)
         sampler.take()
@@ -94,23 +95,23 @@ class Bench:
         after = self.quiet = self._quiet()
         changes = server.changes()
         sampler.stop()
-        found = {
-            "row": attack.row, "name": attack.name, "seconds": seconds, "answers": [one.json() for one in answers],
+        result = {
+            "row": attack.row, "name": attack.name, "seconds": seconds, "answers": [a.json() for a in answers],
             "notes": ground.notes, "quiet": quiet, "beside": beside, "after": after, "cpu": dict(spent),
             "memory": sampler.window(begin, time.monotonic()), "processes": changes, "log": last_log_lines(server),
         }  # fmt: skip
         if not keep or attack.ends or changes != "same" or not self.serves(server):
             self.close()
-        return found
+        return result
 
     def _quiet(self) -> dict[str, Any]:
         """Measure a window without an attack."""
         assert self.watch is not None
         start = time.monotonic()
         time.sleep(self.seconds)
-        found = self.watch.window(start, time.monotonic())
+        window = self.watch.window(start, time.monotonic())
         time.sleep(PAUSE)
-        return found
+        return window
 
     def serves(self, server: Server) -> bool:
         """Return whether a new schema of the neighbour's key is served within a few seconds, so that no attack is still
@@ -123,30 +124,30 @@ class Bench:
 
 def chosen(rows: str, only: str) -> list[Attack]:
     """Return the attacks of some rows whose names match a regular expression. Raises ValueError if there are none."""
-    wanted = {int(row) for row in rows.split(",") if row}
-    found = [one for one in ATTACKS if (not wanted or one.row in wanted) and re.search(only, one.name)]
-    if not found:
+    numbers = {int(row) for row in rows.split(",") if row}
+    attacks = [attack for attack in ATTACKS if (not numbers or attack.row in numbers) and re.search(only, attack.name)]
+    if not attacks:
         raise ValueError(f"no attack has --rows {rows or 'any'} and a name that matches {only!r}")
-    return found
+    return attacks
 
 
 def run_all(
     bench: Bench, attacks: list[Attack], keep: bool, end: float = float("inf"), save: Save = lambda rows: None
 ) -> list[dict[str, Any]]:
     """Run attacks, print and save each result; attacks that do not fit before `end` are listed."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     limit = bench.limit
     try:
         for attack in attacks:
-            left = end - time.monotonic()
-            if left < bench.seconds + bench.rest + max(bench.least, attack.least):
+            remaining = end - time.monotonic()
+            if remaining < bench.seconds + bench.rest + max(bench.min_seconds, attack.min_seconds):
                 print(f"\n[{attack.row}] {attack.name}: no time left", flush=True)
                 continue
-            bench.limit = min(limit, left)
-            found.append(bench.run(attack, keep))
-            print(describe(found[-1]), flush=True)
-            save(found)
+            bench.limit = min(limit, remaining)
+            results.append(bench.run(attack, keep))
+            print(describe(results[-1]), flush=True)
+            save(results)
     finally:
         bench.close()
-    print("\n" + table(found), flush=True)
-    return found
+    print("\n" + table(results), flush=True)
+    return results

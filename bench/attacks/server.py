@@ -43,24 +43,24 @@ class Server:
         with log.open("w") as err:
             self.process = subprocess.Popen(command, stderr=err, stdout=err, env=env)
         began = time.monotonic()
-        while not (found := re.search(r" at http://([\d.]+):(\d+)", log.read_text(errors="replace"))):
+        while not (address := re.search(r" at http://([\d.]+):(\d+)", log.read_text(errors="replace"))):
             if self.process.poll() is not None or time.monotonic() - began > seconds:
                 self.process.kill()
                 raise SystemExit(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.05)
-        self.host, self.port = found[1], int(found[2])
+        self.host, self.port = address[1], int(address[2])
         self.began = self.family()
 
     def family(self) -> dict[int, tuple[float, str]]:
         """Return, by process id, its start time and role: front end, engine, or the module of a helper."""
-        found: dict[int, tuple[float, str]] = {}
+        family: dict[int, tuple[float, str]] = {}
         with contextlib.suppress(psutil.Error):
             top = psutil.Process(self.process.pid)
-            found[top.pid] = (top.create_time(), FRONT)
-            for one in top.children(recursive=True):
+            family[top.pid] = (top.create_time(), FRONT)
+            for child in top.children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    found[one.pid] = (one.create_time(), _role(one, top.pid))
-        return found
+                    family[child.pid] = (child.create_time(), _role(child, top.pid))
+        return family
 
     @property
     def engine(self) -> int | None:
@@ -112,8 +112,8 @@ def _memory(process: psutil.Process) -> int:
     They are counters of the kernel. Adding up the pages instead (`memory_full_info`) locks the memory map of the
     process for up to 30 ms, and a process that needs memory meanwhile waits: its streams would show that.
     """
-    found = process.memory_info()
-    return int(found.rss - found.shared)
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
 
 
 class Sampler:
@@ -138,22 +138,22 @@ class Sampler:
 
     def take(self) -> dict[str, int]:
         """Take a sample."""
-        held: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for pid, (_, role) in self.server.family().items():
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-                held[role] += _memory(process)
+                sizes[role] += _memory(process)
                 times = process.cpu_times()
                 self._cpu[pid] = (role, times.user + times.system)
-        self.samples.append((time.monotonic(), dict(held)))
-        return dict(held)
+        self.samples.append((time.monotonic(), dict(sizes)))
+        return dict(sizes)
 
     def cpu(self) -> Counter[str]:
         """Return CPU seconds so far, including those of processes that ended."""
-        found: Counter[str] = Counter()
+        seconds_by_role: Counter[str] = Counter()
         for role, seconds in list(self._cpu.values()):
-            found[role] += seconds  # type: ignore[assignment]
-        return found
+            seconds_by_role[role] += seconds  # type: ignore[assignment]
+        return seconds_by_role
 
     def window(self, begin: float, end: float) -> dict[str, list[int]]:
         """Return the memory [before, peak, after] in MiB by role."""
@@ -165,7 +165,7 @@ class Sampler:
         self._thread.join(5)
 
 
-def last_log_lines(server: Server, most: int = 5) -> list[str]:
+def last_log_lines(server: Server, count: int = 5) -> list[str]:
     """Return the last lines of the log except those of requests."""
     lines: list[Any] = server.log.read_text(errors="replace").splitlines()
-    return [line for line in lines if "llmc.request" not in line][-most:]
+    return [line for line in lines if "llmc.request" not in line][-count:]

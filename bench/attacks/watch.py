@@ -54,7 +54,7 @@ class Streams:
         self.firsts: list[tuple[float, float]] = []  # (time, seconds since the request)
         self.statuses: list[tuple[float, int]] = []
         self.latest: dict[int, float] = {}  # time of the last event of each open stream
-        self.asked: dict[int, float] = {}  # time of the request of each stream without an event
+        self.requested: dict[int, float] = {}  # time of the request of each stream without an event
 
     async def run(self, number: int) -> None:
         """Run one stream after another."""
@@ -72,7 +72,7 @@ class Streams:
     async def _one(self, number: int, tokens: int) -> int:
         host, port, lines, events = self.settings["host"], self.settings["port"], 0, 0
         failed = False
-        began = self.asked.setdefault(number, time.monotonic())
+        began = self.requested.setdefault(number, time.monotonic())
 
         def hear(reply: Reply, body: bytes) -> None:
             nonlocal lines, events, failed
@@ -85,7 +85,7 @@ class Streams:
             now = time.monotonic()
             last = self.latest.get(number)
             if last is None:
-                self.asked.pop(number, None)
+                self.requested.pop(number, None)
                 self.firsts.append((now, now - began))
             else:
                 self.gaps.append((now, now - last))
@@ -103,16 +103,16 @@ class Streams:
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
         """Return the figures of a window."""
-        self.gaps = [one for one in self.gaps if one[0] > begin]
-        self.firsts = [one for one in self.firsts if one[0] > begin]
-        self.statuses = [one for one in self.statuses if one[0] > begin]
+        self.gaps = [event for event in self.gaps if event[0] > begin]
+        self.firsts = [event for event in self.firsts if event[0] > begin]
+        self.statuses = [event for event in self.statuses if event[0] > begin]
         open_now = [end - last for last in self.latest.values()]
-        waiting = [end - began for began in self.asked.values()]
+        waiting = [end - began for began in self.requested.values()]
         refused = Counter("broken" if status == BROKEN else str(status)
                           for t, status in self.statuses if t <= end and status != 200)  # fmt: skip
         firsts = [seconds for t, seconds in self.firsts if t <= end] + waiting
-        found = gaps_of([gap for t, gap in self.gaps if t <= end], open_now)
-        return {**found, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused)}
+        gaps = gaps_of([gap for t, gap in self.gaps if t <= end], open_now)
+        return {**gaps, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused)}
 
 
 class Asker:
@@ -146,15 +146,15 @@ class Asker:
 
     def window(self, begin: float, end: float) -> dict[str, Any]:
         """Return the figures of a window; a request counts if it was open in it."""
-        self.done = [one for one in self.done if one[0] + one[1] > begin]
-        rows = [one for one in self.done if one[0] <= end]
-        taken = [min(seconds, end - began) for began, seconds, _, _ in rows]
+        self.done = [request for request in self.done if request[0] + request[1] > begin]
+        rows = [request for request in self.done if request[0] <= end]
+        durations = [min(seconds, end - began) for began, seconds, _, _ in rows]
         if self.began is not None and self.began < end:
-            taken.append(end - self.began)
+            durations.append(end - self.began)
         statuses = Counter(f"{status} {code}".strip() for _, _, status, code in rows)
-        taken.sort()
-        worst = [milliseconds(seconds) for seconds in taken[-1:-4:-1]]
-        return {"count": len(taken), "statuses": dict(statuses), "worst_ms": worst}
+        durations.sort()
+        worst = [milliseconds(seconds) for seconds in durations[-1:-4:-1]]
+        return {"count": len(durations), "statuses": dict(statuses), "worst_ms": worst}
 
 
 def code_of(status: int, body: bytes) -> str:
@@ -174,8 +174,8 @@ def ordinary_requests() -> dict[str, tuple[float, Callable[[int], tuple[str, Any
         return "/v1/completions", {"prompt": f"Question {number}:", "max_tokens": 4, "temperature": 0}
 
     def schema(number: int) -> tuple[str, Any]:
-        own = {"type": "object", "properties": {f"field{number}": {"type": "integer"}}}
-        form = {"type": "json_schema", "json_schema": {"name": "small", "schema": own}}
+        item_schema = {"type": "object", "properties": {f"field{number}": {"type": "integer"}}}
+        form = {"type": "json_schema", "json_schema": {"name": "small", "schema": item_schema}}
         return "/v1/completions", {"prompt": "x", "max_tokens": 4, "temperature": 0, "response_format": form}
 
     def tokenize(number: int) -> tuple[str, Any]:
@@ -191,12 +191,12 @@ async def watch(settings: dict[str, Any]) -> None:
     known = ordinary_requests()
     askers |= {name: Asker(settings, *known[name]) for name in settings["ordinary"]}
     tasks = [asyncio.create_task(streams.run(i)) for i in range(settings["streams"])]
-    tasks += [asyncio.create_task(one.run()) for one in askers.values()]
+    tasks += [asyncio.create_task(asker.run()) for asker in askers.values()]
     loop, lines = asyncio.get_running_loop(), asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
         options = json.loads(line)
-        result: dict[str, Any] = {name: one.window(**options) for name, one in askers.items()}
+        result: dict[str, Any] = {name: asker.window(**options) for name, asker in askers.items()}
         print(json.dumps({"itl": streams.window(**options), **result}), flush=True)
         if failed := next((task for task in tasks if task.done()), None):
             failed.result()
@@ -219,8 +219,8 @@ class Watch:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"begin": begin, "end": end}) + "\n")
         self._process.stdin.flush()
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
+        window: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return window
 
     def end(self) -> None:
         """End the process."""

@@ -102,29 +102,29 @@ def main() -> int:
     ap.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     args = ap.parse_args()
     print(f"seed {args.seed}", flush=True)
-    wanted = [name for name in args.only.split(",") if name] or list(SCENARIOS)
-    found: dict[str, Any] = {}
-    for name in wanted:
+    names = [name for name in args.only.split(",") if name] or list(SCENARIOS)
+    results: dict[str, Any] = {}
+    for name in names:
         began = time.monotonic()
-        found[name] = asyncio.run(SCENARIOS[name](Random(f"{args.seed} {name}"), args.minutes / MINUTES))
+        results[name] = asyncio.run(SCENARIOS[name](Random(f"{args.seed} {name}"), args.minutes / MINUTES))
         print(f"\n{name}: {time.monotonic() - began:.0f} s", flush=True)
-        for key, value in found[name].items():
+        for key, value in results[name].items():
             if value not in ([], 0) or key in NEVER:
                 print(f"  {key:26} {value:.3f}" if isinstance(value, float) else f"  {key:26} {value}", flush=True)
-    zero = totals(found)
+    zero = totals(results)
     print("\n" + "\n".join(f"{words}: {count}" for words, count in zero.items()), flush=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"seed": args.seed, "totals": zero, **found}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"seed": args.seed, "totals": zero, **results}, indent=1) + "\n")
     return 1 if any(zero[words] for words in MUST_BE_ZERO) else 0
 
 
 MUST_BE_ZERO = ("wrong answers", "pages held at the end", "unannounced failures", "answers cut short")
 
 
-def totals(found: dict[str, Any]) -> dict[str, Any]:
+def totals(results: dict[str, Any]) -> dict[str, Any]:
     """Return the totals of all scenarios. Each scenario ends when no KV page is in use, and fails if one remains."""
-    rows = list(found.values())
+    rows = list(results.values())
     return {
         "answers checked": sum(row["right"] + row["wrong"] for row in rows),
         "wrong answers": sum(row["wrong"] for row in rows),

@@ -47,7 +47,7 @@ class Request:
     """A completion whose answer is known beforehand."""
 
     prompt: list[int]
-    most: int
+    max_tokens: int
     stream: bool
     seed: int
     n: int = 1
@@ -58,7 +58,7 @@ class Request:
     def body(self) -> bytes:
         """The JSON body."""
         fields = {
-            "prompt": self.prompt, "max_tokens": self.most, "stream": self.stream, "seed": self.seed, "n": self.n,
+            "prompt": self.prompt, "max_tokens": self.max_tokens, "stream": self.stream, "seed": self.seed, "n": self.n,
             "temperature": self.temperature, "ignore_eos": True, **self.extra,
         }  # fmt: skip
         return json.dumps(fields).encode()
@@ -66,7 +66,7 @@ class Request:
     def judge(self, got: Answer) -> str:
         """Classify the response."""
         if got.status == 200 and got.done:
-            want = {i: answer(self.prompt, self.most, self.seed + i, self.temperature) for i in range(self.n)}
+            want = {i: answer(self.prompt, self.max_tokens, self.seed + i, self.temperature) for i in range(self.n)}
             return RIGHT if got.texts == want else WRONG
         if got.announced:
             return REPORTED if got.error == "engine_unavailable" else REFUSED
@@ -75,12 +75,12 @@ class Request:
         return CUT if got.status in (0, 200) else FAILED if got.status >= 500 else INVALID
 
 
-def drawn(draw: Random, most: int = 40, shared: list[list[int]] | None = None, longest: int = 60) -> Request:
+def drawn(draw: Random, max_tokens: int = 40, shared: list[list[int]] | None = None, longest: int = 60) -> Request:
     """Draw a request; if there are `shared` prefixes, half of the prompts start with one."""
-    own = [draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(1, longest))]
+    suffix = [draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(1, longest))]
     first = draw.choice(shared) if shared and draw.random() < 0.5 else []
     cut = draw.randrange(len(first) + 1) if draw.random() < 0.3 else len(first)
-    return Request(first[:cut] + own, draw.randrange(1, most + 1), draw.random() < 0.5, draw.getrandbits(40))
+    return Request(first[:cut] + suffix, draw.randrange(1, max_tokens + 1), draw.random() < 0.5, draw.getrandbits(40))
 
 
 class Client:
@@ -151,9 +151,9 @@ async def _hear(reader: asyncio.StreamReader, got: Answer) -> None:
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the events of a stream, independent of how its bytes are split."""
-    left = b""
+    rest = b""
     while size := int(await reader.readuntil(b"\r\n"), 16):
-        *events, left = (left + (await reader.readexactly(size + 2))[:-2]).split(b"\n\n")
+        *events, rest = (rest + (await reader.readexactly(size + 2))[:-2]).split(b"\n\n")
         for event in events:
             yield event
     await reader.readuntil(b"\r\n")
@@ -176,7 +176,7 @@ def _whole(got: Answer) -> None:
     body = json.loads(got.body)
     got.done = True
     if "choices" in body:
-        got.texts = {one["index"]: one.get("text", "") for one in body["choices"]}
+        got.texts = {choice["index"]: choice.get("text", "") for choice in body["choices"]}
         got.cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -188,7 +188,7 @@ class Judged:
         self.seconds: dict[str, list[float]] = {}
         self.odd: list[str] = []  # descriptions of outcomes that must not occur
 
-    async def one(self, client: Client, request: Request) -> str:
+    async def send(self, client: Client, request: Request) -> str:
         """Send a request, classify its response, and count it."""
         began = time.monotonic()
         got = await client.ask(request.body)

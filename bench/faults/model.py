@@ -51,12 +51,12 @@ async def story(path: Path, start: Any, draw: Random, share: float) -> dict[str,
     with start(*options, program=("-c", SERVE, str(path))) as server:
         client, known, judged, over = Client(server.host, server.port), dict[str, str](), Judged(), asyncio.Event()
         for text in PROMPTS:
-            await judged.one(client, Story(text, False, known))
+            await judged.send(client, Story(text, False, known))
         load = [asyncio.create_task(_load(client, judged, Random(draw.random()), known, over)) for _ in range(LOAD)]
         again = [await _blow(server, client, judged, known, number) for number in (signal.SIGKILL, signal.SIGSTOP)]
-        gone: dict[str, float] = {}
+        left_at: dict[str, float] = {}
         for i in range(max(10, int(100 * share))):
-            await leave(client, draw, gone, bool(i % 2), 64)
+            await leave(client, draw, left_at, bool(i % 2), 64)
         statuses: Counter[int] = Counter()
         for _ in range(max(50, int(1000 * share))):
             where, body = damaged(draw)
@@ -67,14 +67,14 @@ async def story(path: Path, start: Any, draw: Random, share: float) -> dict[str,
         await asyncio.to_thread(server.at_rest)
         judged.counts["failed"] += sum(count for status, count in statuses.items() if status >= 500 and status != 503)
         return {
-            "serving again after SIGKILL s": again[0], "after SIGSTOP s": again[1], "left": len(gone),
+            "serving again after SIGKILL s": again[0], "after SIGSTOP s": again[1], "left": len(left_at),
             "damaged bodies": {str(k): v for k, v in sorted(statuses.items())}, **outcomes(judged),
         }  # fmt: skip
 
 
 async def _load(client: Client, judged: Judged, draw: Random, known: dict[str, str], over: asyncio.Event) -> None:
     while not over.is_set():
-        if await judged.one(client, Story(draw.choice(PROMPTS), draw.random() < 0.5, known)) == REPORTED:
+        if await judged.send(client, Story(draw.choice(PROMPTS), draw.random() < 0.5, known)) == REPORTED:
             await asyncio.sleep(0.05)
 
 
@@ -83,6 +83,6 @@ async def _blow(server: Target, client: Client, judged: Judged, known: dict[str,
     began = time.monotonic()
     os.kill(server.engine, number)
     await asyncio.sleep(0.05)
-    while await judged.one(client, Story(PROMPTS[0], False, known)) != RIGHT:
+    while await judged.send(client, Story(PROMPTS[0], False, known)) != RIGHT:
         await asyncio.sleep(0.02)
     return time.monotonic() - began

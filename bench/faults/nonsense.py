@@ -23,14 +23,14 @@ async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
     judged, client, over = Judged(), Client(server.host, server.port), asyncio.Event()
     statuses: Counter[int] = Counter()
     leaking: list[str] = []
-    left, slowest = list(range(times)), 0.0
+    remaining, slowest = list(range(times)), 0.0
 
     async def feed() -> None:
         nonlocal slowest
-        own = Random(draw.random())
-        while left:
-            number = left.pop()
-            path, body = damaged(own)
+        draws = Random(draw.random())
+        while remaining:
+            number = remaining.pop()
+            path, body = damaged(draws)
             began = time.monotonic()
             got = await client.ask(body, path)
             slowest = max(slowest, time.monotonic() - began)
@@ -44,9 +44,9 @@ async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
                 await asyncio.to_thread(server.steady, body[:500])
 
     async def beside() -> None:
-        own = Random(draw.random())
+        draws = Random(draw.random())
         while not over.is_set():
-            await judged.one(client, drawn(own))
+            await judged.send(client, drawn(draws))
             await asyncio.sleep(0.01)
 
     others = [asyncio.create_task(beside()) for _ in range(BESIDE)]

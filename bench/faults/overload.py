@@ -17,7 +17,7 @@ WARM = 2.0  # seconds at the beginning of a phase that do not count
 
 def _request(draw: Random) -> Request:
     request = drawn(draw, longest=30)
-    request.most = TOKENS
+    request.max_tokens = TOKENS
     return request
 
 
@@ -26,14 +26,14 @@ async def _peak(client: Client, draw: Random, clients: int, seconds: float) -> t
     judged, began = Judged(), time.monotonic()
     counted = 0
 
-    async def one() -> None:
+    async def send() -> None:
         nonlocal counted
-        own = Random(draw.random())
+        draws = Random(draw.random())
         while time.monotonic() - began < WARM + seconds:
-            if await judged.one(client, _request(own)) == RIGHT:
+            if await judged.send(client, _request(draws)) == RIGHT:
                 counted += WARM <= time.monotonic() - began < WARM + seconds
 
-    await asyncio.gather(*(one() for _ in range(clients)))
+    await asyncio.gather(*(send() for _ in range(clients)))
     return counted / seconds, judged
 
 
@@ -43,16 +43,16 @@ async def _flood(client: Client, draw: Random, rate: float, seconds: float) -> t
     began = due = time.monotonic()
     end = began + WARM + seconds
 
-    async def one() -> None:
+    async def send() -> None:
         nonlocal counted
-        if await judged.one(client, _request(draw)) == RIGHT:
+        if await judged.send(client, _request(draw)) == RIGHT:
             counted += began + WARM <= time.monotonic() < end
 
     while (now := time.monotonic()) < end:
         while due <= now:
             due += draw.expovariate(rate)
             sent += 1
-            task = asyncio.create_task(one())
+            task = asyncio.create_task(send())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
         await asyncio.sleep(max(0.0, min(0.01, due - now)))
@@ -68,7 +68,7 @@ async def overload(server: Target, draw: Random, seconds: float, times: float, c
     goodput, offered, judged = await _flood(client, draw, times * peak, seconds)
     grown = await asyncio.to_thread(server.memory) - memory
     began = time.monotonic()
-    while await judged.one(client, _request(draw)) != RIGHT:
+    while await judged.send(client, _request(draw)) != RIGHT:
         await asyncio.sleep(0.02)
     recovered = time.monotonic() - began
     await asyncio.to_thread(server.at_rest)

@@ -33,7 +33,7 @@ async def _together(server: Target, draw: Random, count: int, priorities: bool) 
     judged, client = Judged(), Client(server.host, server.port)
     shared = [[draw.randrange(3, VOCAB - 1) for _ in range(draw.randrange(4, 60))] for _ in range(3)]
 
-    async def one() -> None:
+    async def send() -> None:
         await asyncio.sleep(draw.random() * 0.2)
         request = drawn(draw, 60, shared, 30)
         if draw.random() < 0.3:
@@ -42,9 +42,9 @@ async def _together(server: Target, draw: Random, count: int, priorities: bool) 
             request.extra["priority"] = draw.randrange(-2, 3)
         if draw.random() < 0.2:
             request.extra["cache_salt"] = draw.choice(("a", "b"))
-        await judged.one(client, request)
+        await judged.send(client, request)
 
-    await asyncio.gather(*(one() for _ in range(count)))
+    await asyncio.gather(*(send() for _ in range(count)))
     client.close()
     return judged
 
@@ -53,14 +53,14 @@ async def settings(start: Callable[..., Any], draw: Random, times: int, count: i
     """Run `count` requests on each of `times` servers with different settings; `start` starts one."""
     all_of, sums, caching = Judged(), dict.fromkeys(FIGURES, 0.0), 0
     for _ in range(times):
-        given, depth = options(draw), draw.choice((1, 2))
-        caching += "--enable-prefix-caching" in given
-        with start(*given, engine={"depth": depth, "pace": 0.0005}) as server:
-            judged = await _together(server, draw, count, "priority" in given)
+        flags, depth = options(draw), draw.choice((1, 2))
+        caching += "--enable-prefix-caching" in flags
+        with start(*flags, engine={"depth": depth, "pace": 0.0005}) as server:
+            judged = await _together(server, draw, count, "priority" in flags)
             await asyncio.to_thread(server.at_rest)
             for name in FIGURES:
                 sums[name] += server.figure(name)
         all_of.counts += judged.counts
-        all_of.odd += [f"{' '.join(given)}: {odd}" for odd in judged.odd]
+        all_of.odd += [f"{' '.join(flags)}: {odd}" for odd in judged.odd]
     names = {name: int(value) for name, value in sums.items()}
     return {"settings": times, "of them caching": caching, **names, **outcomes(all_of)}

@@ -21,7 +21,7 @@ async def _load(client: Client, judged: Judged, draw: Random, over: asyncio.Even
     while not over.is_set():
         number = draw.getrandbits(60)
         open_now[number] = time.monotonic()
-        outcome = await judged.one(client, drawn(draw))
+        outcome = await judged.send(client, drawn(draw))
         del open_now[number]
         if outcome != RIGHT:
             await asyncio.sleep(0.05)
@@ -40,7 +40,7 @@ async def _strike(server: Target, client: Client, judged: Judged, draw: Random, 
         noticed = noticed or (time.monotonic() - began if judged.counts["reported"] > before else 0.0)
         await asyncio.sleep(0.005)
     failed_after = time.monotonic() - began
-    while await judged.one(client, drawn(draw)) != RIGHT:
+    while await judged.send(client, drawn(draw)) != RIGHT:
         await asyncio.sleep(0.01)
     again = time.monotonic() - began
     return len(hit), noticed or failed_after, failed_after, again

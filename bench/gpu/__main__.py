@@ -39,7 +39,7 @@ class Run:
         self.failed: list[str] = []
 
     @property
-    def left(self) -> float:
+    def remaining(self) -> float:
         return self.plan.limit - (time.monotonic() - self.begin)
 
     def log_line(self, text: str) -> None:
@@ -60,7 +60,7 @@ class Run:
         )
         lines = []
         try:
-            for text in _lines(process, self.left):
+            for text in _lines(process, self.remaining):
                 lines.append(text)
                 print(text, end="", flush=True)
             code = process.wait(30)
@@ -79,38 +79,38 @@ class Run:
     def ceilings(self) -> dict[str, Any]:
         """Measure the card's ceilings, as rows too; None without torch (the known ones are used then)."""
         output = self.child("ceilings", ["bench.gpu.ceilings"])
-        found = next((json.loads(x) for x in output.splitlines() if x.startswith("{")), {})
-        if found:
-            name = found["device"]
+        ceilings = next((json.loads(x) for x in output.splitlines() if x.startswith("{")), {})
+        if ceilings:
+            name = ceilings["device"]
             for case, unit in (("read", "TB/s"), ("copy", "TB/s"), ("product", "TFLOP/s")):
-                self.rows.add(Row("ceilings", name, case, unit, found[case] / 1e12))
-            self.rows.add(Row("ceilings", name, "graph node", "us", found["node_us"]))
-        return found
+                self.rows.add(Row("ceilings", name, case, unit, ceilings[case] / 1e12))
+            self.rows.add(Row("ceilings", name, "graph node", "us", ceilings["node_us"]))
+        return ceilings
 
     def parts(self) -> Iterator[tuple[str, Shape]]:
         """Yield (part, model): the part `engine` of all models, then host, kernels, mixed and start."""
         suites = set(self.plan.suites)
         engine = ("engine", suites & {"decode", "prefill", "offline"})
-        for what, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "mixed", "start"))]:
-            yield from ((what, shape) for shape in self.plan.models if some)
+        for part, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "mixed", "start"))]:
+            yield from ((part, shape) for shape in self.plan.models if some)
 
     def all(self) -> None:
         roof = json.dumps(self.ceilings())
         if missing := [s.name for s in self.plan.models if not (self.plan.artifact(s) / "manifest.json").is_file()]:
             self.child(f"compiling {', '.join(missing)}", ["bench.gpu", *self.argv, "--compile-only"])
-        for what, shape in self.parts():
-            if self.left < LEAST:
-                self.failed.append(f"{what} of {shape.name}: no time left")
+        for part, shape in self.parts():
+            if self.remaining < LEAST:
+                self.failed.append(f"{part} of {shape.name}: no time left")
                 continue
-            self.child(f"{what} of {shape.name}", ["bench.gpu.worker", what, shape.name, roof, *self.argv])
+            self.child(f"{part} of {shape.name}", ["bench.gpu.worker", part, shape.name, roof, *self.argv])
             self.write()
 
     def write(self) -> None:
         """Write results.json and tables.md from all rows in the folder."""
-        found = read(self.rows.path)
-        text = tables(found) + "".join(f"\nFailed: {x}\n" for x in self.failed)
+        rows = read(self.rows.path)
+        text = tables(rows) + "".join(f"\nFailed: {x}\n" for x in self.failed)
         (self.plan.out / "tables.md").write_text(text)
-        doc = {"rows": [r.json() for r in found], "failed": self.failed}
+        doc = {"rows": [r.json() for r in rows], "failed": self.failed}
         (self.plan.out / "results.json").write_text(json.dumps(doc, indent=1) + "\n")
 
 

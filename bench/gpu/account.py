@@ -34,12 +34,12 @@ def recorded(work: Callable[[], object]) -> list[Kernel]:
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         work()
-    found = [
+    kernels = [
         Kernel(e.name(), e.start_ns(), e.duration_ns(), e.correlation_id())
         for e in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
         if e.device_type().name == "CUDA" and not e.name().startswith(("Memcpy", "Memset"))
     ]
-    return sorted(found, key=lambda kernel: kernel.begin)
+    return sorted(kernels, key=lambda kernel: kernel.begin)
 
 
 def steps_of(kernels: Sequence[Kernel]) -> list[list[Kernel]]:

@@ -36,12 +36,12 @@ TARGET = 1.10  # maximum ratio of the p99 during an attack to the p99 without on
 def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a line per attack: the ratio of the p99s, and whether it meets the target."""
     lines = []
-    for one in rows:
-        around = one["quiet"]["itl"]["p99_ms"], one["after"]["itl"]["p99_ms"]  # steps grow slower as streams grow
-        quiet, beside = sum(around) / 2, one["beside"]["itl"]["p99_ms"]
-        longest = f"max {one['quiet']['itl']['max_ms']:.0f} > {one['beside']['itl']['max_ms']:.0f} ms"
+    for row in rows:
+        around = row["quiet"]["itl"]["p99_ms"], row["after"]["itl"]["p99_ms"]  # steps grow slower as streams grow
+        quiet, beside = sum(around) / 2, row["beside"]["itl"]["p99_ms"]
+        longest = f"max {row['quiet']['itl']['max_ms']:.0f} > {row['beside']['itl']['max_ms']:.0f} ms"
         figures = f"ITL p99 {around[0]:.2f} > {beside:.2f} > {around[1]:.2f} ms, {beside / quiet if quiet else 0:.3f}"
-        lines.append(f"[{one['row']}] {one['name']}: {figures} ({verdict(around, beside)}); {longest}")
+        lines.append(f"[{row['row']}] {row['name']}: {figures} ({verdict(around, beside)}); {longest}")
     return "\n".join(lines)
 
 

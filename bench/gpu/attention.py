@@ -117,8 +117,8 @@ class Launch:
     def key(self) -> str:
         """The name of the binary, which depends on the text but not on the compiler's version."""
         s = self.source
-        what = [s.text, s.entry, s.params, s.options, s.pdl, s.threads, s.shared]
-        return hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        fields = [s.text, s.entry, s.params, s.options, s.pdl, s.threads, s.shared]
+        return hashlib.sha256(repr(fields).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,8 @@ graph @main({inputs}) {{
 def ours(op: str, tokens: str, attrs: str, env: Mapping[str, int], s: Setting) -> Launch:
     """Return the launch of the kernel that `select` chooses among those of llmc."""
     node = node_of(op, tokens, attrs, s)
-    found = node_candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
-    best = next(o for o in found if o.kernel.language == "triton")
+    options = node_candidates(node, s.registry.kernels, s.target, env, Tuning.shipped(s.target))
+    best = next(o for o in options if o.kernel.language == "triton")
     results = {"paged_attention_split": ("partial", "lse"), "paged_attention_single": ("y",)}.get(op, ("y",))
     source = best.kernel.emit(node, best.schedule, s.target)
     return Launch(node, source, (*s.operands(op), *results))
@@ -227,13 +227,13 @@ def _decode_ways(case: str, env: Mapping[str, int], scale: str, s: Setting) -> I
 
 def _flash_ways(case: str, tokens: str, scale: str, s: Setting, single: Sequence[Launch] = ()) -> Iterator[Way]:
     """Yield FlashAttention's kernels for all rows, and with `single`, for the others than those of a single token."""
-    for least in (1, 2) if single else (1,):
-        node = node_of("paged_attention", tokens, f"{{{scale}, least={least}}}", s)
+    for min_rows in (1, 2) if single else (1,):
+        node = node_of("paged_attention", tokens, f"{{{scale}, least={min_rows}}}", s)
         for schedule in FLASH_ATTENTION.schedules(node, s.target)[: 2 if tokens == "T" else 1]:
             source = FLASH_ATTENTION.emit(node, schedule, s.target)
             flash = Launch(node, source, (*s.operands("paged_attention"), "y"))
             name = f"flash_attention {schedule['rows']}{' packed' if schedule['packed'] else ''}"
-            if least == 1:
+            if min_rows == 1:
                 yield Way(case, name, (flash,))
             else:
                 yield Way(case, f"{name}, single rows by llmc", (flash, *single))
@@ -244,7 +244,7 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
     tops = [1, 4, 8, 16, 32, 64, 128, 256]
     top = next(t for t in tops if t >= rows)
     low = 1 if top == 1 else tops[tops.index(top) - 1] + 1
-    made = SplitKv()
+    split = SplitKv()
     bounds = {"R": (low, top), "T": (1, 8192), "P": (1, 65536)}
 
     class Context:
@@ -252,7 +252,7 @@ def parts_of(node: Node, rows: int, target: Target) -> int:
 
     context = Context()
     context.target = target
-    return made.choose(node, bounds, context)  # type: ignore[arg-type]
+    return split.choose(node, bounds, context)  # type: ignore[arg-type]
 
 
 def compile_all(launches: Iterable[Launch], s: Setting, folder: Path) -> None:
@@ -260,9 +260,9 @@ def compile_all(launches: Iterable[Launch], s: Setting, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = [x for x in {x.key: x for x in launches}.values() if read_entry(entry_path(folder, x.key)) is None]
     tools = Toolset(s.target, s.registry.toolchains)
-    made = tools.compile([(x.source, "") for x in missing], folder, os.cpu_count() or 1)
+    compiled = tools.compile([(x.source, "") for x in missing], folder, os.cpu_count() or 1)
     for x in missing:
-        write_entry(entry_path(folder, x.key), made[tools.key(x.source)])
+        write_entry(entry_path(folder, x.key), compiled[tools.key(x.source)])
 
 
 class Bench:
@@ -353,13 +353,13 @@ def main() -> None:
     registry = load()
     target, heads = registry.target("cuda:sm_90"), Heads(*(int(x) for x in args.heads.split(",")))
     setting = Setting(heads, registry, target, args.pool)
-    found = {case: list(ways(case, setting)) for case in args.cases.split(",")}
-    compile_all((x for some in found.values() for way in some for x in way.launches), setting, args.out / "binaries")
+    ways_of = {case: list(ways(case, setting)) for case in args.cases.split(",")}
+    compile_all((x for some in ways_of.values() for way in some for x in way.launches), setting, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)
     with (args.out / "attention.jsonl").open("w") as out:
-        for case, some in found.items():
+        for case, some in ways_of.items():
             bench = Bench(case, setting, card)
             want: Any = None
             for way in some:

@@ -44,25 +44,25 @@ class Span(NamedTuple):
 
 def beside(samples: Iterable[Sample], begin: int, end: int) -> dict[int, list[Sample]]:
     """Return the samples between two times by GPU."""
-    found: dict[int, list[Sample]] = {}
+    samples_of: dict[int, list[Sample]] = {}
     for sample in samples:
         if begin <= sample.ns <= end:
-            found.setdefault(sample.gpu, []).append(sample)
-    return dict(sorted(found.items()))
+            samples_of.setdefault(sample.gpu, []).append(sample)
+    return dict(sorted(samples_of.items()))
 
 
 def described(samples: Sequence[Sample], spans: Sequence[Span]) -> str:
     """Return a line about spans of one kind: their number, the median and the largest time, and what the GPUs did."""
     times = [(s.end - s.begin) / 1e6 for s in spans]
-    found: dict[int, list[Sample]] = {}
+    samples_of: dict[int, list[Sample]] = {}
     for span in spans:
         for gpu, some in beside(samples, span.begin, span.end).items():
-            found.setdefault(gpu, []).extend(some)
+            samples_of.setdefault(gpu, []).extend(some)
     cards = [
         f"GPU {gpu}: {min(s.mhz for s in some):4} to {max(s.mhz for s in some):4} MHz"
         f" (mean {statistics.mean(s.mhz for s in some):4.0f}), {max(s.milliwatts for s in some) / 1e3:3.0f} W,"
         f" {'+'.join(reasons_of(some)) or 'no reason'}"
-        for gpu, some in sorted(found.items())
+        for gpu, some in sorted(samples_of.items())
     ]
     many = f"{len(times)} x " if len(times) > 1 else ""
     longest = f" (at most {max(times):.1f}, {sum(times) / 1e3:.2f} s in all)" if len(times) > 1 else ""
@@ -155,7 +155,7 @@ def kinds_of(session: Session) -> list[list[Span]]:
 
 def measure(session: Session, cases: Sequence[str], count: int, tokens: int) -> list[dict[str, Any]]:
     """Run the cases and print their lines; return spans and samples as JSON."""
-    found = []
+    results = []
     session.seconds(session.prompts(1, tokens), 1)
     session.seconds(session.prompts(DECODE_ROWS, 16), 4)
     for case in cases:
@@ -172,9 +172,9 @@ def measure(session: Session, cases: Sequence[str], count: int, tokens: int) -> 
         print(f"-- case {case}, {len(sampler.samples)} samples", flush=True)
         for line in [*(described(sampler.samples, spans) for spans in groups), *lines]:
             print(f"   {line}", flush=True)
-        found.append({"case": case, "spans": [s for g in groups for s in g], "samples": sampler.samples})
+        results.append({"case": case, "spans": [s for g in groups for s in g], "samples": sampler.samples})
         time.sleep(0.5)
-    return found
+    return results
 
 
 def main() -> None:
@@ -188,11 +188,11 @@ def main() -> None:
     args = ap.parse_args()
     session = Session(args.artifact, MODELS[args.model], H200)
     try:
-        found = measure(session, args.cases.split(","), args.prompts, args.tokens)
+        results = measure(session, args.cases.split(","), args.prompts, args.tokens)
     finally:
         session.close()
     if args.json is not None:
-        args.json.write_text(json.dumps(found) + "\n")
+        args.json.write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

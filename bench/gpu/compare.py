@@ -92,13 +92,13 @@ def main() -> None:
     sides = (Side("old", a.old.resolve(), a.old_artifacts.resolve()), Side("new", ROOT, a.artifacts.resolve()))
     begin, samples = time.monotonic(), {s.name: defaultdict(list) for s in sides}
     for number, side, part, model in runs(sides, a.parts.split(","), a.models.split(","), a.rounds):
-        left = a.limit - (time.monotonic() - begin)
+        remaining = a.limit - (time.monotonic() - begin)
         print(f"[{time.monotonic() - begin:6.1f} s] round {number}, {side.name}: {part} of {model}", flush=True)
-        if left < 20:
+        if remaining < 20:
             print("FAILED: out of time; the table holds fewer rounds", flush=True)
             break
         out = a.out.resolve() / f"{number}-{side.name}-{part}-{model}"
-        for row in side.run(part, model, out, options, left):
+        for row in side.run(part, model, out, options, remaining):
             samples[side.name][row.suite, row.model, row.case, row.unit].append(row.measured)
         (a.out / "compare.md").write_text(table(samples))
     print((a.out / "compare.md").read_text(), flush=True)

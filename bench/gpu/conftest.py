@@ -32,26 +32,26 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="session")
 def rows(plan: Plan) -> Rows:
-    found = Rows(plan.out)
-    kit.TABLES.append(found)  # type: ignore[arg-type]
-    return found
+    rows_table = Rows(plan.out)
+    kit.TABLES.append(rows_table)  # type: ignore[arg-type]
+    return rows_table
 
 
 @pytest.fixture(scope="session")
 def session(plan: Plan) -> Iterator[Callable[[Shape], Session]]:
     """Open a shape's artifact, and close the previous one."""
-    held: list[Session] = []
+    sessions: list[Session] = []
 
     def of(shape: Shape) -> Session:
-        if not held or held[-1].shape is not shape:
-            while held:
-                held.pop().close()
-            held.append(Session(artifact(plan, shape), shape, H200))
-        return held[-1]
+        if not sessions or sessions[-1].shape is not shape:
+            while sessions:
+                sessions.pop().close()
+            sessions.append(Session(artifact(plan, shape), shape, H200))
+        return sessions[-1]
 
     yield of
-    while held:
-        held.pop().close()
+    while sessions:
+        sessions.pop().close()
 
 
 @pytest.fixture

@@ -55,8 +55,8 @@ def measure(path: Path, shape: Shape, suites: Sequence[str], requests: int) -> l
 
 def ratio(ordinary: Row, deterministic: Row) -> float:
     """Return how much longer the deterministic artifact takes."""
-    found = deterministic.measured / ordinary.measured
-    return 1 / found if ordinary.unit.endswith("/s") else found
+    quotient = deterministic.measured / ordinary.measured
+    return 1 / quotient if ordinary.unit.endswith("/s") else quotient
 
 
 def main() -> None:

@@ -70,8 +70,8 @@ class Session:
         self.seconds(self.prompts(batch, length), 4)  # the first use of a batch size captures its graph
         whole, first = [], []
         for i in range(rounds):
-            for new, kept in ((STEPS + 1, whole), (1, first))[:: 1 if i % 2 else -1]:
-                kept.append(self.seconds(self.prompts(batch, length), new))
+            for new, times in ((STEPS + 1, whole), (1, first))[:: 1 if i % 2 else -1]:
+                times.append(self.seconds(self.prompts(batch, length), new))
         ms = (statistics.median(whole) - statistics.median(first)) / STEPS * 1e3
         floor = floors.decode_seconds(self.shape, batch, length + STEPS // 2, self.roof) * 1e3
         case = str(batch) if length == PROMPT else f"{batch} after {length}"
@@ -103,8 +103,8 @@ class Session:
         self.seconds(self.prompts(batch, PROMPT), 4)
         trace.clear()
         self.seconds(self.prompts(batch, PROMPT), STEPS + 1)
-        found = trace.summary()
-        return engine_row("host", self.shape.name, str(batch), "us", found["exposed_us"], None, **found)
+        summary = trace.summary()
+        return engine_row("host", self.shape.name, str(batch), "us", summary["exposed_us"], None, **summary)
 
     def prefill(self, length: int, rounds: int = 5) -> Row:
         """Return the milliseconds of one prompt and one token."""

@@ -126,15 +126,15 @@ def run(args: argparse.Namespace, cache: Path) -> None:
             for n in map(int, args.tokens.split(","))
             for op in ops_of(n)
         }
-        timer.compile([c for found in ways.values() for c in found], bounds)
-        for (op, tokens), found in () if args.compile_only else ways.items():
-            times = timer.microseconds(found, bounds)
-            rows = sorted((row(m, op, tokens, c, us) for c, us in zip(found, times, strict=True)), key=_us)
+        timer.compile([c for trials in ways.values() for c in trials], bounds)
+        for (op, tokens), trials in () if args.compile_only else ways.items():
+            times = timer.microseconds(trials, bounds)
+            rows = sorted((row(m, op, tokens, c, us) for c, us in zip(trials, times, strict=True)), key=_us)
             title = f"{m.name} {op}, {tokens} tokens, floor {rows[0]['floor_us']} us"
             schedules.report(title, {OURS: "CUDA C++"}, rows)
             schedules.save_rows(args, rows)
             if args.record:
-                store(args.record, m, op, tokens, list(zip(found, times, strict=True)), registry, target)
+                store(args.record, m, op, tokens, list(zip(trials, times, strict=True)), registry, target)
 
 
 def _us(row: schedules.Row) -> float:

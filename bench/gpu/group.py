@@ -101,7 +101,7 @@ class Rank:
 
 
 def run_group(
-    ranks: int, main: Callable[..., Any], *args: Any, seconds: float = 120, gone: Sequence[int] = ()
+    ranks: int, main: Callable[..., Any], *args: Any, seconds: float = 120, exiting: Sequence[int] = ()
 ) -> list[Any]:
     """Run `main(rank, ranks, exchange, *args)` in a process per rank and return their results.
 

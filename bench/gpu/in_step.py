@@ -47,11 +47,11 @@ Key = tuple[str, Sizes]
 
 def ranked(records: Sequence[Record]) -> dict[Key, list[Record]]:
     """Return the schedules of every compared node, fastest first."""
-    found: dict[Key, list[Record]] = {}
+    records_of: dict[Key, list[Record]] = {}
     for r in records:
         if r.node.partition("(")[0] in OPS:
-            found.setdefault((r.node, r.sizes), []).append(r)
-    return {key: sorted(some, key=lambda r: r.us) for key, some in found.items()}
+            records_of.setdefault((r.node, r.sizes), []).append(r)
+    return {key: sorted(some, key=lambda r: r.us) for key, some in records_of.items()}
 
 
 def promoted(records: Sequence[Record], k: int) -> list[Record]:
@@ -62,7 +62,7 @@ def promoted(records: Sequence[Record], k: int) -> list[Record]:
 
 def artifacts(plan: Plan, shape: Shape, record: Path, ways: int) -> list[Path]:
     """Return one artifact per schedule, compiling it if it is missing."""
-    found = []
+    paths = []
     for k in range(ways):
         path = plan.artifacts / f"way-{k}" / f"{shape.name}.llmc"
         if not (path / "manifest.json").is_file():
@@ -71,8 +71,8 @@ def artifacts(plan: Plan, shape: Shape, record: Path, ways: int) -> list[Path]:
             tuning.unlink(missing_ok=True)
             save(tuning, promoted(read(record), k))
             with_weights(plan, shapes.folder(shape, plan.artifacts), path, "random:1", shape, tuning)
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def groups(m: Module, g: Graph, program: Program) -> list[Group]:
     nodes: dict[tuple[str, str], list[Node]] = {}
     for n in g.nodes:
         nodes.setdefault((n.op.name, n.loc), []).append(n)
-    found: dict[Key, list[int]] = {}
+    places_of: dict[Key, list[int]] = {}
     env = typical(m, g)
     for i, x in enumerate(program.launches):
         if (op := LAUNCHED.get(x.op, x.op)) in OPS:
             n = nodes[op, x.loc].pop(0)
-            found.setdefault((node_text(n), sizes_of(n, env)), []).append(i)
-    return [Group(key, tuple(places)) for key, places in found.items()]
+            places_of.setdefault((node_text(n), sizes_of(n, env)), []).append(i)
+    return [Group(key, tuple(places)) for key, places in places_of.items()]
 
 
 class Steps:
@@ -126,11 +126,11 @@ class Steps:
         run.free()
         return statistics.median(times[1:])
 
-    def compare(self, found: Sequence[Group]) -> Iterator[tuple[Group, dict[int, float]]]:
+    def compare(self, groups: Sequence[Group]) -> Iterator[tuple[Group, dict[int, float]]]:
         """Return, for each group and schedule, the whole step's microseconds with every other group at its best."""
         now = list(self.programs[0].launches)
         for sweep in range(SWEEPS):
-            for group in found:
+            for group in groups:
                 kernels = {p.launches[group.places[0]].kernel: k for k, p in reversed(list(enumerate(self.programs)))}
                 times = {k: self.us(_exchanged(now, self.programs[k], group)) for k in sorted(kernels.values())}
                 now = _exchanged(now, self.programs[min(times, key=times.__getitem__)], group)
@@ -148,9 +148,9 @@ def _exchanged(now: Sequence[Launch], by: Program, group: Group) -> list[Launch]
 def adjusted(group: Group, times: Mapping[int, float], ways: Mapping[Key, Sequence[Record]]) -> list[Record]:
     """Return the records of the schedules that were compared."""
     some = ways.get(group.key, ())
-    least = min(times.values())
+    fastest = min(times.values())
     return [
-        replace(some[k], us=float(f"{some[0].us + (us - least) / len(group.places):.4g}"))
+        replace(some[k], us=float(f"{some[0].us + (us - fastest) / len(group.places):.4g}"))
         for k, us in times.items()
         if k < len(some)
     ]

@@ -71,21 +71,21 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Measure and print the table."""
     plan = parser().parse_args(argv)
-    found: dict[int, list[float]] = {engines: [] for engines in plan.engines}
+    rates_of: dict[int, list[float]] = {engines: [] for engines in plan.engines}
     for _ in range(plan.rounds):
         for engines in plan.engines:
             requests = plan.requests * (engines if plan.each else 1)
             rate, busy, shares = asyncio.run(one_round(plan.model, engines, requests, plan))
-            found[engines].append(rate)
+            rates_of[engines].append(rate)
             load = f"{engines} engines, {requests} requests ({' + '.join(map(str, shares))})"
             print(f"{load}: {rate:.0f} output tokens/s, front {busy:.0%} of a processor", flush=True)
-    base = statistics.median(found[plan.engines[0]])
+    base = statistics.median(rates_of[plan.engines[0]])
     print("| engines | output tokens/s, median | rounds | beside the first |\n|---|---|---|---|")
-    for engines, rates in found.items():
+    for engines, rates in rates_of.items():
         each = ", ".join(f"{rate:.0f}" for rate in rates)
         print(f"| {engines} | {statistics.median(rates):.0f} | {each} | {statistics.median(rates) / base:.2f} |")
     if plan.json:
-        plan.json.write_text(json.dumps({str(engines): rates for engines, rates in found.items()}) + "\n")
+        plan.json.write_text(json.dumps({str(engines): rates for engines, rates in rates_of.items()}) + "\n")
     return 0
 
 

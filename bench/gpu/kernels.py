@@ -76,8 +76,8 @@ class Load:
         have an op of their own. Two chunks of the prompt precede the step."""
         streams, chunk = self.batch * (self.prompt + STEPS), max(0, self.tokens - self.batch)
         parts = ((streams, streams), (chunk * 2.5 * chunk, 3 * chunk))
-        kept = parts[:1] if op.endswith("_single") else parts[1:] if apart else parts
-        return sum(p for p, _ in kept), sum(n for _, n in kept)
+        counted = parts[:1] if op.endswith("_single") else parts[1:] if apart else parts
+        return sum(p for p, _ in counted), sum(n for _, n in counted)
 
 
 class Bench:
@@ -178,11 +178,11 @@ class Bench:
 
 def groups(program: Program) -> dict[tuple[str, str], list[Launch]]:
     """Return (kernel, place without layer numbers) -> its launches, in order."""
-    found: dict[tuple[str, str], list[Launch]] = {}
+    launches: dict[tuple[str, str], list[Launch]] = {}
     for x in program.launches:
         place = ".".join(p for p in x.loc.split(".") if not p.isdigit())
-        found.setdefault((x.kernel, place), []).append(x)
-    return found
+        launches.setdefault((x.kernel, place), []).append(x)
+    return launches
 
 
 def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Row]:
@@ -198,20 +198,20 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
         page = bench.executor.capacity.page_size
         program = bench.step.program
         apart = any(x.op.endswith("_single") for x in program.launches)
-        found = groups(program)
+        groups_of = groups(program)
         # In this order, since a step overwrites the tables of its first launch with later results.
-        experts = {key: launches for key, launches in found.items() if launches[0].op.endswith(EXPERTS)}
-        alone = {key: bench.seconds(found[key]) * len(found[key]) for key in found if key not in experts}
+        experts = {key: launches for key, launches in groups_of.items() if launches[0].op.endswith(EXPERTS)}
+        alone = {key: bench.seconds(groups_of[key]) * len(groups_of[key]) for key in groups_of if key not in experts}
         alone |= {key: bench.seconds_in_step(launches) * len(launches) for key, launches in experts.items()}
         whole = bench.seconds_without()
         floor = 0.0
         seen: Counter[str] = Counter()
-        for (kernel, place), launches in found.items():
+        for (kernel, place), launches in groups_of.items():
             each = alone[kernel, place]
-            least = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
+            group_floor = sum(_floor(x, env, load.attended(x.op, apart), page, roof) for x in launches)
             if launches[0].op.endswith(EXPERTS):
-                least *= shape.chosen_share(load.tokens or load.batch)
-            floor += least
+                group_floor *= shape.chosen_share(load.tokens or load.batch)
+            floor += group_floor
             x = launches[0]
             case = f"{load.name} {x.op} {place} x{len(launches)}"
             seen[case] += 1
@@ -219,7 +219,7 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
             extra = {"each_us": each / len(launches) * 1e6, "kernel": kernel, "grid": [d(env) for d in x.grid]}
             if x is not program.launches[0] and x.op not in ROUTING and not x.op.endswith(EXPERTS):
                 extra["in_step_us"] = (whole - bench.seconds_without(launches)) * 1e6
-            yield Row(suite, shape.name, case, "us", each * 1e6, least * 1e6, extra=extra)
+            yield Row(suite, shape.name, case, "us", each * 1e6, group_floor * 1e6, extra=extra)
         extra = {"launches": len(program.launches)}
         total = sum(alone.values())
         yield Row(suite, shape.name, f"{load.name} all", "us", total * 1e6, floor * 1e6, extra=extra)

@@ -51,9 +51,9 @@ def graph(pool: str, op: str, splits: int, registry: Registry) -> Graph:
 def times(g: Graph, rows: int, kernel: Kernel, timer: Timer) -> list[tuple[float, str]]:
     """Return the microseconds of each schedule, fastest first."""
     (node,) = g.nodes
-    found = kernel.schedules(node, timer.target)
-    candidates = [Trial(node, g, {"R": rows}, kernel, schedule) for schedule in found]
-    return sorted(zip(timer.microseconds(candidates, SYMBOLS), map(str, found), strict=True))
+    schedules = kernel.schedules(node, timer.target)
+    candidates = [Trial(node, g, {"R": rows}, kernel, schedule) for schedule in schedules]
+    return sorted(zip(timer.microseconds(candidates, SYMBOLS), map(str, schedules), strict=True))
 
 
 def measure(cache: Path, every: bool, registry: Registry, target: Target) -> None:
@@ -67,8 +67,8 @@ def measure(cache: Path, every: bool, registry: Registry, target: Target) -> Non
                 tokens = rows * (context if op == "attention" else 1)
                 nbytes = 2 * tokens * KV_HEADS * HEAD * (1 if pool == "f8e4m3" else 2)
                 floor = nbytes / target.bandwidth * 1e6
-                found = times(graph(pool, op, splits, registry), rows, kernel, timer)
-                for us, schedule in found if every else found[:1]:
+                timed = times(graph(pool, op, splits, registry), rows, kernel, timer)
+                for us, schedule in timed if every else timed[:1]:
                     name = f"{op} in {splits}" if splits and op == "attention" else op
                     step = f"{rows} x {context}"
                     print(f"{step:>16} {name:>24} {pool:>7} {us:8.2f} {floor:8.2f}  {schedule}", flush=True)

@@ -109,8 +109,8 @@ def ways(case: str, heads: int, s: Setting) -> Iterator[Way]:
             s.registry,
         )
         for schedule in ranked(HEAD_MATMUL, node, s.target, env)[:2]:
-            made = launch_of(HEAD_MATMUL, node, schedule, f"{read} w {written}", s.target)
-            yield Way(case, heads, f"products {k} x {n} {schedule}", (made,))
+            launch = launch_of(HEAD_MATMUL, node, schedule, f"{read} w {written}", s.target)
+            yield Way(case, heads, f"products {k} x {n} {schedule}", (launch,))
     wide = Setting(Heads(heads, heads, EXPANDED), s.registry, s.target)
     if decode:
         yield Way(case, heads, "expanded", (ours("paged_attention", "R", f"{{scale={SCALE!r}}}", env, wide),))
@@ -119,7 +119,7 @@ def ways(case: str, heads: int, s: Setting) -> Iterator[Way]:
 
 
 def decode_ways(case: str, heads: int, s: Setting, env: dict[str, int]) -> Iterator[Way]:
-    rows, made = len(CASES[case]), SplitKv()
+    rows, rule = len(CASES[case]), SplitKv()
     tops = [1, 4, 8, 16, 32, 64, 128, 256]
     top = next(t for t in tops if t >= rows)
     low = 1 if top == 1 else tops[tops.index(top) - 1] + 1
@@ -128,8 +128,8 @@ def decode_ways(case: str, heads: int, s: Setting, env: dict[str, int]) -> Itera
     class Context:
         target = s.target
 
-    fill = 1.0 if heads > HEADS // 2 else made.fill
-    chosen = max(2, made.parts(whole, (low, top), -(-heads // HEADS), whole.operands[3], fill, Context()))  # type: ignore[arg-type]
+    fill = 1.0 if heads > HEADS // 2 else rule.fill
+    chosen = max(2, rule.parts(whole, (low, top), -(-heads // HEADS), whole.operands[3], fill, Context()))  # type: ignore[arg-type]
     for parts in (chosen, max(2, chosen // 2), 2 * chosen):
         if parts == chosen // 2 == chosen:
             continue
@@ -196,19 +196,19 @@ class Bench:
 
     def reference(self) -> Any:
         """The attention of each row's last token in float32: [rows, heads, LATENT]."""
-        found, keys = [], self.of["pool"].float()
+        outputs, keys = [], self.of["pool"].float()
         for i, last in enumerate(self.of["starts"][1:].tolist()):
             total = int(self.of["positions"][last - 1]) + 1
             pages = self.of["pages"][i, : -(-total // PAGE)].long()
             key = keys[pages].reshape(-1, LATENT + ROTARY)[:total]
             query = self.torch.cat([self.of["q"][last - 1], self.of["rotary"][last - 1]], 1).float()
-            found.append(self.torch.softmax(query @ key.T * SCALE, 1) @ key[:, :LATENT])
-        return self.torch.stack(found)
+            outputs.append(self.torch.softmax(query @ key.T * SCALE, 1) @ key[:, :LATENT])
+        return self.torch.stack(outputs)
 
     def error(self, got: Any, want: Any) -> float:
         """The relative error of a result at the rows' last tokens."""
-        mine = got[self.of["starts"][1:].long() - 1]
-        return float((mine - want).norm() / want.norm())
+        result = got[self.of["starts"][1:].long() - 1]
+        return float((result - want).norm() / want.norm())
 
     def launch(self, x: Launch, binary: Compiled) -> None:
         fn = self.card.function(binary, x.source.entry)
@@ -259,13 +259,13 @@ def main() -> None:
     registry = load()
     s = Setting(Heads(), registry, registry.target("cuda:sm_90"))
     pairs = [(case, int(h)) for h in args.heads.split(",") for case in args.cases.split(",")]
-    found = {pair: list(ways(*pair, s)) for pair in pairs}
-    compile_all((x for some in found.values() for way in some for x in way.launches), s, args.out / "binaries")
+    ways_of = {pair: list(ways(*pair, s)) for pair in pairs}
+    compile_all((x for some in ways_of.values() for way in some for x in way.launches), s, args.out / "binaries")
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)
     with (args.out / "latent.jsonl").open("w") as out:
-        for (case, heads), some in found.items():
+        for (case, heads), some in ways_of.items():
             bench = Bench(case, heads, card)
             want = bench.reference()
             for way in some:

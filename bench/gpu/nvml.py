@@ -77,11 +77,11 @@ def reasons_of(samples: Iterable[Sample]) -> list[str]:
 
 
 def _sample_until_told(link: Connection) -> None:
-    nvml, found = Nvml(), []
+    nvml, samples = Nvml(), []
     link.send("ready")
     while not link.poll(INTERVAL):
-        found += nvml.read()
-    link.send(found)
+        samples += nvml.read()
+    link.send(samples)
 
 
 class Sampler:

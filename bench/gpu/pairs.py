@@ -62,10 +62,10 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
         yield Way(case, f"prompt {rows, keys, warps, stages}", (prompt,))
         for shape, single in zip(SINGLES, singles, strict=True):
             yield Way(case, f"prompt {rows, keys, warps, stages}, single {shape}", (prompt, single))
-    for rows, keys, warps, stages, least in MIXED:
-        tile = {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "single": least}
+    for rows, keys, warps, stages, min_rows in MIXED:
+        tile = {"rows": rows, "keys": keys, "warps": warps, "stages": stages, "single": min_rows}
         both = launch(MIXED_ATTENTION, "paged_attention", "", **tile)
-        yield Way(case, f"one launch {rows, keys, warps, stages, least}", (both,))
+        yield Way(case, f"one launch {rows, keys, warps, stages, min_rows}", (both,))
 
 
 def main() -> None:
@@ -77,23 +77,23 @@ def main() -> None:
     s = Setting(Heads(), registry, registry.target("cuda:sm_90"))
     spans = {f"{new}-of-{total}-and-64x{rest}": [*[(1, rest)] * 64, (new, total)] for new, total, rest in CHUNKS}
     attention.CASES.update(spans)
-    found = {case: list(ways(case, s)) for case in spans}
+    ways_of = {case: list(ways(case, s)) for case in spans}
     binaries = args.out / "binaries"
-    compile_all((x for some in found.values() for way in some for x in way.launches), s, binaries)
+    compile_all((x for some in ways_of.values() for way in some for x in way.launches), s, binaries)
     if args.compile_only:
         return
     card = Card(nbytes=1 << 20)
     with (args.out / "pairs.jsonl").open("w") as out:
-        for case, some in found.items():
+        for case, some in ways_of.items():
             bench, first = Bench(case, s, card), None
             for way in some:
-                made = {x.key: entry for x in way.launches if (entry := read_entry(entry_path(binaries, x.key)))}
+                entries = {x.key: entry for x in way.launches if (entry := read_entry(entry_path(binaries, x.key)))}
                 row: dict[str, object] = {"case": case, "way": way.name}
                 if len(way.launches) == 2 or "one" in way.name:
-                    got = bench.result(way, made)
+                    got = bench.result(way, entries)
                     first = got if first is None else first
                     row["error"] = float((got - first).norm() / first.norm())
-                row |= {"us": round(bench.microseconds(way, made), 1), "floor": round(floor_us(case, s), 1)}
+                row |= {"us": round(bench.microseconds(way, entries), 1), "floor": round(floor_us(case, s), 1)}
                 print(json.dumps(row), file=out, flush=True)
                 print(json.dumps(row), flush=True)
 

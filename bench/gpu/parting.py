@@ -28,13 +28,13 @@ def outputs(path: Path, prompts: Sequence[list[int]], tokens: int, together: boo
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=LOGPROBS)
     groups = [list(prompts)] if together else [[p] for p in prompts]
     with LLM(path, say=lambda text: None, **options) as llm:
-        found = [
+        texts = [
             out.outputs[0]
             for g in groups
             for out in llm.generate([{"prompt_token_ids": p} for p in g], params, use_tqdm=False)
         ]
         print({k: v for k, v in llm.stats().items() if "draft" in k or "accepted" in k}, flush=True)
-    return found
+    return texts
 
 
 def equal_contexts(a: Any, b: Any) -> int:
@@ -48,22 +48,22 @@ def compare(name: str, base: Sequence[Any], other: Sequence[Any]) -> None:
     gaps, leads, parted = [], [], 0
     for i, (a, b) in enumerate(zip(base, other, strict=True)):
         n = equal_contexts(a, b)
-        here = [
+        differences = [
             abs(a.logprobs[j][t].logprob - b.logprobs[j][t].logprob)
             for j in range(n)
             for t in a.logprobs[j].keys() & b.logprobs[j].keys()
         ]
-        gaps += here
+        gaps += differences
         first, second = a.token_ids[n - 1], b.token_ids[n - 1]
         if first == second:
             continue
         parted += 1
         known = a.logprobs[n - 1]
-        least = min(x.logprob for x in known.values())
-        lead = known[first].logprob - (known[second].logprob if second in known else least)
+        lowest = min(x.logprob for x in known.values())
+        lead = known[first].logprob - (known[second].logprob if second in known else lowest)
         leads.append(lead)
         print(f"  {name}: prompt {i} parts at token {n - 1}, lead {lead:.4f}, differences there up to "
-              f"{max(here):.4f}")  # fmt: skip
+              f"{max(differences):.4f}")  # fmt: skip
     shown = ", ".join(f"{np.quantile(gaps, q):.4f}" for q in (0.5, 0.9, 0.99, 1))
     print(f"{name}: {parted} of {len(base)} part; differences p50, p90, p99, max {shown}; "
           f"largest lead {max(leads, default=0):.4f}", flush=True)  # fmt: skip

@@ -45,14 +45,14 @@ def lines(rows: Iterable[Row]) -> dict[str, tuple[list[Point], list[Point]]]:
 
 def svg(rows: Sequence[Row]) -> str:
     """Return the SVG; raises ValueError if there is no decode row."""
-    found = lines(rows)
-    batches = sorted({b for pair in found.values() for points in pair for b, _ in points})
+    lines_of = lines(rows)
+    batches = sorted({b for pair in lines_of.values() for points in pair for b, _ in points})
     if not batches:
         raise ValueError("there is no decode row to draw")
-    high = max(1.0, max(s for pair in found.values() for points in pair for _, s in points))
+    high = max(1.0, max(s for pair in lines_of.values() for points in pair for _, s in points))
     x = {b: LEFT + i * (WIDTH - LEFT - RIGHT) / max(1, len(batches) - 1) for i, b in enumerate(batches)}
     parts = [*_frame(batches, x, high)]
-    for i, (model, (ours, peer)) in enumerate(found.items()):
+    for i, (model, (ours, peer)) in enumerate(lines_of.items()):
         colour = COLOURS[i % len(COLOURS)]
         parts += _line(ours, x, high, colour, "")
         parts += _line(peer, x, high, colour, ' stroke-dasharray="5 4"')
@@ -109,8 +109,8 @@ def main(argv: Sequence[str]) -> None:
     ap.add_argument("rows", type=Path, nargs="+")
     ap.add_argument("-o", "--output", type=Path, default=Path("docs/share-of-floor.svg"))
     args = ap.parse_args(argv)
-    found = {(r.suite, r.model, r.case): r for path in args.rows for r in load(path)}
-    args.output.write_text(svg(list(found.values())))
+    latest = {(r.suite, r.model, r.case): r for path in args.rows for r in load(path)}
+    args.output.write_text(svg(list(latest.values())))
     print(args.output)
 
 

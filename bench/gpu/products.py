@@ -133,20 +133,20 @@ def run(args: argparse.Namespace, cache: Path) -> None:
     bounds = {"T": (1, MOST_TOKENS)}
     for p in map(Product.read, args.weights.split(",")):
         for tokens in map(int, args.tokens.split(",")):
-            found = candidates(p, tokens, args.ways, registry, target)
+            trials = candidates(p, tokens, args.ways, registry, target)
             if args.compile_only:
-                timer.compile(found, bounds)
+                timer.compile(trials, bounds)
                 continue
-            times = timer.microseconds(found, bounds)
-            named = [(c.kernel.name, schedule_text(c.schedule), us) for c, us in zip(found, times, strict=True)]
+            times = timer.microseconds(trials, bounds)
+            named = [(c.kernel.name, schedule_text(c.schedule), us) for c, us in zip(trials, times, strict=True)]
             if not args.no_cublas:
-                copies = copies_of(found[0].node, found[0].env, target)
+                copies = copies_of(trials[0].node, trials[0].env, target)
                 named.append((CUBLAS, "without epilogue", cublas_us(p, tokens, copies, args.seconds)))
             rows = [row(p, tokens, *x) for x in sorted(named, key=lambda x: x[2])]
             report(p, tokens, rows)
             schedules.save_rows(args, rows)
             if args.record:
-                lines = zip(found, times, strict=True)
+                lines = zip(trials, times, strict=True)
                 save(args.record, [record(c.node, c.kernel.name, c.schedule, target, us, c.env) for c, us in lines])
 
 

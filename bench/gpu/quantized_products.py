@@ -118,38 +118,38 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
             values = ", %z" if zero else ""
             attrs += f", half={halves(k, block)}, " + ("zeros=true" if zero else "zero_point=8")
             call = f"packed_nibbles_linear(%x, %w, %s{values}) {{{attrs}}}"
-    given = "".join(f", %{name}: weight {t}" for name, t in weights.items())
-    text = f"graph @main(%x: bf16[{m}, {k}]{given}) {{\n  %y = {call} : bf16[{m}, {n}]\n  return %y\n}}\n"
+    operands = "".join(f", %{name}: weight {t}" for name, t in weights.items())
+    text = f"graph @main(%x: bf16[{m}, {k}]{operands}) {{\n  %y = {call} : bf16[{m}, {n}]\n  return %y\n}}\n"
     (node,) = parse(text, registry.opset()).graphs["main"].nodes
     return node
 
 
 def ways(
-    shapes: Sequence[str], tokens: Sequence[int], forms: Sequence[str], most: int, registry: Registry, target: Target
+    shapes: Sequence[str], tokens: Sequence[int], forms: Sequence[str], count: int, registry: Registry, target: Target
 ) -> Iterator[Way]:
     """Yield the schedules to compare; only a few for formats with groups other than 128."""
     for shape in shapes:
         for m in tokens:
             node = node_of(shape, "bf16", m, registry)
-            found = node_candidates(node, registry.kernels, target, {}, Tuning.shipped(target))
-            for o in [o for o in found if o.kernel.language == "triton"][:2]:
+            options = node_candidates(node, registry.kernels, target, {}, Tuning.shipped(target))
+            for o in [o for o in options if o.kernel.language == "triton"][:2]:
                 yield Way(shape, "bf16", m, o.kernel.name, o.schedule, o.kernel.emit(node, o.schedule, target))
             for form in forms:
                 whole = form in ("g128", "wgmma") or (form == "normed" and shape in NORMED_SHAPES)
                 if whole or (form != "normed" and shape in ("qkv", "up") and m in (1, 16, 64)):
                     node = node_of(shape, form, m, registry)
-                    yield from _ours(shape, form, m, node, most if whole else 3, target)
+                    yield from _ours(shape, form, m, node, count if whole else 3, target)
 
 
-def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) -> Iterator[Way]:
+def _ours(shape: str, form: str, m: int, node: Node, count: int, target: Target) -> Iterator[Way]:
     if form in FRAGMENTS:
         for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM, SKINNY_FIXED):
             if kernel.reject(node, target) is None:
-                found = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
-                for schedule in found[: 2 * most]:
+                schedules = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
+                for schedule in schedules[: 2 * count]:
                     yield Way(shape, form, m, kernel.name, schedule, kernel.emit(node, schedule, target))
         return
-    for kernel, share in ((QUANTIZED_GEMV, most // 2 + 1 if m <= 4 else 2), (QUANTIZED_GEMM, most)):
+    for kernel, share in ((QUANTIZED_GEMV, count // 2 + 1 if m <= 4 else 2), (QUANTIZED_GEMM, count)):
         if (why := kernel.reject(node, target)) is None:
             for schedule in kernel.schedules(node, target)[:share]:
                 yield Way(shape, form, m, kernel.name, schedule, kernel.emit(node, schedule, target))
@@ -157,19 +157,19 @@ def _ours(shape: str, form: str, m: int, node: Node, most: int, target: Target) 
             print(f"{shape} {form} {m}: {kernel.name} rejects it: {why}")
 
 
-def compiled(found: Sequence[Way], target: Target, jobs: int) -> list[Compiled | str]:
+def compiled(ways: Sequence[Way], target: Target, jobs: int) -> list[Compiled | str]:
     """Return the binary of every schedule, or the error message."""
     limits = target.limits
-    triton = [w for w in found if w.source.language == "triton"]
+    triton = [w for w in ways if w.source.language == "triton"]
     work = [Job.of(str(i), w.source, target) for i, w in enumerate(triton)]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         done = (c for _, c in pool.map(compile_one, work, chunksize=2))
-        made: dict[int, Compiled | str] = {id(w): c for w, c in zip(triton, done, strict=True)}
+        compiled_of: dict[int, Compiled | str] = {id(w): c for w, c in zip(triton, done, strict=True)}
     nvrtc = NvrtcToolchain.find(target)
-    sources = [w.source for w in found if w.source.language == "cuda"]
+    sources = [w.source for w in ways if w.source.language == "cuda"]
     with scratch() as folder:
         binaries = nvrtc.compile([(s, "") for s in sources], folder, jobs)
-    out = [made[id(w)] if id(w) in made else binaries[nvrtc.key(w.source)] for w in found]
+    out = [compiled_of[id(w)] if id(w) in compiled_of else binaries[nvrtc.key(w.source)] for w in ways]
     return [
         f"{c.shared} bytes of shared memory" if isinstance(c, Compiled) and c.shared > limits.shared else c for c in out
     ]
@@ -284,11 +284,11 @@ class Bench:
         return graph_microseconds(self.card, lambda i: self.launch(way, binary, i), copies, SECONDS)
 
 
-def measure(found: Sequence[Way], binaries: Sequence[Compiled | str], target: Target) -> Iterator[dict[str, Any]]:
+def measure(ways: Sequence[Way], binaries: Sequence[Compiled | str], target: Target) -> Iterator[dict[str, Any]]:
     """Return a row per schedule, with its error and time, or the reason why it has none."""
     bench = Bench()
     known: dict[tuple[str, str, int], Any] = {}
-    for way, binary in zip(found, binaries, strict=True):
+    for way, binary in zip(ways, binaries, strict=True):
         floor = (way.weight_bytes + 2 * way.m * (way.sizes[0] + way.sizes[1])) / BANDWIDTH * 1e6
         row = {**way.row, "floor": round(floor, 2)}
         if isinstance(binary, str):
@@ -308,9 +308,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = ["| shape | format | m | us | share of floor | bf16 us | kernel | schedule | next |", "|" + "---|" * 9]
     good = [r for r in rows if "failed" not in r]
     for key in dict.fromkeys((r["shape"], r["form"], r["m"]) for r in good if r["form"] != "bf16"):
-        mine = sorted((r for r in good if (r["shape"], r["form"], r["m"]) == key), key=lambda r: r["us"])
+        timed = sorted((r for r in good if (r["shape"], r["form"], r["m"]) == key), key=lambda r: r["us"])
         plain = [r["us"] for r in good if (r["shape"], r["form"], r["m"]) == (key[0], "bf16", key[2])]
-        best, nearby = mine[0], "; ".join(f"{r['us']} {r['kernel'][17:]} {r['schedule']}" for r in mine[1:3])
+        best, nearby = timed[0], "; ".join(f"{r['us']} {r['kernel'][17:]} {r['schedule']}" for r in timed[1:3])
         lines.append(
             f"| {key[0]} | {key[1]} | {key[2]} | {best['us']} | {best['floor'] / best['us']:.2f} | "
             f"{min(plain, default=0)} | {best['kernel'][17:]} | {best['schedule']} | {nearby} |"
@@ -340,16 +340,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     registry = load()
     target = registry.target("cuda:sm_90")
     tokens = [int(m) for m in args.tokens.split(",")]
-    found = list(ways(args.shapes.split(","), tokens, args.forms.split(","), args.ways, registry, target))
-    print(f"{len(found)} binaries", flush=True)
-    binaries = compiled(found, target, os.cpu_count() or 1)
+    all_ways = list(ways(args.shapes.split(","), tokens, args.forms.split(","), args.ways, registry, target))
+    print(f"{len(all_ways)} binaries", flush=True)
+    binaries = compiled(all_ways, target, os.cpu_count() or 1)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.compile_only:
-        print("\n".join(f"{w.row}: {b}" for w, b in zip(found, binaries, strict=True) if isinstance(b, str)))
+        print("\n".join(f"{w.row}: {b}" for w, b in zip(all_ways, binaries, strict=True) if isinstance(b, str)))
         return
     rows = []
     with (args.output / "products.jsonl").open("w") as file:
-        for row in measure(found, binaries, target):
+        for row in measure(all_ways, binaries, target):
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()

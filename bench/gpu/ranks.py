@@ -90,30 +90,30 @@ def chain(op: str, ranks: int) -> str:
 
 def timed(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], works: dict[str, Work]) -> dict[str, float]:
     """Microseconds of one collective of each kind and size, the best of a few rounds, on this rank."""
-    own, out, bound = None, {}, {}
+    this_rank, out, bound = None, {}, {}
     for name, work in works.items():
-        own = own or Rank(replace_kernels(work, works), rank, ranks, exchange)
-        bound[name] = own.bind(work.program)
-    assert own is not None
+        this_rank = this_rank or Rank(replace_kernels(work, works), rank, ranks, exchange)
+        bound[name] = this_rank.bind(work.program)
+    assert this_rank is not None
     for name, work in works.items():
         run, symbols, memories = bound[name]
         for operand in (b.name for b in work.program.buffers if b.kind == "input"):
-            own.device.write(memories[operand], 0, noise(memories[operand].nbytes))
+            this_rank.device.write(memories[operand], 0, noise(memories[operand].nbytes))
         for nbytes in SIZES:
             symbols[list(work.program.symbols).index("T")] = nbytes // WIDTH // 2
             best = 1e9
             for _ in range(ROUNDS):
                 run()
-                own.synchronize()
+                this_rank.synchronize()
                 exchange(None)
                 begin = time.perf_counter()
                 for _ in range(REPLAYS):
                     run()
-                own.synchronize()
+                this_rank.synchronize()
                 best = min(best, (time.perf_counter() - begin) / REPLAYS / CHAIN * 1e6)
             out[f"{name} {nbytes}"] = best
     exchange(None)
-    own.device.close()
+    this_rank.device.close()
     return out
 
 
@@ -141,8 +141,8 @@ def collectives(plan: Plan, ranks: int) -> dict[str, float]:
     works[two] = compile_graph(chain(two, ranks), cache, {"warps": 16})
     if ranks > 2:
         works["all_reduce in parts"] = compile_graph(chain("all_reduce", ranks), cache, {"parts": ranks})
-    found = run_group(ranks, timed, works)
-    return {key: max(f[key] for f in found) for key in found[0]}
+    times = run_group(ranks, timed, works)
+    return {key: max(f[key] for f in times) for key in times[0]}
 
 
 def nccl(rank: int, ranks: int, exchange: Callable[[Any], list[Any]], store: str) -> dict[str, float]:
@@ -240,12 +240,12 @@ def started(plan: Plan, shape: Shape, ranks: int) -> float:
     return statistics.median(times)
 
 
-def print_collectives(found: dict[str, float]) -> None:
-    names = list(dict.fromkeys(key.rpartition(" ")[0] for key in found))
+def print_collectives(times: dict[str, float]) -> None:
+    names = list(dict.fromkeys(key.rpartition(" ")[0] for key in times))
     sizes = [f"{s // KB} KB" if s < KB * KB else f"{s // KB // KB} MB" for s in SIZES]
     print("us, slowest rank        " + "".join(f"{s:>9}" for s in sizes))
     for name in names:
-        print(f"{name:24}" + "".join(f"{found[f'{name} {s}']:9.2f}" for s in SIZES), flush=True)
+        print(f"{name:24}" + "".join(f"{times[f'{name} {s}']:9.2f}" for s in SIZES), flush=True)
 
 
 def options() -> argparse.ArgumentParser:
@@ -270,14 +270,14 @@ class Report:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.found: dict[str, Any] = {"card": state()}
-        print(self.found["card"], flush=True)
+        self.results: dict[str, Any] = {"card": state()}
+        print(self.results["card"], flush=True)
 
     def keep(self, name: str, value: Any) -> None:
-        self.found[name] = value
+        self.results[name] = value
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+            self.path.write_text(json.dumps(self.results, indent=1) + "\n")
 
 
 def measure_model(args: argparse.Namespace, plan: Plan, ranks: int, parts: Sequence[str], report: Report) -> None:
@@ -311,19 +311,19 @@ def main() -> None:
     report = Report(args.out and args.out / f"ranks-{args.ranks}-{shape.name}.json")
     if "collectives" in parts:
         report.keep("collectives", collectives(plan, args.ranks))
-        print_collectives(report.found["collectives"])
+        print_collectives(report.results["collectives"])
     if "nccl" in parts:
         with tempfile.TemporaryDirectory() as folder:
             results = run_group(args.ranks, nccl, f"{folder}/store")
         report.keep("nccl", {key: max(r[key] for r in results) for key in results[0]})
-        print_collectives(report.found["nccl"])
+        print_collectives(report.results["nccl"])
     for ranks in measured:
         if {"model", "offline", "account"} & set(parts) and time.monotonic() - begin < args.limit:
             measure_model(args, plan, ranks, parts, report)
     if "start" in parts and time.monotonic() - begin < args.limit:
         report.keep("start", {str(ranks): started(plan, shape, ranks) for ranks in measured})
         goal = GOALS.get((args.model, args.ranks), {}).get("start", "-")
-        print(f"start to first token, s: {report.found['start']}, goal with {args.ranks}: {goal}", flush=True)
+        print(f"start to first token, s: {report.results['start']}, goal with {args.ranks}: {goal}", flush=True)
     print(f"vLLM 0.25.1, Llama-3.1-8B on two H200s: {VLLM}", flush=True)
 
 

@@ -63,14 +63,14 @@ def measure(args: argparse.Namespace, cache: Path) -> None:
     for step in args.tokens.split(","):
         rows, tokens = map(int, step.split("x"))
         ops = [op for op in _CALLS if tokens <= 768 or op != "row_recurrence"]
-        found = [t for op in ops for t in trials(op, {"T": tokens, "R": rows}, args.ways, registry, target)]
+        candidates = [t for op in ops for t in trials(op, {"T": tokens, "R": rows}, args.ways, registry, target)]
         if args.compile_only:
-            timer.compile(found, symbols)
+            timer.compile(candidates, symbols)
             continue
-        times = timer.microseconds(found, symbols)
+        times = timer.microseconds(candidates, symbols)
         table: list[dict[str, object]] = [
             {"step": step, "op": t.node.op.name, "us": round(us, 2), "schedule": schedule_text(t.schedule)}
-            for us, t in zip(times, found, strict=True)
+            for us, t in zip(times, candidates, strict=True)
         ]
         for row in table:
             print(*row.values(), flush=True)

@@ -84,11 +84,11 @@ class Rows:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "rows.jsonl"
-        self.found: list[Row] = []
+        self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Save a row."""
-        self.found.append(row)
+        self.rows.append(row)
         with self.path.open("a") as f:
             f.write(json.dumps(row.json()) + "\n")
             f.flush()
@@ -96,20 +96,20 @@ class Rows:
 
     def text(self) -> str:
         """Return Markdown tables of this run's rows."""
-        return tables(self.found)
+        return tables(self.rows)
 
 
 def read(path: Path) -> list[Row]:
     """Read a file of rows. A truncated last line is ignored, and later rows replace earlier ones."""
-    found: dict[tuple[str, str, str], Row] = {}
+    rows: dict[tuple[str, str, str], Row] = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
             data = json.loads(text)
         except ValueError:
             continue
         row = Row(**{k: v for k, v in data.items() if k not in ("share", "verdict")})
-        found[row.suite, row.model, row.case] = row
-    return list(found.values())
+        rows[row.suite, row.model, row.case] = row
+    return list(rows.values())
 
 
 def peer_of(suite: str, model: str, case: str) -> float | None:
@@ -184,12 +184,12 @@ def tables(rows: Iterable[Row]) -> str:
         by_suite.setdefault(row.suite, []).append(row)
     parts = []
     for suite in (s for s in TITLES if s in by_suite):
-        found = by_suite[suite]
-        body = [HEAD, *(cells(r) for r in found)]
-        units = {r.unit for r in found}
-        body[0] = tuple(f"{h}, {found[0].unit}" if h == "measured" and len(units) == 1 else h for h in HEAD)
+        suite_rows = by_suite[suite]
+        body = [HEAD, *(cells(r) for r in suite_rows)]
+        units = {r.unit for r in suite_rows}
+        body[0] = tuple(f"{h}, {suite_rows[0].unit}" if h == "measured" and len(units) == 1 else h for h in HEAD)
         if len(units) > 1:
-            body = [(*b[:2], f"{b[2]} {r.unit}" if r else b[2], *b[3:]) for b, r in zip(body, [None, *found])]
+            body = [(*b[:2], f"{b[2]} {r.unit}" if r else b[2], *b[3:]) for b, r in zip(body, [None, *suite_rows])]
         keep = [i for i in range(len(HEAD)) if i < 3 or any(b[i] for b in body[1:])]
         lines = [f"| {' | '.join(b[i] for i in keep)} |" for b in body]
         parts.append("\n".join([f"### {TITLES[suite]}", "", lines[0], "|" + " --- |" * len(keep), *lines[1:]]))

@@ -66,8 +66,8 @@ def candidates(form: str, shape: str, tokens: int, ways: int, registry: Registry
     fixed = weight_only(graph)
     for node in graph.nodes:
         if node.results[0] not in fixed:
-            found = node_candidates(node, registry.kernels, target, env, Tuning.shipped(target))
-            for o in found[: ways if node.op.name == "block_scaled_linear" else OTHERS]:
+            options = node_candidates(node, registry.kernels, target, env, Tuning.shipped(target))
+            for o in options[: ways if node.op.name == "block_scaled_linear" else OTHERS]:
                 yield Trial(node, graph, env, o.kernel, o.schedule)
 
 
@@ -91,19 +91,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             for tokens in map(int, args.tokens.split(",")):
                 size = (shape, tokens)
                 each = {f: list(candidates(f, *size, args.ways, registry, target)) for f in FORMS}
-                found = [(form, c) for form, some in each.items() for c in some]
+                trials = [(form, c) for form, some in each.items() for c in some]
                 times = (
-                    [0.0] * len(found)
+                    [0.0] * len(trials)
                     if args.list
-                    else timer.microseconds([c for _, c in found], {"T": (1, MOST_TOKENS)})
+                    else timer.microseconds([c for _, c in trials], {"T": (1, MOST_TOKENS)})
                 )
-                rows += report(size, found, times)
+                rows += report(size, trials, times)
                 if args.json:
                     args.json.write_text("".join(f"{json.dumps(r)}\n" for r in rows))
 
 
 def report(
-    size: tuple[str, int], found: Sequence[tuple[str, Trial]], times: Sequence[float]
+    size: tuple[str, int], trials: Sequence[tuple[str, Trial]], times: Sequence[float]
 ) -> list[dict[str, object]]:
     """Print and return a row per schedule, the fastest of each form and op first."""
     rows: list[dict[str, object]] = [
@@ -111,7 +111,7 @@ def report(
             "shape": size[0], "tokens": size[1], "form": form, "op": c.node.op.name, "us": round(us, 2),
             "kernel": c.kernel.name, "schedule": schedule_text(c.schedule),
         }
-        for us, (form, c) in sorted(zip(times, found, strict=True), key=lambda t: t[0])
+        for us, (form, c) in sorted(zip(times, trials, strict=True), key=lambda t: t[0])
     ]  # fmt: skip
     rows.sort(key=lambda r: (list(FORMS).index(str(r["form"])), str(r["op"])))
     for r in rows:

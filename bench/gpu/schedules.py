@@ -46,10 +46,10 @@ def candidates(
     target: Target,
 ) -> list[Trial]:  # fmt: skip
     """Return the best `ways` Triton schedules of a node, and every schedule of the kernel `ours`."""
-    found = node_candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
-    mine = [o for o in found if o.kernel.name == ours]
-    theirs = [o for o in found if o.kernel.name != ours][:ways]
-    return [Trial(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *mine)]
+    options = node_candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
+    own_options = [o for o in options if o.kernel.name == ours]
+    theirs = [o for o in options if o.kernel.name != ours][:ways]
+    return [Trial(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *own_options)]
 
 
 def save_rows(args: argparse.Namespace, rows: Sequence[Row]) -> None:

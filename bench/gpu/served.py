@@ -150,7 +150,7 @@ def throughput(port: int, args: argparse.Namespace, sizes: tuple[int, int]) -> d
                "--client-processes", "4")
         for seed in range(2)
     ]  # fmt: skip
-    return max(rounds, key=lambda one: one["output_throughput"])
+    return max(rounds, key=lambda figures: figures["output_throughput"])
 
 
 def mix(port: int, args: argparse.Namespace, sizes: tuple[int, int]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def run(path: Path, args: argparse.Namespace, room: int) -> None:
     if "generate" in parts:
         keep("generate", generate(path, args, half))
     limits = ("--max-num-batched-tokens", args.batched), ("--target-itl-ms", args.target_itl_ms)
-    options = [str(one) for pair in limits if pair[1] is not None for one in pair]
+    options = [str(option) for pair in limits if pair[1] is not None for option in pair]
     if chosen := [name for name in loads if name in parts]:
         keys = args.out / "admin-keys.txt"
         keys.write_text(f"{ADMIN_KEY}\n")

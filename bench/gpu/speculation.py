@@ -135,10 +135,10 @@ def requests(count: int, shape: Shape, method: Method, tokens: int) -> Iterator[
         yield Request(f"{seed}", prompt, SamplingParams(seed=seed, **params))
 
 
-def measure(opened: Opened, batch: int, shape: Shape, method: Method, most: int) -> Measured:
+def measure(opened: Opened, batch: int, shape: Shape, method: Method, max_rounds: int) -> Measured:
     """Measure decoding of `batch` rows, in up to `most` rounds if they are few."""
     totals = Totals()
-    for _ in range(min(most, max(1, 8 // batch))):
+    for _ in range(min(max_rounds, max(1, 8 // batch))):
         one_round(opened, list(requests(batch, shape, method, WARM + MEASURED + 4 * DRAFTS)), totals)
     return totals.measured(batch)
 
@@ -181,7 +181,7 @@ class Results:
 
     plan: argparse.Namespace
     end: float
-    found: dict[tuple[int, str, str], Measured] = field(default_factory=dict)
+    measured: dict[tuple[int, str, str], Measured] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     def add(self, batch: int, method: Method, drafts: str, opened: Opened) -> None:
@@ -190,16 +190,16 @@ class Results:
         if time.monotonic() > self.end:
             self.failed.append(f"{name}: no time left")
             return
-        one = measure(opened, batch, MODELS[self.plan.model], method, self.plan.rounds)
-        self.found[batch, method.name, drafts] = one
-        times = f"{one.seconds_per_token * 1e3:.3f} ms a token, {one.step * 1e3:.3f} ms a step"
-        print(f"{name}: {times}, {one.tokens_per_step:.2f} tokens a step, {one.rate:.2f} accepted first", flush=True)
+        m = measure(opened, batch, MODELS[self.plan.model], method, self.plan.rounds)
+        self.measured[batch, method.name, drafts] = m
+        times = f"{m.seconds_per_token * 1e3:.3f} ms a token, {m.step * 1e3:.3f} ms a step"
+        print(f"{name}: {times}, {m.tokens_per_step:.2f} tokens a step, {m.rate:.2f} accepted first", flush=True)
         self.save()
 
     def save(self) -> None:
         """Write results.json and tables.md."""
         self.plan.out.mkdir(parents=True, exist_ok=True)
-        rows = [{"batch": b, "method": m, "drafts": d, **asdict(x)} for (b, m, d), x in self.found.items()]
+        rows = [{"batch": b, "method": m, "drafts": d, **asdict(x)} for (b, m, d), x in self.measured.items()]
         (self.plan.out / "results.json").write_text(json.dumps({"rows": rows, "failed": self.failed}, indent=1) + "\n")
         (self.plan.out / "tables.md").write_text(self.table())
 
@@ -209,16 +209,16 @@ class Results:
         lines = [f"| {head} |", "|" + "---|" * 9]
         for method in METHODS:
             for batch in self.plan.batches:
-                plain, own = (self.found.get((batch, m.name, "chosen")) for m in (PLAIN, method))
-                if plain is None or own is None:
+                plain, drafted = (self.measured.get((batch, m.name, "chosen")) for m in (PLAIN, method))
+                if plain is None or drafted is None:
                     continue
-                gain = plain.seconds_per_token / own.seconds_per_token
+                gain = plain.seconds_per_token / drafted.seconds_per_token
                 allowed, drafts = self.allowed(batch, method, plain.step)
                 gate = f"{method.gates[batch]:.2f}" if batch in method.gates else ""
                 lines.append(
                     f"| {method.name}, rate {method.rate} | {batch} | {plain.step * 1e3:.3f} | **{gain:.2f}** |"
                     f" {gate} | {allowed:.2f} ({drafts}) | {gain / allowed:.2f} |"
-                    f" {own.tokens_per_step:.2f} | {own.rate:.2f} |"
+                    f" {drafted.tokens_per_step:.2f} | {drafted.rate:.2f} |"
                 )
         if self.plan.nothing:
             lines = [*(lines if self.plan.nothing == TOO else ()), "", *self.vain()]
@@ -227,10 +227,10 @@ class Results:
     def vain(self) -> list[str]:
         """Return the lines of the table of methods that have nothing to draft."""
         lines = ["| method | batch | plain, ms a token | with the method | ratio |", "|" + "---|" * 5]
-        for (batch, name, drafts), own in self.found.items():
-            plain = self.found.get((batch, PLAIN.name, IN_VAIN))
+        for (batch, name, drafts), drafted in self.measured.items():
+            plain = self.measured.get((batch, PLAIN.name, IN_VAIN))
             if plain is not None and name != PLAIN.name and drafts == IN_VAIN:
-                a, b = plain.seconds_per_token * 1e3, own.seconds_per_token * 1e3
+                a, b = plain.seconds_per_token * 1e3, drafted.seconds_per_token * 1e3
                 lines.append(f"| {name} | {batch} | {a:.3f} | {b:.3f} | **{b / a:.3f}** |")
         return lines
 
@@ -238,9 +238,9 @@ class Results:
         """Return the largest speed-up that the fixed numbers of drafts allow, and its number; 1 and 0 for none."""
         best = (1.0, 0)
         for drafts in FIXED:
-            if (one := self.found.get((batch, method.name, str(drafts)))) is not None:
+            if (fixed := self.measured.get((batch, method.name, str(drafts)))) is not None:
                 tokens = (1 - method.rate ** (drafts + 1)) / (1 - method.rate)
-                best = max(best, (tokens * plain / one.step, drafts))
+                best = max(best, (tokens * plain / fixed.step, drafts))
         return best
 
 
@@ -290,11 +290,11 @@ def head(plan: argparse.Namespace) -> Path:
     config = json.loads((shapes.folder(MODELS[plan.model], plan.artifacts) / "config.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
     layers = int(config["num_hidden_layers"])
-    made = {
+    fields = {
         **config, "num_hidden_layers": 1, "draft_vocab_size": min(HEAD_VOCAB, config["vocab_size"]),
         "eagle_aux_hidden_state_layer_ids": [min(2, layers - 1), layers // 2, max(0, layers - 3)],
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(made))
+    (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 

@@ -21,9 +21,9 @@ def start_row(artifact: Path, shape: Shape, rounds: int = 3) -> Row:
     """Return the median seconds from process start to the first token, with the weights in the page cache."""
     warmed = warm(artifact)
     once(artifact)
-    found = [once(artifact) for _ in range(rounds)]
-    seconds = [s for s, _ in found]
-    middle = found[seconds.index(statistics.median_low(seconds))]
+    starts = [once(artifact) for _ in range(rounds)]
+    seconds = [s for s, _ in starts]
+    middle = starts[seconds.index(statistics.median_low(seconds))]
     extra = {"all_s": seconds, "parts_s": middle[1], "weights_bytes": warmed}
     return engine_row("start", shape.name, "page cache", "s", statistics.median(seconds), None, **extra)
 

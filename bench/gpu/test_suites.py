@@ -53,18 +53,18 @@ def test_host(shape: Shape, batch: int, plan: Plan, keep: Any) -> None:
 @each_model
 @pytest.mark.parametrize("batch", (1, 32))
 def test_kernels(shape: Shape, batch: int, plan: Plan, rows: Rows, benchmark: Any) -> None:
-    found = list(kernel_rows(artifact(plan, shape), shape, Load(batch), H200))
-    for row in found:
+    measured = list(kernel_rows(artifact(plan, shape), shape, Load(batch), H200))
+    for row in measured:
         rows.add(row)
-    record(benchmark, [found[-1].measured], rows=[r.json() for r in found])
+    record(benchmark, [measured[-1].measured], rows=[r.json() for r in measured])
 
 
 @each_model
 def test_mixed(shape: Shape, plan: Plan, rows: Rows, benchmark: Any) -> None:
-    found = list(kernel_rows(artifact(plan, shape), shape, plan.mixed, H200))
-    for row in found:
+    measured = list(kernel_rows(artifact(plan, shape), shape, plan.mixed, H200))
+    for row in measured:
         rows.add(row)
-    record(benchmark, [found[-1].measured], rows=[r.json() for r in found])
+    record(benchmark, [measured[-1].measured], rows=[r.json() for r in measured])
 
 
 @each_model

@@ -72,15 +72,15 @@ class Bench:
         for n in threads:
             yield row("floor: pages mapped", n, None, [self.rate(lambda n=n: self.map(n), self.nbytes)])  # type: ignore[misc]
         for span in spans:
-            for what, rates in self.registering(span * MIB).items():
-                yield row(f"floor: {what}", 1, span, rates)
+            for way, rates in self.registering(span * MIB).items():
+                yield row(f"floor: {way}", 1, span, rates)
 
     def copy(self) -> float:
         pinned = Pinned(self.device._cuda, min(256 * MIB, self.nbytes))
         pinned.array[:] = self.data[: len(pinned.array)]
-        found = self.rate(lambda: self.send(pinned.address, len(pinned.array)), len(pinned.array))
+        rate = self.rate(lambda: self.send(pinned.address, len(pinned.array)), len(pinned.array))
         pinned.free()
-        return found
+        return rate
 
     def send(self, address: int, nbytes: int) -> None:
         cuda, stream = self.device._cuda, self.device._stream
@@ -135,16 +135,16 @@ class Bench:
     def upload(self, check: bool, way: str, span: int | None, threads: int) -> Row:
         if span:
             upload_work.SPAN = span * MIB
-        given = (self.device._cuda, self.device._enter, Folder(self.folder), [self.file], {"a": self.target})
-        found = [weight_upload.upload(*given, check=check, threads=threads, method=way) for _ in range(self.rounds)]
-        name = f"{found[-1].method}, {'hashed' if check else 'not hashed'}"
-        return row(name, found[-1].threads, span, [f.rate / 1e9 for f in found], found[-1].fallback_reason)
+        args = (self.device._cuda, self.device._enter, Folder(self.folder), [self.file], {"a": self.target})
+        uploads = [weight_upload.upload(*args, check=check, threads=threads, method=way) for _ in range(self.rounds)]
+        name = f"{uploads[-1].method}, {'hashed' if check else 'not hashed'}"
+        return row(name, uploads[-1].threads, span, [f.rate / 1e9 for f in uploads], uploads[-1].fallback_reason)
 
 
-def row(what: str, threads: int, span: int | None, rates: list[float], why: str = "") -> Row:
+def row(name: str, threads: int, span: int | None, rates: list[float], why: str = "") -> Row:
     """`span` in MiB; `gb_s` the median of `all`."""
     rates = [round(r, 2) for r in rates]
-    return {"what": what, "threads": threads, "span": span, "gb_s": statistics.median(rates), "all": rates, "why": why}
+    return {"what": name, "threads": threads, "span": span, "gb_s": statistics.median(rates), "all": rates, "why": why}
 
 
 def the_arch() -> str:
@@ -156,12 +156,10 @@ def the_arch() -> str:
     return "sm_{}{}".format(*(driver.cuDeviceGetAttribute(w, 0)[1] for w in which))
 
 
-def show(found: Row) -> None:
-    span = f"{found['span']} MiB" if found["span"] else ""
-    rates = " ".join(f"{x:.1f}" for x in found["all"])
-    print(
-        f"{found['what']:28} {found['threads']:3} {span:>8} {found['gb_s']:8.1f}   {rates} {found['why']}", flush=True
-    )
+def show(row: Row) -> None:
+    span = f"{row['span']} MiB" if row["span"] else ""
+    rates = " ".join(f"{x:.1f}" for x in row["all"])
+    print(f"{row['what']:28} {row['threads']:3} {span:>8} {row['gb_s']:8.1f}   {rates} {row['why']}", flush=True)
 
 
 def numbers(text: str) -> list[int]:
@@ -186,9 +184,9 @@ def main(argv: list[str]) -> int:
         print(f"{bench.device.name}, {args.gib} GiB, {bench.device.threads} threads by default")
         print(f"{'':27} threads     span     GB/s   each")
         for part in (bench.floors, bench.uploads):
-            for found in part(args.threads, args.spans):
-                rows.append(found)
-                show(found)
+            for row in part(args.threads, args.spans):
+                rows.append(row)
+                show(row)
         bench.device.close()
     text = json.dumps({"device": bench.device.name, "bytes": bench.nbytes, "rows": rows})
     if args.json:

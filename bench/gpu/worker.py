@@ -17,26 +17,26 @@ from bench.gpu.start import start_row
 from bench.shapes import Shape
 
 
-def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
+def rows_of(plan: Plan, shape: Shape, part: str, roof: Roof) -> Iterator[Row]:
     """Yield the rows of one part of a model: engine, host, kernels, mixed or start."""
-    if what == "engine":
+    if part == "engine":
         session = engine.Session(artifact(plan, shape), shape, roof)
         print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.log_lines)}", flush=True)
         try:
             yield from engine.measure(session, plan)
         finally:
             session.close()
-    elif what == "host":
+    elif part == "host":
         session = engine.Session(artifact(plan, shape), shape, roof, plan.out / f"trace-{shape.name}.json")
         try:
             yield from map(session.host, engine.TRACED)
         finally:
             session.close()
-    elif what == "kernels":
+    elif part == "kernels":
         for batch in plan.kernel_batches:
             load = Load(batch, temperature=plan.temperature)
             yield from kernel_rows(artifact(plan, shape), shape, load, roof)
-    elif what == "mixed":
+    elif part == "mixed":
         yield from kernel_rows(artifact(plan, shape), shape, plan.mixed, roof)
     else:
         yield start_row(packed(plan, shape), shape)
@@ -44,10 +44,10 @@ def rows_of(plan: Plan, shape: Shape, what: str, roof: Roof) -> Iterator[Row]:
 
 def main(argv: list[str]) -> None:
     """Run the command: WHAT MODEL ROOF, followed by the options of the run."""
-    what, model, roof, *rest = argv
+    part, model, roof, *rest = argv
     plan = plan_of(parser().parse_args(rest))
     rows = Rows(plan.out)
-    for row in rows_of(plan, MODELS[model], what, roof_of(json.loads(roof))):
+    for row in rows_of(plan, MODELS[model], part, roof_of(json.loads(roof))):
         rows.add(row)
 
 

@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    target, held = row.get("target"), row.get("held")
-    verdict = "" if target is None else f"{target:,.5g} {'held' if held else 'missed'}"
+    target, met = row.get("target"), row.get("held")
+    verdict = "" if target is None else f"{target:,.5g} {'held' if met else 'missed'}"
     cpu = ", ".join(f"{value:.1f}" for value in row.get("cpu_us_per_token", {}).values())
     ratio, chunk = row.get("ratio"), row.get("tokens_per_chunk")
     return [

@@ -46,8 +46,8 @@ class Paced:
     def wait(self, ticket: None) -> StepOutput:
         """Return the tokens of the oldest step once it has ended."""
         step, ready = self._under_way.popleft()
-        if (left := ready - time.monotonic()) > 0:
-            time.sleep(left)
+        if (remaining := ready - time.monotonic()) > 0:
+            time.sleep(remaining)
         tokens = [next(self._words) if work.emit else None for work in step.work]
         return StepOutput(tokens, [None] * len(tokens))
 
@@ -59,12 +59,12 @@ class Paced:
 def opener(pace: float, depth: int) -> Callable[[Open, Callable[[str], None]], Session]:
     """Return the function that opens the engine in the engine process."""
 
-    def opened(wanted: Open, say: Callable[[str], None]) -> Session:
+    def opened(message: Open, say: Callable[[str], None]) -> Session:
         tokenizer = Tokenizer.open(MODEL)
         size = tokenizer.backend.get_vocab_size()
         words = [i for i in range(size) if (text := tokenizer.decode([i])).isascii() and text.strip().isalpha()]
         random.Random(5).shuffle(words)
-        rows = wanted.options.get("max_num_seqs") or ROWS
+        rows = message.options.get("max_num_seqs") or ROWS
         config = SchedulerConfig(ROWS * LENGTH // PAGE, PAGE, LENGTH, rows, TOKENS, size)
         engine = Engine(Scheduler(config, lambda: 11), Paced(pace, depth, words))
         return Session(engine, "the simulated device", lambda: None, lambda: None)

@@ -29,8 +29,8 @@ class Server:
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds of the front end, and of the engine if there is one."""
-        found = dict(zip(("front", "engine"), (self._process, *self._process.children())))
-        return {name: sum(one.cpu_times()[:2]) for name, one in found.items()}
+        processes = dict(zip(("front", "engine"), (self._process, *self._process.children())))
+        return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
 
 
 @contextmanager

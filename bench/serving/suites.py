@@ -25,19 +25,19 @@ def throughput(rounds: int) -> list[Row]:
     server at a GPU's pace.
     """
     with server("bench.serving.front", 0.0, 2) as ours, server("bench.serving.peer", EVENT) as bare:
-        found: dict[str, list[Row]] = {"ours": [], "bare": []}
+        runs: dict[str, list[Row]] = {"ours": [], "bare": []}
         for name in ("ours", "bare", "bare", "ours") * ((rounds + 1) // 2):
-            found[name].append(_streams(ours if name == "ours" else bare))
+            runs[name].append(_streams(ours if name == "ours" else bare))
     with server("bench.serving.front", GPU_STEP, 2) as ours:
         paced = [_streams(ours, 2 * TOKENS, 2 * REQUESTS) for _ in range((rounds + 1) // 2)]
-    mine, theirs = (statistics.median(r["output_throughput"] for r in found[name]) for name in ("ours", "bare"))
+    ours_rate, theirs = (statistics.median(r["output_throughput"] for r in runs[name]) for name in ("ours", "bare"))
     rows = [
-        _row("streamed, 256 at a time", "tokens/s", mine, theirs / 3, mine / theirs, found["ours"]),
-        _row("the bare handler", "events/s", theirs, None, 1.0, found["bare"]),
+        _row("streamed, 256 at a time", "tokens/s", ours_rate, theirs / 3, ours_rate / theirs, runs["ours"]),
+        _row("the bare handler", "events/s", theirs, None, 1.0, runs["bare"]),
     ]
     rate = statistics.median(r["output_throughput"] for r in paced)
-    most = STREAMS / GPU_STEP
-    return [*rows, _row("at steps of 12 ms, 256 at a time", "tokens/s", rate, 0.95 * most, rate / most, paced)]
+    limit = STREAMS / GPU_STEP
+    return [*rows, _row("at steps of 12 ms, 256 at a time", "tokens/s", rate, 0.95 * limit, rate / limit, paced)]
 
 
 def _streams(target: Any, tokens: int = TOKENS, requests: int = REQUESTS) -> Row:
@@ -51,14 +51,12 @@ def latency(rounds: int) -> list[Row]:
     for depth, pace in ((1, 0.01), (2, 0.01)):
         with server("bench.serving.front", pace, depth) as ours:
             sizes = ("--random-input-len", 32, "--random-output-len", 200, "--num-prompts", 3, "--max-concurrency", 1)
-            found = [load(ours, *sizes) for _ in range(rounds)]
-        added = {
-            key: statistics.median(one[f"{key}_itl_ms"] - 1e3 * pace for one in found) for key in ("median", "p99")
-        }
+            runs = [load(ours, *sizes) for _ in range(rounds)]
+        added = {key: statistics.median(run[f"{key}_itl_ms"] - 1e3 * pace for run in runs) for key in ("median", "p99")}
         for key, value in added.items():
             name = f"added to a step of 10 ms, one stream, depth {depth}, {key}"
-            held = {"target": 1.0, "ratio": value, "held": value < 1.0} if key == "median" else {}
-            rows.append({"name": name, "unit": "ms", "measured": value, **held})
+            target = {"target": 1.0, "ratio": value, "held": value < 1.0} if key == "median" else {}
+            rows.append({"name": name, "unit": "ms", "measured": value, **target})
     return rows
 
 

@@ -47,7 +47,6 @@ class Engine:
     """A scheduler and an executor. Not thread-safe: it belongs to the main thread of an engine process, or to the
     thread that holds the lock of an LLM.
 
-
     note:   called at the end of each part of a step (see trace.Recorder.note)
     pump:   processes answers of the guides' processes, waiting up to the given seconds for the first one
     error:  why the engine has ended; None while it runs
@@ -62,6 +61,7 @@ class Engine:
         self.error: LlmcError | None = None
         self.note: Callable[[str, Any], None] = _no_recorder
         self._tickets: deque[Any] = deque()  # of the steps in flight, oldest first
+        self._in_executor = False  # the executor runs, and an interrupt leaves the scheduler consistent
         self._unsettled = False  # an interrupt left steps in flight that are not waited for
         scheduler.depth = executor.depth
 
@@ -100,56 +100,81 @@ class Engine:
         interrupt (another BaseException, such as Ctrl-C) is raised. If it comes while the executor launches or waits,
         the engine remains usable and recomputes the steps in flight; otherwise it ends the engine.
         """
-        scheduler, executor, tickets, note = self.scheduler, self.executor, self._tickets, self.note
-        outside = False  # whether the executor has control
         try:
-            note("begin", tickets)
+            self.note("begin", self._tickets)
             began = time.monotonic()
-            if self._unsettled:
-                outside = True
-                executor.settle()
-                outside = self._unsettled = False
-            if scheduler.guided:
-                scheduler.look()
-                self._await_masks()
-            if (masks := scheduler.guide()) is not None:
-                outside = True
-                executor.guide(tickets[0], masks)
-                outside = False
-            while len(tickets) < executor.depth:
-                plan = scheduler.next()
-                note("plan", plan)
-                if not plan.work:
-                    break
-                outside = True
-                tickets.append(executor.launch(plan))
-                outside = False
-                note("launch", tickets)
-            if not tickets:
-                if scheduler.guided.left_out:
-                    self.pump(_IDLE_WAIT)
-                elif scheduler.has_work():
-                    raise RuntimeError("requests are alive and none can run")
-                return scheduler.take_notices()
-            outside = True
-            output = executor.wait(tickets.popleft())
-            outside = False
-            note("wait", tickets)
-            deltas = scheduler.commit(output)
-            note("commit", scheduler.has_work())
+            self._settle()
+            self._sample_open_step()
+            self._launch()
+            if not self._tickets:
+                return self._idle()
+            deltas = self._commit()
             self._last = time.monotonic() - began
-            return scheduler.take_notices() + deltas
+            return self.scheduler.take_notices() + deltas
         except Exception as error:
             return self._end(error)
         except BaseException as interrupt:
-            if outside:
-                tickets.clear()
-                scheduler.rollback()
-                self._unsettled = True
-                note("forget", None)
-            else:
-                self._end(interrupt)
+            self._interrupted(interrupt)
             raise
+
+    def _settle(self) -> None:
+        """Wait for the steps that an interrupt left in flight."""
+        self._in_executor = self._unsettled
+        if self._unsettled:
+            self.executor.settle()
+            self._in_executor = self._unsettled = False
+
+    def _sample_open_step(self) -> None:
+        """Let the oldest step in flight sample, if it is open."""
+        if self.scheduler.guided:
+            self.scheduler.look()
+            self._await_masks()
+        if (masks := self.scheduler.guide()) is not None:
+            self._in_executor = True
+            self.executor.guide(self._tickets[0], masks)
+            self._in_executor = False
+
+    def _launch(self) -> None:
+        """Plan and launch steps until `depth` are in flight, or no request can run."""
+        while len(self._tickets) < self.executor.depth:
+            plan = self.scheduler.next()
+            self.note("plan", plan)
+            if not plan.work:
+                break
+            self._in_executor = True
+            self._tickets.append(self.executor.launch(plan))
+            self._in_executor = False
+            self.note("launch", self._tickets)
+
+    def _commit(self) -> list[RequestDelta]:
+        """Wait for the oldest step in flight, and return the deltas of its requests."""
+        self._in_executor = True
+        output = self.executor.wait(self._tickets.popleft())
+        self._in_executor = False
+        self.note("wait", self._tickets)
+        deltas = self.scheduler.commit(output)
+        self.note("commit", self.scheduler.has_work())
+        return deltas
+
+    def _idle(self) -> list[RequestDelta]:
+        """Wait for masks if requests need them to run. Return the deltas of requests that ended without a step."""
+        if self.scheduler.guided.left_out:
+            self.pump(_IDLE_WAIT)
+        elif self.scheduler.has_work():
+            raise RuntimeError("requests are alive and none can run")
+        return self.scheduler.take_notices()
+
+    def _interrupted(self, interrupt: BaseException) -> None:
+        """Drop the steps in flight if the executor was interrupted. Otherwise end the engine: the scheduler may be
+        inconsistent.
+        """
+        if self._in_executor:
+            self._tickets.clear()
+            self.scheduler.rollback()
+            self._unsettled = True
+            self.note("forget", None)
+        else:
+            self._end(interrupt)
 
     def _await_masks(self) -> None:
         """Wait a short time for the masks that are expected soon."""
@@ -175,11 +200,9 @@ class Engine:
         return self.scheduler.end_all(self.error)
 
     def stats(self) -> dict[str, float]:
-        """Return gauges.
-
-        These are running and waiting requests, the share of the KV cache in use (0 to 1), and the maximum number of
-        tokens of a step in which some requests decode and others compute their prompts, and the snapshots of states
-        of recurrent layers.
+        """Return gauges: the running and waiting requests, the share of the KV cache in use (0 to 1), the maximum
+        number of tokens of a step in which some requests decode and others compute their prompts, and the snapshots of
+        states of recurrent layers.
         """
         scheduler, budget = self.scheduler, self.scheduler.step_budget
         snapshots = scheduler.snapshots

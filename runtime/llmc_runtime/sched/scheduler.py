@@ -150,21 +150,13 @@ class Scheduler(LiveRequests):
         if not self._in_flight:
             raise RuntimeError("no step was planned")
         step, planned = self._in_flight.popleft()
-        work, tokens, logprobs = step.work, output.tokens, output.logprobs
-        if not len(tokens) == len(logprobs) == len(work):
-            raise RuntimeError(f"{len(work)} rows ran, the executor returned tokens for {len(tokens)}")
-        for index, scores in output.scores.items():
-            if planned[index].status is not _FINISHED:
-                add_scores(planned[index], work[index], scores)
+        self._learn(step, planned, output)
         size, append, scheduled = self.config.page_size, self._append, 0
         deltas: list[RequestDelta] = []
         saves = [] if self.snapshots is None else self.snapshots.begin(step, planned)
-        seconds = self.timer.ended(self.clock())
-        if self.step_budget is not None:
-            self.step_budget.learn(step.work, seconds)
-        if self.speculation is not None:
-            self.speculation.learn(step.work, planned, output, seconds, self.counters)
-        for index, (request, item, token, row_logprobs) in enumerate(zip(planned, work, tokens, logprobs)):
+        for index, (request, item, token, row_logprobs) in enumerate(
+            zip(planned, step.work, output.tokens, output.logprobs)
+        ):
             scheduled += item.num_tokens
             if request.num_masked == 0:  # its mask was late
                 self._rebuild(request)
@@ -193,6 +185,22 @@ class Scheduler(LiveRequests):
         self.counters.step(scheduled)
         return deltas
 
+    def _learn(self, step: Step, planned: list[Request], output: StepOutput) -> None:
+        """Take the scores of a step, and what its duration and its accepted drafts show. Raises RuntimeError for
+        malformed output.
+        """
+        work = step.work
+        if not len(output.tokens) == len(output.logprobs) == len(work):
+            raise RuntimeError(f"{len(work)} rows ran, the executor returned tokens for {len(output.tokens)}")
+        for index, scores in output.scores.items():
+            if planned[index].status is not _FINISHED:
+                add_scores(planned[index], work[index], scores)
+        seconds = self.timer.ended(self.clock())
+        if self.step_budget is not None:
+            self.step_budget.learn(work, seconds)
+        if self.speculation is not None:
+            self.speculation.learn(work, planned, output, seconds, self.counters)
+
     def rollback(self) -> None:
         """Drop all steps in flight. Their requests, and those behind them in line, wait again and recompute."""
         self.timer.forget()
@@ -202,9 +210,8 @@ class Scheduler(LiveRequests):
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
-        running, pool, config, budget = self.running, self.pool, self.config, self._begin_step()
-        max_chunk = config.long_prefill_threshold or budget
-        size, preempted, index, work = config.page_size, False, 0, step.work
+        running, planner, budget, index = self.running, self.planner, self._begin_step(), 0
+        size, num_preemptions = self.config.page_size, self.counters.num_preemptions
         wants = self.speculation is not None and self.speculation.wants
         while budget and index < len(running):
             request = running[index]
@@ -212,53 +219,72 @@ class Scheduler(LiveRequests):
             total, start = request.num_total, request.num_planned
             if total == request.limit:
                 continue  # its last token is in flight
-            missing = total - start
-            if missing == 1 and request.guide is None and not (request.needs_init or wants):
-                if start < len(request.pages) * size and (self.planner is None or not request.num_drafts):
+            if total - start == 1 and request.guide is None and not (request.needs_init or wants):
+                if start < len(request.pages) * size and (planner is None or not request.num_drafts):
+                    # The common case: the next token of a request that needs no page, draft or mask.
                     request.num_planned, request.num_total = total, total + 1
-                    work.append(request.decode)
+                    step.work.append(request.decode)
                     planned.append(request)
                     budget -= 1
                     continue
-            room = budget if missing == 1 else self._prompt_room(index, budget, first=not planned)
-            if room < 1:
-                continue
-            item = request.decode if missing == 1 else self._chunk(request, missing, min(max_chunk, room))
-            if request.guide is not None and item.emit and not may_sample(request):
-                self.guided.leave_out(request)
-                continue
-            if request.num_drafts and missing == 1 and self.speculation is not None and self.speculation.verifies:
-                item = self._with_drafts(self.speculation, request, budget - (len(running) - index))
-            count = item.num_tokens
-            need = -(-(start + count) // size) - len(request.pages)
-            while need > pool.num_free and request.status is _RUNNING:
-                # None of the victims is in the plan yet.
-                self._preempt(last_of_most_served(running[index - 1 :]), self.clock())
-                self.counters.num_preemptions += 1
-                preempted = True
-            if request.status is not _RUNNING:
+            budget -= self._plan_request(step, planned, index, budget)
+            if request.status is not _RUNNING:  # it was preempted
                 index -= 1
-                continue
-            if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
-                item = self.planner.plan(request, item, start + count)
-                need = -(-(start + count + item.propose) // size) - len(request.pages)
-            if need > 0:
-                taken = self._take(need)
-                if not request.needs_init:
-                    step.pages.append(RowPages(request.row, len(request.pages), taken))
-                request.pages += taken
-            if request.needs_init:
-                step.inits.append(request.row_init())
-            if item.drafts and self.host_drafts is not None:
-                step.drafts.append(self.host_drafts.placed(request, item))
-            request.num_planned = start + count
-            if item.emit:
-                request.num_total = start + count + 1
-            work.append(item)
-            planned.append(request)
-            budget -= count
-            self._room -= count - (missing == 1)
-        return budget, preempted
+        return budget, self.counters.num_preemptions > num_preemptions
+
+    def _plan_request(self, step: Step, planned: list[Request], index: int, budget: int) -> int:
+        """Plan the running request before `index`. Return the number of its tokens, 0 if it gets none."""
+        request = self.running[index - 1]
+        start, decodes = request.num_planned, request.num_total - request.num_planned == 1
+        room = budget if decodes else self._prompt_room(index, budget, first=not planned)
+        if room < 1:
+            return 0
+        if decodes:
+            item = request.decode
+        else:
+            chunk = min(self.config.long_prefill_threshold or room, room)
+            item = self._chunk(request, request.num_total - start, chunk)
+        if request.guide is not None and item.emit and not may_sample(request):
+            self.guided.leave_out(request)
+            return 0
+        if request.num_drafts and decodes and self.speculation is not None and self.speculation.verifies:
+            item = self._with_drafts(self.speculation, request, budget - (len(self.running) - index))
+        end = start + item.num_tokens
+        if not self._preempt_for(request, end, index):
+            return 0
+        if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
+            item = self.planner.plan(request, item, end)
+        self._extend_row(step, request, end + item.propose)
+        if item.drafts and self.host_drafts is not None:
+            step.drafts.append(self.host_drafts.placed(request, item))
+        request.num_planned = end
+        if item.emit:
+            request.num_total = end + 1
+        step.work.append(item)
+        planned.append(request)
+        self._room -= item.num_tokens - decodes
+        return item.num_tokens
+
+    def _preempt_for(self, request: Request, end: int, index: int) -> bool:
+        """Preempt requests that are not in the plan yet, from the one before `index`, until the pages for the first
+        `end` tokens of `request` are free. Return False if it was preempted itself.
+        """
+        need = self.config.pages_for(end) - len(request.pages)
+        while need > self.pool.num_free and request.status is _RUNNING:
+            self._preempt(last_of_most_served(self.running[index - 1 :]), self.clock())
+            self.counters.num_preemptions += 1
+        return request.status is _RUNNING
+
+    def _extend_row(self, step: Step, request: Request, end: int) -> None:
+        """Take pages for the first `end` tokens of a running request, and initialize its row if it is new."""
+        need = self.config.pages_for(end) - len(request.pages)
+        if need > 0:
+            pages = self._take(need)
+            if not request.needs_init:
+                step.pages.append(RowPages(request.row, len(request.pages), pages))
+            request.pages += pages
+        if request.needs_init:
+            step.inits.append(request.row_init())
 
     def _begin_step(self) -> int:
         """Prepare the drafts of a step. Return the number of its tokens at most."""
