@@ -178,8 +178,8 @@ def _zsh(roots: list[Node]) -> str:
         esac ;;
     esac"""
         else:
-            how = "_files" if node.arguments == _FILES else f"({' '.join(node.arguments)})"
-            rest = [shlex.quote(f"*:argument:{how}")] if node.arguments else []
+            action = "_files" if node.arguments == _FILES else f"({' '.join(node.arguments)})"
+            rest = [shlex.quote(f"*:argument:{action}")] if node.arguments else []
             body = f"    _arguments {' '.join([*specs, *rest])}"
         parts.append(f"{_zsh_name(node)}() {{\n{body}\n}}")
     parts.append("case $service in\n" + "\n".join(f'    {n.name}) {_zsh_name(n)} "$@" ;;' for n in roots) + "\nesac")
@@ -194,8 +194,8 @@ def _zsh_option(option: Option) -> str:
     """One `_arguments` spec per flag; the leading `*` allows a flag to be repeated."""
     after = ""
     if option.value is not None:
-        how = {_FILES: "_files", _FOLDERS: "_files -/", "": " "}
-        after = ":value:" + (how[option.value] if isinstance(option.value, str) else f"({' '.join(option.value)})")
+        actions = {_FILES: "_files", _FOLDERS: "_files -/", "": " "}
+        after = ":value:" + (actions[option.value] if isinstance(option.value, str) else f"({' '.join(option.value)})")
     return " ".join(shlex.quote(f"*{flag}[{option.help}]{after}") for flag in option.flags)
 
 

@@ -78,8 +78,8 @@ class Console:
         if now - self.shown < (LIVE_SECONDS if self.live else SILENT_SECONDS):
             return
         self.shown = now
-        left = (now - started) * (of - done) / (done - before) if done > before else 0.0
-        rest = f", {left:.0f} s left" if now - started > MIN_SECONDS and left >= 1 else ""
+        remaining = (now - started) * (of - done) / (done - before) if done > before else 0.0
+        rest = f", {remaining:.0f} s left" if now - started > MIN_SECONDS and remaining >= 1 else ""
         text = f"  {name}: {_amount(done, unit if unit == 'B' else '')} of {_amount(of, unit)}{rest}"
         self._write(text if self.live else f"{text}\n")
 

@@ -27,7 +27,7 @@ class Diagnostic(LlmcError):
 
 
 @contextmanager
-def extension_code(what: str, owner: Any, node: Any = None) -> Iterator[None]:
+def extension_code(subject: str, owner: Any, node: Any = None) -> Iterator[None]:
     """Raise Diagnostic E427 for an exception in the code of an extension, which runs inside the `with` block.
 
     what: the part of the extension, such as "kernel 'a/b'". owner: its class or function, whose module decides whether
@@ -41,15 +41,15 @@ def extension_code(what: str, owner: Any, node: Any = None) -> Iterator[None]:
         module = getattr(owner, "__module__", None) or "llmc"
         if module.partition(".")[0] == "llmc":
             raise
-        raise extension_error(f"{what} of the module {module}", e, node) from e
+        raise extension_error(f"{subject} of the module {module}", e, node) from e
 
 
-def extension_error(what: str, e: Exception, node: Any = None) -> Diagnostic:
+def extension_error(subject: str, e: Exception, node: Any = None) -> Diagnostic:
     """Return Diagnostic E427 for an exception in an extension's code, with the last line of that code."""
     frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(str(_OWN))]
     at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     remedy = "correct the extension, or uninstall its package; -v prints the traceback"
-    return Diagnostic("E427", f"{what} failed: {type(e).__name__}: {e}{at}", remedy, node=node)
+    return Diagnostic("E427", f"{subject} failed: {type(e).__name__}: {e}{at}", remedy, node=node)
 
 
 _OWN = Path(__file__).parent

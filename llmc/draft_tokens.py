@@ -8,12 +8,12 @@ from pathlib import Path
 from llmc.diagnostics import Diagnostic
 
 
-def check_tokens(model: Path, draft: Path, what: str, remedy: str) -> None:
-    """Raise Diagnostic E360 if both folders have a tokenizer.json, and a token differs; `what` names the second one."""
+def check_tokens(model: Path, draft: Path, subject: str, remedy: str) -> None:
+    """Raise Diagnostic E360 if both folders have a tokenizer.json whose tokens differ. `subject` names the second one."""
     ours, theirs = _tokens(model), _tokens(draft)
     if ours and theirs and ours != theirs:
         differ = next((t for t in sorted(ours, key=ours.__getitem__) if theirs.get(t) != ours[t]), min(theirs))
-        raise Diagnostic("E360", f"{what} has another tokenizer: token {differ!r:.60} differs", remedy)
+        raise Diagnostic("E360", f"{subject} has another tokenizer: token {differ!r:.60} differs", remedy)
 
 
 def _tokens(folder: Path) -> Mapping[str, int]:

@@ -52,8 +52,8 @@ def _singular(kind: str) -> str:
     return "pass" if kind == "passes" else kind.removesuffix("s")
 
 
-def resolve(text: str, what: str = "") -> Any:
-    """Import the object that "module:object" names; raises Diagnostic E423, whose message starts with `what`."""
+def resolve(text: str, subject: str = "") -> Any:
+    """Import the object that "module:object" names; raises Diagnostic E423, whose message starts with `subject`."""
     module, _, name = text.partition(":")
     try:
         value = importlib.import_module(module)
@@ -63,7 +63,7 @@ def resolve(text: str, what: str = "") -> Any:
     except LlmcError:
         raise
     except Exception as e:
-        head = f"{what}: " if what else ""
+        head = f"{subject}: " if subject else ""
         by_name = isinstance(e, ImportError | AttributeError | ValueError)
         cause = f"{head}{text!r} cannot be loaded: {'' if by_name else f'{type(e).__name__}: '}{e}"
         remedy = "use the form module:object, and check that the module can be imported"
@@ -80,13 +80,13 @@ def _check(kind: str, name: str, value: Any) -> None:
     base = resolve(_CLASSES[kind])
     fits = isinstance(value, type) and issubclass(value, base) if kind == "pass" else isinstance(value, base)
     if not fits:
-        what = "a subclass" if kind == "pass" else "an instance"
-        cause = f"{whole} is {value!r:.80}, not {what} of {base.__module__}.{base.__name__}"
+        expected = "a subclass" if kind == "pass" else "an instance"
+        cause = f"{whole} is {value!r:.80}, not {expected} of {base.__module__}.{base.__name__}"
         raise Diagnostic("E423", cause, "correct the extension")
     if kind == "pass" and not is_dataclass(value):
         raise Diagnostic("E423", f"{whole} is not a dataclass", "decorate the class with @dataclass(frozen=True)")
-    if (own := getattr(value, "name", None)) != name:
-        raise Diagnostic("E423", f"{whole} has the name {own!r}", f"register it as {own!r}, or correct its name")
+    if (actual := getattr(value, "name", None)) != name:
+        raise Diagnostic("E423", f"{whole} has the name {actual!r}", f"register it as {actual!r}, or correct its name")
 
 
 # kind -> module and class of its objects; other kinds are functions. Imported when an object is looked up.

@@ -19,10 +19,10 @@ def license_of(name: str) -> tuple[str, str]:
     except PackageNotFoundError:
         raise _missing(name, "it is not installed") from None
     files = [f for f in package.files or () if f.name.upper().startswith(_NAMES)]
-    own = [f for f in files if ".dist-info" in f.parts[0]]
-    if not own:
+    license_files = [f for f in files if ".dist-info" in f.parts[0]]
+    if not license_files:
         raise _missing(name, f"{package.version} contains no licence")
-    texts = [f"{f.name}\n\n{f.read_text()}" for f in own]
+    texts = [f"{f.name}\n\n{f.read_text()}" for f in license_files]
     fields = package.metadata.json
     license = fields.get("license_expression") or fields.get("license") or ""
     return f"{name}-{package.version}", "\n\n".join([f"{name} {package.version}: {license}", *texts])

@@ -30,8 +30,8 @@ def weight_shapes(graph: Graph) -> list[tuple[str, str, tuple[int, ...], int]]:
     seen: set[str] = set()
     for name, *_ in out:
         if name in seen or not name:
-            what = f"two outputs named {name!r}" if name else "an output without a name"
-            raise Diagnostic("E124", f"the weights graph has {what}", "name every output once")
+            cause = f"two outputs named {name!r}" if name else "an output without a name"
+            raise Diagnostic("E124", f"the weights graph has {cause}", "name every output once")
         seen.add(name)
     return out
 

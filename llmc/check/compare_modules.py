@@ -93,5 +93,5 @@ def _with_weights(inputs: Inputs, m: Module, g: Graph, rng: np.random.Generator)
 
 def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:
     """The weights of `inputs`, together with the other inputs of @decode as drawn for it (one token per row)."""
-    own = {v.name: drawn.arrays[v.name] for v in g.inputs if not v.weight}
-    return Inputs(inputs.arrays | own, inputs.sizes | drawn.sizes | {"T": drawn.sizes["R"]})
+    arrays = {v.name: drawn.arrays[v.name] for v in g.inputs if not v.weight}
+    return Inputs(inputs.arrays | arrays, inputs.sizes | drawn.sizes | {"T": drawn.sizes["R"]})

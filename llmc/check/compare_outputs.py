@@ -78,11 +78,11 @@ def _first_rank(m: Module, g: Graph, inputs: Inputs, exact: bool) -> list[Array]
         raise Diagnostic("E425", cause, "check the pass shard before page-attention")
     weights, arrays = m.graphs.get("weights"), []
     for rank in range(m.symbols[RANK][1] + 1):
-        own = dict(inputs.arrays)
+        known = dict(inputs.arrays)
         if weights is not None:
-            packed = run(weights, [own[v.name] for v in weights.inputs], {RANK: rank}, exact=exact)
-            own |= dict(zip((v.name for v in weights.outputs), packed, strict=True))
-        arrays.append([own[v.name] for v in g.inputs])
+            packed = run(weights, [known[v.name] for v in weights.inputs], {RANK: rank}, exact=exact)
+            known |= dict(zip((v.name for v in weights.outputs), packed, strict=True))
+        arrays.append([known[v.name] for v in g.inputs])
     return run_ranks(g, arrays, inputs.sizes, exact)[0]
 
 

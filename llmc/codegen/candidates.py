@@ -147,5 +147,5 @@ def refusals(
 def is_fastest(kernel: Kernel, n: Node, target: Target, env: Mapping[str, int], tuning: Tuning) -> bool:
     """Return whether a schedule of the kernel is the fastest measured one of a node at the sizes `env`."""
     times = (tuning.lookup(n, kernel.name, s, target, env) for s in kernel.schedules(n, target))
-    least = min((us for us in times if us is not None), default=math.inf)
-    return least < math.inf and least <= tuning.fastest(n, target, env)
+    fastest = min((us for us in times if us is not None), default=math.inf)
+    return fastest < math.inf and fastest <= tuning.fastest(n, target, env)

@@ -92,6 +92,6 @@ def launch_facts(source: Source) -> list[Any]:
     return [source.entry, passes, source.threads, source.shared, maps]
 
 
-def digest(what: Sequence[Any]) -> str:
+def digest(fields: Sequence[Any]) -> str:
     """Return a key of JSON values."""
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:_DIGEST]

@@ -91,10 +91,10 @@ def row_blocks(pairs: int, experts: int, height: int) -> float:
     The rows of an expert are Poisson distributed; more than a block of them, nearly normally.
     """
     mean = pairs / experts
-    blocks, least = chosen_experts(pairs, experts), height
-    while least < mean + 6 * math.sqrt(mean):
-        blocks += experts * 0.5 * math.erfc((least + 0.5 - mean) / math.sqrt(2 * mean))
-        least += height
+    blocks, rows = chosen_experts(pairs, experts), height
+    while rows < mean + 6 * math.sqrt(mean):
+        blocks += experts * 0.5 * math.erfc((rows + 0.5 - mean) / math.sqrt(2 * mean))
+        rows += height
     return blocks
 
 

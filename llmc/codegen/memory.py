@@ -141,8 +141,8 @@ def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlac
     slots: list[Slot] = []
     for i, n in enumerate(nodes):
         reused = _reused(n, i, storage, last, offsets, symbols, inplace(n) if n.choice else ())
-        own = [r for r in n.results if storage.in_arena(r)]
-        for r in own:
+        placed = [r for r in n.results if storage.in_arena(r)]
+        for r in placed:
             size = top_bytes(r, symbols)
             offsets[r] = offsets[reused[r]] if r in reused else arena.allocate(size)
             slots.append(Slot(r.name, str(r.type), offsets[r], size, i, last.get(r, i), n.loc))
@@ -239,7 +239,7 @@ class Memory(Pass):
             if any(owned) and "kernel" not in n.choice:
                 remedy = "run the passes `select` and `lift-weights` before `memory`"
                 raise Diagnostic("E433", "the node has no kernel and cannot be part of a program", remedy, node=n)
-            places = tuple(next(slots).offset if own else -1 for own in owned)
+            places = tuple(next(slots).offset if owns else -1 for owns in owned)
             before = n.choice.pop("arena", None)
             if any(owned):
                 n.choice["arena"] = places

@@ -108,8 +108,8 @@ class Tuning:
     def summary(self, measured: int, nodes: int, target: Target) -> str:
         """Describe in one line how the kernels of `nodes` nodes were chosen, `measured` of them by measurements."""
         if not measured:
-            what = f"the measurements of {self.name} contain none of this model's nodes" if self.records else ""
-            return f"kernels are chosen by the cost rule: {what or 'there are no measurements'} for {machine(target)}"
+            reason = f"the measurements of {self.name} contain none of this model's nodes" if self.records else ""
+            return f"kernels are chosen by the cost rule: {reason or 'there are no measurements'} for {machine(target)}"
         rest = ", the others by the cost rule" if measured < nodes else ""
         return f"kernels of {measured} of {nodes} nodes are chosen by measurements of {self.name}{rest}"
 
@@ -125,9 +125,9 @@ class Tuning:
         names = []
         for file in sorted(resources.files(RECORDS).iterdir(), key=lambda f: f.name):
             if file.name.endswith(".jsonl"):
-                mine = [r for r in parse(file.read_text(), file.name) if r.target == machine(target)]
-                records += mine
-                names += [file.name.removesuffix(".jsonl")] * bool(mine)
+                matching = [r for r in parse(file.read_text(), file.name) if r.target == machine(target)]
+                records += matching
+                names += [file.name.removesuffix(".jsonl")] * bool(matching)
         return Tuning(_indexed(records), ", ".join(names))
 
 
@@ -173,7 +173,7 @@ def read(path: Path) -> list[Record]:
     return parse(text, f"the tuning file {path}")
 
 
-def parse(text: str, what: str) -> list[Record]:
+def parse(text: str, name: str) -> list[Record]:
     """Parse the records of a file's text; raises Diagnostic E432 for a malformed line."""
     out = []
     for i, line in enumerate(text.splitlines()):
@@ -183,7 +183,7 @@ def parse(text: str, what: str) -> list[Record]:
             out.append(_record(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             remedy = "remove the line, or tune again"
-            raise Diagnostic("E432", f"{what}, line {i + 1}, is not a record: {e}", remedy) from None
+            raise Diagnostic("E432", f"{name}, line {i + 1}, is not a record: {e}", remedy) from None
     return out
 
 

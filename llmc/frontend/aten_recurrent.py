@@ -38,9 +38,9 @@ def _unrepeated(c: Call, x: Value) -> Value:
     inner = x.node.operands[0].node
     if inner is None or inner.op.name != "broadcast":
         return x
-    heads, (one, t, g, n, d) = inner.operands[0], inner.result.type.shape
-    repeats = heads.type.shape == (one, t, g, Dim.of(1), d) and x.type.shape == (one, t, g * n, d)
-    return c.reshape(heads, (one, t, g, d)) if repeats else x
+    heads, (batch, t, g, n, d) = inner.operands[0], inner.result.type.shape
+    repeats = heads.type.shape == (batch, t, g, Dim.of(1), d) and x.type.shape == (batch, t, g * n, d)
+    return c.reshape(heads, (batch, t, g, d)) if repeats else x
 
 
 def _normal(c: Call, x: Value, scale: float, eps: float) -> Value:

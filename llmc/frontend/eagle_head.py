@@ -142,10 +142,10 @@ class HeadWeights:
         self._stored = {_name(name): t for name, t in self._files.tensors.items()}
         self._buffers: dict[str, np.ndarray] = {}
         self._dtypes: dict[str, str] = {}
-        own = int(head.decoder["hidden_size"])
-        if EMBEDDING not in self._stored and own != hidden:
-            raise self._another(f"has a hidden size of {own}", f"one of {hidden}")
-        if self._shape(FC) != (own, 3 * hidden):
+        head_hidden = int(head.decoder["hidden_size"])
+        if EMBEDDING not in self._stored and head_hidden != hidden:
+            raise self._another(f"has a hidden size of {head_hidden}", f"one of {hidden}")
+        if self._shape(FC) != (head_hidden, 3 * hidden):
             reads = self._shape(FC)[1] / 3
             raise self._another(f"reads hidden states of {reads:g} numbers", f"{hidden}")
         if head.draft_vocab == vocab and D2T not in self._stored:

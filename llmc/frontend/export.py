@@ -149,8 +149,8 @@ def exported(
 ) -> Exported:  # fmt: skip
     """Return a trace with its computed buffers: those in `computed`, its constants, and what the model initializes."""
     names = _computed_names(model, program)
-    made = {**{n: t for n, t in program.constants.items() if t.device.type != "meta"}, **computed}
-    buffers = {n: made[n] if n in made else recompute(model, n) for n in names}
+    computed_constants = {**{n: t for n, t in program.constants.items() if t.device.type != "meta"}, **computed}
+    buffers = {n: computed_constants[n] if n in computed_constants else recompute(model, n) for n in names}
     arrays = {n: t.detach().float().numpy() for n, t in buffers.items()}
     return Exported(model, program, types.MappingProxyType(arrays), max_tokens, max_rows, num_hidden)
 
@@ -216,10 +216,10 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
         _check_positions(model)
     forward_inputs.keep_rows(model)
     attends = any(hasattr(m, "is_causal") for m in model.modules())
-    taken = {"position_ids"} if alibi.applies(config) or not attends else set()  # only our ops read them
-    if not taken:
+    omitted = {"position_ids"} if alibi.applies(config) or not attends else set()  # only our ops read them
+    if not omitted:
         forward_inputs.take_positions(model)
-    missing = {"position_ids", "logits_to_keep"} - taken - set(inspect.signature(model.forward).parameters)
+    missing = {"position_ids", "logits_to_keep"} - omitted - set(inspect.signature(model.forward).parameters)
     if missing:
         raise Diagnostic(
             "E305",
@@ -299,7 +299,7 @@ def export(
         raise _failed(type(model).__name__, "cannot be traced by torch.export", e, _where(model, e)) from e
 
 
-def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
+def _failed(name: str, failure: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
     """The Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known one."""
     loc, cls = at
     text = str(e)
@@ -310,7 +310,7 @@ def _failed(name: str, what: str, e: Exception, at: tuple[str, str] = ("", "")) 
         reason = "its forward is not one computation for every number of tokens (layers that divide a prompt are not)"
     elif "data-dependent" in text:
         reason = "a size in it depends on what it computes (experts that gather their own tokens, for example)"
-    return Diagnostic("E305", f"{name} {what}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
+    return Diagnostic("E305", f"{name} {failure}: {cls and cls + ': '}{reason}", KNOWN_TO_WORK, loc=loc)
 
 
 def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:

@@ -18,13 +18,13 @@ def keep_rows(model: Any) -> None:
     if head is None or "logits_to_keep" in accepted or "position_ids" not in accepted:
         return
     options = {"use_cache": False} if "use_cache" in accepted else {}
-    kept: list[torch.Tensor] = []
+    rows_to_keep: list[torch.Tensor] = []
 
     def of_rows(input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor) -> Any:
-        kept[:] = [logits_to_keep]
+        rows_to_keep[:] = [logits_to_keep]
         return forward(input_ids=input_ids, position_ids=position_ids, **options)
 
-    head.register_forward_pre_hook(lambda _, args: (args[0][:, kept[0]],))
+    head.register_forward_pre_hook(lambda _, args: (args[0][:, rows_to_keep[0]],))
     model.forward = of_rows
 
 

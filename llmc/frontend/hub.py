@@ -90,8 +90,8 @@ def locate(
 def files_to_download(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Return the names of the files to download. `shards`: the weight files, or None to skip weights."""
     weights = {*shards, unsupported.INDEX} if shards is not None else set()
-    wanted = {*TOKENIZER_FILES, *POOLING_FILES, *FILES, *weights}
-    return [n for n in sorted(names) if n in wanted or _is_inner(n)]
+    top_level = {*TOKENIZER_FILES, *POOLING_FILES, *FILES, *weights}
+    return [n for n in sorted(names) if n in top_level or _is_inner(n)]
 
 
 def _is_inner(name: str) -> bool:

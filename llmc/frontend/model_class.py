@@ -164,8 +164,8 @@ def _has_encoder(source: Source) -> bool:
 def _same_architecture(config: Mapping[str, Any]) -> str:
     """The remedy if config.json names a class of transformers for a model type that transformers lacks; else ""."""
     named = config.get("architectures")
-    classes = ((cls, own) for own, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-    match = next(((cls, own) for cls, own in classes if isinstance(named, list) and cls in named), None)
+    classes = ((cls, model_type) for model_type, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+    match = next(((cls, model_type) for cls, model_type in classes if isinstance(named, list) and cls in named), None)
     if match is None:
         return ""
     return f'transformers has {match[0]}: if it is the same model, set "model_type": "{match[1]}" in config.json'
@@ -175,5 +175,5 @@ def _what(name: str) -> str:
     """Explain why transformers has no causal language model for a type, as far as its tables show."""
     if name not in CONFIG_MAPPING_NAMES:
         return "is not part of the installed transformers"
-    reason = next((what for table, what in OTHERS if name in table), "")
+    reason = next((description for table, description in OTHERS if name in table), "")
     return f"has no causal language model: {reason}" if reason else "has no causal language model"

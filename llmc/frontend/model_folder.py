@@ -210,8 +210,8 @@ def read_list(path: Path) -> list[Any]:
 
 def _read(path: Path) -> Any:
     if not is_regular(path):
-        what = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
-        raise Diagnostic("E302", f"{path} {what}", DOWNLOAD_AGAIN)
+        problem = "is a link to nothing" if path.is_symlink() and not path.exists() else "is not a regular file"
+        raise Diagnostic("E302", f"{path} {problem}", DOWNLOAD_AGAIN)
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"it has {size} bytes, over the limit of {MAX_BYTES}")

@@ -60,9 +60,9 @@ class MtpHead(MtpModel):
         """Return the renamings and converters of the layer's tensors, as MtpModel.from_pretrained does."""
         (main,) = self.main
         number = int(main.config.get_text_config().num_hidden_layers)
-        own = WeightRenaming(source_patterns=f"layers.{number}.", target_patterns="layers.0.mtp_block.")
+        renaming = WeightRenaming(source_patterns=f"layers.{number}.", target_patterns="layers.0.mtp_block.")
         layers = conversion_mapping.get_checkpoint_conversion_mapping(MtpModel.__name__) or ()
-        return [own, *layers, *conversion_mapping.get_model_conversion_mapping(main)]
+        return [renaming, *layers, *conversion_mapping.get_model_conversion_mapping(main)]
 
 
 @dataclass(frozen=True)

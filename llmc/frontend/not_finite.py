@@ -29,10 +29,10 @@ class NotFinite:
         """Count the numbers of rows of a weight that are not finite; `dtype` is the IR's name of the dtype."""
         if dtype not in BITS or not rows.size:
             return
-        kind, mask, least = BITS[dtype]
+        kind, mask, infinity = BITS[dtype]
         magnitude = rows.view(kind) & np.array(mask, kind)
-        if magnitude.max() >= least:
-            self.counts.append((name, int((magnitude >= least).sum())))
+        if magnitude.max() >= infinity:
+            self.counts.append((name, int((magnitude >= infinity).sum())))
 
     @property
     def note(self) -> str:

@@ -63,12 +63,12 @@ class _Inputs:
 def _head(model: Any, base: Any, pooling: Pooling) -> Any:
     """Return the function from the hidden states of kept tokens, [1, R, width], to the result [R, ...]."""
     if pooling.task == EMBED:
-        return lambda kept: kept[0]
+        return lambda rows: rows[0]
     if hasattr(model, "score"):
-        return lambda kept: model.score(kept[0])
+        return lambda rows: model.score(rows[0])
     classifier, pooler = getattr(model, "classifier", None), getattr(base, "pooler", None)
     if classifier is None or (pooler is None and not hasattr(classifier, "out_proj")):
         raise Diagnostic("E305", f"{type(model).__name__} has no head that is known", SUPPORTED)
     if pooler is None:
-        return lambda kept: classifier(kept.transpose(0, 1))
-    return lambda kept: classifier(pooler(kept.transpose(0, 1)))
+        return lambda rows: classifier(rows.transpose(0, 1))
+    return lambda rows: classifier(pooler(rows.transpose(0, 1)))

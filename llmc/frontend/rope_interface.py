@@ -178,8 +178,8 @@ def _order(known: Tensor, table: Tensor, columns: Tensor) -> Tensor:
     known [1, n, h] are the sines of each frequency; column j of table [1, n, w] has the table's frequency columns[j].
     """
     first = torch.stack([(columns == i).nonzero()[0, 0] for i in range(known.shape[-1])])
-    sines, wanted = known[0, 1:, :, None], table[0, 1:, None, first]  # at position 0, all are zero
-    return ((sines - wanted).abs() / sines.abs()).amax(0).argmin(0)
+    sines, target = known[0, 1:, :, None], table[0, 1:, None, first]  # at position 0, all are zero
+    return ((sines - target).abs() / sines.abs()).amax(0).argmin(0)
 
 
 def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: Tensor) -> tuple[Any, Any]:

@@ -134,10 +134,10 @@ class TensorFiles:
     def _header(self, file: Path) -> Mapping[str, TensorInfo]:
         """Map a file and return its tensors; raises Diagnostic E321 if it is missing, damaged or excessively large."""
         if not is_regular(file):
-            what = "is missing"
+            problem = "is missing"
             if file.exists() or file.is_symlink():
-                what = "is not a regular file" if file.exists() else "is a link to nothing"
-            raise Diagnostic("E321", f"{file} {what}", "download the file again")
+                problem = "is not a regular file" if file.exists() else "is a link to nothing"
+            raise Diagnostic("E321", f"{file} {problem}", "download the file again")
         try:
             size = file.stat().st_size
             with open(file, "rb") as opened:

@@ -44,8 +44,8 @@ def _shortened(value: Any, total: int, count: int) -> Any:
 def _part(config: Any, data: dict[str, Any], text: Any) -> dict[str, Any]:
     """Return the entries of the text config in those of the whole config; raises Diagnostic E312 if it has none."""
     for name, value in data.items():
-        own = getattr(config, name, None) is text
-        if isinstance(value, dict) and (own or value.get("model_type") == text.model_type):
+        is_text = getattr(config, name, None) is text
+        if isinstance(value, dict) and (is_text or value.get("model_type") == text.model_type):
             return value
     cause = f"--layers: the config of {config.model_type} does not contain its text config"
     raise Diagnostic("E312", cause, "leave it out for the whole model")

@@ -96,10 +96,10 @@ def outside(config: Mapping[str, Any]) -> str | None:
 
 def refuse_file(path: Path) -> Diagnostic:
     """The error for a path that is a file instead of a model folder."""
-    what, remedy = FILES.get(
+    description, remedy = FILES.get(
         path.suffix, ("a file", "give a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
     )
-    return Diagnostic("E301", f"model folder {str(path)!r} is {what}", remedy)
+    return Diagnostic("E301", f"model folder {str(path)!r} is {description}", remedy)
 
 
 def refuse_code(request: str, remedy: str = "") -> Diagnostic:
@@ -113,13 +113,13 @@ def refuse_code(request: str, remedy: str = "") -> Diagnostic:
 
 def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
     """The error for a folder or repository without a config.json."""
-    for name, (what, remedy) in FOLDERS.items():
+    for name, (description, remedy) in FOLDERS.items():
         if name in names:
-            return Diagnostic("E302", f"{where} {what}", remedy.format(where=where))
+            return Diagnostic("E302", f"{where} {description}", remedy.format(where=where))
     for ending in (".gguf", ".onnx", *PICKLES):
         if matching := sorted(n for n in names if n.endswith(ending)):
-            what, remedy = FILES[ending]
-            return Diagnostic("E302", f"{where} has no config.json; {matching[0]} is {what}", remedy)
+            description, remedy = FILES[ending]
+            return Diagnostic("E302", f"{where} has no config.json; {matching[0]} is {description}", remedy)
     listed = ", ".join(sorted(names)[:4]) or "nothing"
     return Diagnostic(
         "E302",
@@ -130,8 +130,8 @@ def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
 
 def refuse_adapter(where: str, base: object) -> Diagnostic:
     """The error for an adapter without its base model; `base` is the base model's name."""
-    what, remedy = FOLDERS["adapter_config.json"]
-    return Diagnostic("E302", f"{where} {what}; its base model is {base}", remedy)
+    description, remedy = FOLDERS["adapter_config.json"]
+    return Diagnostic("E302", f"{where} {description}; its base model is {base}", remedy)
 
 
 def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
@@ -148,8 +148,8 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
         return Diagnostic("E320", cause, "convert: " + SAVE_AGAIN.format(""))
     for ending in (".gguf", ".onnx", ".msgpack", ".h5"):
         if matching := sorted(n for n in names if n.endswith(ending)):
-            what, remedy = FILES[ending]
-            return Diagnostic("E320", f"{where} has no {SINGLE}; {matching[0]} is {what}", remedy)
+            description, remedy = FILES[ending]
+            return Diagnostic("E320", f"{where} has no {SINGLE}; {matching[0]} is {description}", remedy)
     if matching := sorted(n for n in names if n.endswith(".safetensors")):
         remedy = f"also download {INDEX}" if len(matching) > 1 or "-of-" in matching[0] else f"rename it to {SINGLE}"
         if matching[0].startswith("consolidated"):
@@ -164,9 +164,9 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         raise Diagnostic("E307", f"{where} contains weights quantised by MLX, which are not supported", FLOAT)
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
-        for end, what in HEADS.items():
+        for end, description in HEADS.items():
             if str(name).endswith(end):
-                raise Diagnostic("E303", f"{where} is {what} ({name}), not a causal language model", _WRITES)
+                raise Diagnostic("E303", f"{where} is {description} ({name}), not a causal language model", _WRITES)
 
 
 _WRITES = "give a causal language model (its config.json names a ...ForCausalLM)"

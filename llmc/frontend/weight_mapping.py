@@ -49,8 +49,8 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder, needed: Co
             groups.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     for target, group in groups.items():
         converter = by_pattern[next(iter(group))]
-        made = (_placed(converter, target, key) for key in converter.target_patterns)
-        if _unsupported(converter) and not any(name in needed for name in made):
+        targets = (_placed(converter, target, key) for key in converter.target_patterns)
+        if _unsupported(converter) and not any(name in needed for name in targets):
             continue
         converted = _convert(build, converter, target, group, known)
         if repeated := sorted(converted.keys() & out.keys() & known.keys()):
@@ -84,8 +84,8 @@ def places_of(model: Any) -> Callable[[str], Place]:
 
 def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """The renamings and converters of a model's checkpoints."""
-    own = getattr(model, "checkpoint_transforms", None)
-    transforms = own() if own else conversion_mapping.get_model_conversion_mapping(model)
+    method = getattr(model, "checkpoint_transforms", None)
+    transforms = method() if method else conversion_mapping.get_model_conversion_mapping(model)
     if any(SEPARATE_EXPERTS.search(name) for name in tensors):
         transforms = [*transforms, *_expert_converters(transforms, known)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]

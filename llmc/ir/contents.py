@@ -78,8 +78,8 @@ class Step:
         else:
             qlens += tokens // entries
             qlens[: tokens % entries] += 1
-        own = np.bincount(order[:live], qlens[:live], rows).astype(np.int64)
-        before = rng.integers(0, np.maximum(limit - own, 0) + 1)
+        new_tokens = np.bincount(order[:live], qlens[:live], rows).astype(np.int64)
+        before = rng.integers(0, np.maximum(limit - new_tokens, 0) + 1)
         return Step(order, qlens, before, tokens, **more)
 
     @cached_property
@@ -126,7 +126,7 @@ class Drawing:
     rng: np.random.Generator
     exact: bool = True
     scale: bool = False
-    made: dict[str, Any] = field(default_factory=dict)
+    drawn: dict[str, Any] = field(default_factory=dict)
 
     def operand(self, name: str) -> Array:
         """Return the values of an operand in the numpy type of its dtype (bf16 and f16 as float32)."""
@@ -134,9 +134,9 @@ class Drawing:
 
     def shared(self, key: str, make: Callable[[], Any]) -> Any:
         """Return the value that `make` returned at the first call with this key, so that operands share it."""
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        if key not in self.drawn:
+            self.drawn[key] = make()
+        return self.drawn[key]
 
     def draw(self, name: str, shape: Shape, dtype: str) -> Array:
         """Draw values of the operand `name` with another shape and dtype than the node's own."""

@@ -110,14 +110,14 @@ class Dim:
         atoms, coef = d.terms[0]
         out: dict[tuple[Atom, ...], int] = {}
         for key, c in self.terms:
-            left = list(key)
+            factors = list(key)
             for a in atoms:
-                if a not in left:
+                if a not in factors:
                     return None
-                left.remove(a)
+                factors.remove(a)
             if c % coef:
                 return None
-            out[tuple(left)] = c // coef
+            out[tuple(factors)] = c // coef
         return _norm(out)
 
     def divisible(self, n: int) -> bool:

@@ -60,10 +60,10 @@ def _operands(op: OpDef) -> list[tuple[str, Shape, str]]:
     for slot in op.operands:
         if slot.scales and op.example.get(slot.scales) not in FLOAT_CODES:
             continue
-        own = op.example.get(slot.name)
-        dtype = own if isinstance(own, str) else {"i": "i64", "b": "bool"}.get(slot.dtype, slot.dtype)
+        hint = op.example.get(slot.name)
+        dtype = hint if isinstance(hint, str) else {"i": "i64", "b": "bool"}.get(slot.dtype, slot.dtype)
         dtype = dtype if dtype in DTYPES else "f32"
-        shapes = own if isinstance(own, list) else [_shape(op, slot.dims, sizes)]  # a list: of a variadic operand
+        shapes = hint if isinstance(hint, list) else [_shape(op, slot.dims, sizes)]  # a list: of a variadic operand
         out += [(slot.name, shape, dtype) for shape in shapes]
     return out
 

@@ -95,8 +95,8 @@ def _node_row(w: Work, times: Sequence[float | None], kernels: Sequence[str]) ->
             key = (node_text(w.node), sizes_of(w.node, w.env), o.kernel.name, schedule_text(o.schedule))
             candidate = Trial(w.node, w.graph, w.env, o.kernel, o.schedule)
             sides[o.kernel.name in kernels].append((us, Launch(key, candidate, w.launches)))
-    best = {mine: min(measured, key=lambda f: f[0]) for mine, measured in sides.items() if measured}
-    rows = {mine: [launch.row(us)] for mine, (us, launch) in best.items()}
+    best = {is_own: min(measured, key=lambda f: f[0]) for is_own, measured in sides.items() if measured}
+    rows = {is_own: [launch.row(us)] for is_own, (us, launch) in best.items()}
     return _comparison(w.graph.name, dict(sizes_of(w.node, w.env)), rows.get(True, []), rows.get(False, []))
 
 

@@ -209,9 +209,9 @@ def _context(ours: _Model, theirs: _Model | None, settings: Settings) -> int:
     limits = [(m.manifest.limits.max_model_len, m.path) for m in (ours, theirs) if m is not None]
     longest, path = min(limits, key=lambda pair: pair[0])
     context = settings.context or min(CONTEXT, longest)
-    least = ours.first + 1
-    if not least <= context <= longest:
-        cause = f"--context {context} is not between {least} and {longest}, the max_model_len of {path}"
+    shortest = ours.first + 1
+    if not shortest <= context <= longest:
+        cause = f"--context {context} is not between {shortest} and {longest}, the max_model_len of {path}"
         raise LlmcError("E201", cause, "use a context in this range, or compile with a larger --max-model-len")
     if settings.limit is not None and settings.limit < context:
         cause = f"--limit {settings.limit} is less than one window of {context} tokens"

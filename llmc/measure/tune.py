@@ -55,7 +55,7 @@ class Tuned:
     output: str
     nodes: int = 0
     measured: int = 0
-    left: int = 0
+    unreached: int = 0
     seconds: float = 0.0
     failed: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Tuned:
     def text(self) -> str:
         """Return the summary as text."""
         lines = [f"{self.measured} measurements of {self.nodes} nodes in {self.seconds:.0f} s: {self.output}"]
-        lines += [f"{self.left} nodes were not reached; a larger --limit measures them"] if self.left else []
+        lines += [f"{self.unreached} nodes were not reached; a larger --limit measures them"] if self.unreached else []
         lines += [f"not measured: {s}" for s in self.skipped]
         return "\n".join([*lines, *(f"failed: {f}" for f in self.failed)])
 
@@ -198,10 +198,10 @@ def _named(offered: Sequence[Candidate], kernels: Sequence[str], measured: set[s
 
     Without a measured alternative, a named kernel would be selected however slow it is.
     """
-    mine = [o for o in offered if o.kernel.name in kernels]
+    named = [o for o in offered if o.kernel.name in kernels]
     others = [o for o in offered if o.kernel.name not in kernels]
-    rivals = others[:RIVALS] if mine and not measured - set(kernels) else []
-    return sorted([*mine, *rivals], key=lambda o: o.us)
+    rivals = others[:RIVALS] if named and not measured - set(kernels) else []
+    return sorted([*named, *rivals], key=lambda o: o.us)
 
 
 def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
@@ -222,7 +222,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
     save(output, [])  # report an unwritable file before the work
     for batch in batches(work):
         if time.monotonic() - begin >= settings.limit:
-            tuned.left += len(batch)
+            tuned.unreached += len(batch)
             continue
         candidates = [Trial(w.node, w.graph, w.env, o.kernel, o.schedule) for w in batch for o in w.candidates]
         times = times_of(timer, candidates, m, tuned)

@@ -49,8 +49,8 @@ class Fp8:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         weight = stored.parts.get("weight")
-        how = stack if weight is not None and weight.type.rank == 3 else scaled
-        codes, b = how(stored, self.block), stored.build
+        decoder = stack if weight is not None and weight.type.rank == 3 else scaled
+        codes, b = decoder(stored, self.block), stored.build
         scale = b.div(b.constant(1.0, "f32"), b.cast(codes.scale, dtype="f32")) if self.divides else codes.scale
         return replace(codes, scale=scale, act=ACT)
 

@@ -84,10 +84,10 @@ def _rule(key: str, changes: Any, config: Mapping[str, Any]) -> tuple[re.Pattern
     """A rule of `dynamic`: "+:pattern" (or a bare one) changes some keys, "-:pattern" leaves modules unquantised."""
     try:
         pattern = re.compile(key[2:] if key[:2] in ("+:", "-:") else key)
-        own = None if key.startswith("-:") else {**config, **dict(changes), "dynamic": None}
+        settings = None if key.startswith("-:") else {**config, **dict(changes), "dynamic": None}
     except (re.error, TypeError, ValueError) as e:
         raise Diagnostic("E340", f"quantization_config (gptq) has the dynamic rule {key[:80]!r}: {e}", AGAIN) from None
-    return pattern, None if own is None else gptq(own)
+    return pattern, None if settings is None else gptq(settings)
 
 
 def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:

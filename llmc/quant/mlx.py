@@ -48,13 +48,13 @@ class Mlx:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        own = self._settings(stored.module)
-        mode = own.get("mode") or "affine"
+        settings = self._settings(stored.module)
+        mode = settings.get("mode") or "affine"
         if mode not in ("affine", *MODES):
             raise refuse(self.method, "mode", mode, ("affine", *MODES))
         default_bits, default_size = MODES[mode][:2] if mode != "affine" else (4, 64)
-        bits = integer(own, "bits", self.method, default_bits)
-        size = integer(own, "group_size", self.method, default_size)
+        bits = integer(settings, "bits", self.method, default_bits)
+        size = integer(settings, "group_size", self.method, default_size)
         if mode != "affine" and (bits, size) != (default_bits, default_size):
             raise refuse(self.method, f"bits and group_size of {mode}", (bits, size), ((default_bits, default_size),))
         if bits not in BITS:
@@ -64,12 +64,12 @@ class Mlx:
 
     def _settings(self, module: str) -> Mapping[str, Any]:
         """The settings of a module; raises Diagnostic E340."""
-        own = self.config.get(module)
-        if own is False:
+        value = self.config.get(module)
+        if value is False:
             raise left_out(module, f"{module} is false")
-        if own is not None and not isinstance(own, Mapping | bool):
-            raise Diagnostic("E340", f"quantization_config ({self.method}) has {module} = {str(own)[:80]!r}", AGAIN)
-        return own if isinstance(own, Mapping) else self.config
+        if value is not None and not isinstance(value, Mapping | bool):
+            raise Diagnostic("E340", f"quantization_config ({self.method}) has {module} = {str(value)[:80]!r}", AGAIN)
+        return value if isinstance(value, Mapping) else self.config
 
     def _shape(self, stored: Stored, bits: int, size: int) -> tuple[int, int]:
         """The weight's rows and columns; raises Diagnostic E341 if words and scales do not fit each other."""

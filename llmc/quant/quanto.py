@@ -51,8 +51,8 @@ class Quanto:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         kind, activations = self._types(stored)
-        how = TYPES[kind]
-        codes = _packed(stored, kind, how) if isinstance(how, int) else _plain(stored, kind, how)
+        form = TYPES[kind]
+        codes = _packed(stored, kind, form) if isinstance(form, int) else _plain(stored, kind, form)
         return replace(codes, act=ACTS.get(activations, ""))
 
     def _types(self, stored: Stored) -> tuple[str, str]:

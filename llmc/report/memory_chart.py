@@ -40,10 +40,10 @@ def _capacities(a: Opened, fixed: int) -> list[tuple[int, dict[str, Any]]]:
     """(GiB of device memory, KV pool that fits next to `fixed` bytes), up to a device that fits all rows."""
     out = []
     for gib in MEMORIES:
-        left = (gib << 30) - fixed
-        if left < a.manifest.kv.bytes_per_page or not a.manifest.kv.bytes_per_page:
+        available = (gib << 30) - fixed
+        if available < a.manifest.kv.bytes_per_page or not a.manifest.kv.bytes_per_page:
             continue
-        pool = kv_capacity(a.manifest, left)
+        pool = kv_capacity(a.manifest, available)
         out.append((gib, pool))
         if pool["bytes"] == pool["bytes_for_all_rows"]:
             break

@@ -82,12 +82,12 @@ def group_name(group: Sequence[Part]) -> str:
     return first if len(group) == 1 else f"{runs([int(p.name) for p in group])} ({len(group)} equal modules)"
 
 
-def module_facts(group: Sequence[Part], columns: Sequence[str], own: bool = False) -> str:
-    """Format parameters, launches and time of a group; `own` leaves out the parameters and the submodules."""
-    params = 0 if own else sum(p.params() for p in group)
+def module_facts(group: Sequence[Part], columns: Sequence[str], alone: bool = False) -> str:
+    """Format parameters, launches and time of a group; `alone` leaves out the parameters and the submodules."""
+    params = 0 if alone else sum(p.params() for p in group)
     facts = [f"{count_text(params)} parameters"] if params else []
     for c in columns:
-        totals = [p.time.get(c, (0, 0.0)) if own else p.total(c) for p in group]
+        totals = [p.time.get(c, (0, 0.0)) if alone else p.total(c) for p in group]
         n, us = sum(n for n, _ in totals), sum(us for _, us in totals)
         facts += [f"{c}: {count_noun(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
     return " · ".join(facts)

@@ -38,12 +38,12 @@ def compare_weights(a: Opened, b: Opened) -> list[dict[str, Any]]:
     if (modes[0].mode, modes[0].seed) != (modes[1].mode, modes[1].seed):
         rows["all", f"{modes[0].mode} and {modes[1].mode}"] += 1
     for name in dict.fromkeys([*ours, *theirs]):
-        how = _types_differ(ours.get(name), theirs.get(name))
-        if not how and name in left and name in right and not all(map(_equal, left[name], right[name])):
-            how = "different bytes"
-        if how:
-            rows[pattern(name), how] += 1
-    return [{"name": name, "how": how, "count": n} for (name, how), n in rows.items()]
+        difference = _types_differ(ours.get(name), theirs.get(name))
+        if not difference and name in left and name in right and not all(map(_equal, left[name], right[name])):
+            difference = "different bytes"
+        if difference:
+            rows[pattern(name), difference] += 1
+    return [{"name": name, "how": difference, "count": n} for (name, difference), n in rows.items()]
 
 
 def _types_differ(a: str | None, b: str | None) -> str:

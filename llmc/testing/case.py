@@ -100,10 +100,10 @@ class Buffer:
         """Return the bytes as an array of the dtype of `t`."""
         return self.body.view(DTYPES[t.dtype].np).reshape(shape)
 
-    def check(self, what: str) -> None:
+    def check(self, subject: str) -> None:
         """Raise AssertionError if bytes outside the buffer were written."""
-        assert (self.raw[: self.start] == POISON).all(), f"{what}: bytes before the buffer were written"
-        assert (self.raw[self.end :] == POISON).all(), f"{what}: bytes after the buffer were written"
+        assert (self.raw[: self.start] == POISON).all(), f"{subject}: bytes before the buffer were written"
+        assert (self.raw[self.end :] == POISON).all(), f"{subject}: bytes after the buffer were written"
 
 
 class Bound:

@@ -195,12 +195,12 @@ def _within(spans: Sequence[tuple[int, int]]) -> Any:
     begins, ends = (np.array(x, np.uint64) for x in zip(*sorted(spans), strict=True))
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
-    def check(what: str, pointers: Any, mask: Any) -> None:
+    def check(access: str, pointers: Any, mask: Any) -> None:
         at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.uint64)
         size = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
         span = np.searchsorted(begins, at, side="right").astype(np.int64) - 1
         outside = (span < 0) | (at + size > ends[span])
-        assert not outside.any(), f"{what} of {outside.sum()} of {at.size} elements outside of every buffer"
+        assert not outside.any(), f"{access} of {outside.sum()} of {at.size} elements outside of every buffer"
 
     def checked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         check("load", ptrs, mask)

@@ -83,8 +83,8 @@ def described(generation: Mapping[str, Any], config: str | None, override: Mappi
     texts = [f"{name} {generation[name]}" for name in names if name not in _SAMPLES or generation.get("do_sample")]
     if not texts:
         return None
-    own = f"the model's {_FILE}" if config in (None, AUTO) else f"{config}/{_FILE}"
-    sources = [own] * (config != NEUTRAL and not set(names) <= set(override or ()))
+    source = f"the model's {_FILE}" if config in (None, AUTO) else f"{config}/{_FILE}"
+    sources = [source] * (config != NEUTRAL and not set(names) <= set(override or ()))
     sources += ["--override-generation-config"] * bool(override)
     disable = "" if config == NEUTRAL else f"; --generation-config {NEUTRAL} disables the model's"
     return f"sampling defaults: {', '.join(texts)} (from {' and '.join(sources)}{disable})"

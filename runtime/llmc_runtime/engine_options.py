@@ -246,11 +246,11 @@ class EngineOptions(metaclass=KeywordChecks):
 
         `say` defaults to a line on stderr.
         """
-        own = options_of(cls)
-        flags = {flag.removeprefix("--").replace("-", "_"): name for name, o in own.items() for flag in o.spellings}
-        values = {k if k in own else flags.get(k, k): v for k, v in values.items()}  # as --speculative-config
+        options = options_of(cls)
+        flags = {flag.removeprefix("--").replace("-", "_"): name for name, o in options.items() for flag in o.spellings}
+        values = {k if k in options else flags.get(k, k): v for k, v in values.items()}  # as --speculative-config
         known = cls.__dataclass_fields__.keys()
-        for message in check_keywords({k: v for k, v in values.items() if k not in known}, own):
+        for message in check_keywords({k: v for k, v in values.items() if k not in known}, options):
             (say or to_stderr)(message)
         return {k: v for k, v in values.items() if k in known}
 
@@ -302,10 +302,10 @@ class EngineOptions(metaclass=KeywordChecks):
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DRAFTED
         sizes["tensor-parallel-size"] = self.tensor_parallel_size
-        own = {"target": self.target or "cpu:native", "dtype": self.dtype}
-        own |= {"deterministic": ""} if self.deterministic else {}
-        own |= {"task": self.task} if self.task != "auto" else {}
-        return own | {k: str(v) for k, v in sizes.items() if v is not None}
+        options = {"target": self.target or "cpu:native", "dtype": self.dtype}
+        options |= {"deterministic": ""} if self.deterministic else {}
+        options |= {"task": self.task} if self.task != "auto" else {}
+        return options | {k: str(v) for k, v in sizes.items() if v is not None}
 
     def message(self) -> dict[str, Any]:
         """Return the options that the engine process needs and that are not the default. Paths are percent-encoded."""

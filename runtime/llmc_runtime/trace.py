@@ -50,7 +50,7 @@ class _Span(NamedTuple):
     name: str
     begin: int
     end: int
-    what: _StepInfo
+    step: _StepInfo
 
 
 class Recorder:
@@ -64,7 +64,7 @@ class Recorder:
         self._in_flight: deque[tuple[_StepInfo, int]] = deque()  # in flight, with the end of the launch
         self._last = 0  # end of the previous part
         self._busy: int | None = None  # when the device was last known to have work; None: it was idle
-        self._what = _UNKNOWN  # the step that the engine works on
+        self._step = _UNKNOWN  # the step that the engine works on
         self._number = 0  # of the next step that is launched
         self._ended = -1  # when the last step ended, as the host sees it
 
@@ -73,27 +73,27 @@ class Recorder:
         self._spans.clear()
         self._exposed.clear()
 
-    def note(self, part: str, what: Any) -> None:
+    def note(self, part: str, subject: Any) -> None:
         """Record that a part of a step ends now.
 
         part:  "begin" (of a call), "plan", "launch", "wait", "commit", or "forget" (the steps in flight were dropped)
-        what:  the Step for "plan", whether requests are live for "commit", None for "forget", else the tickets
+        subject:  the Step for "plan", whether requests are live for "commit", None for "forget", else the tickets
         """
         now = perf_counter_ns()
         if part == "begin":
-            while len(self._in_flight) < len(what):  # launched before this trace began
+            while len(self._in_flight) < len(subject):  # launched before this trace began
                 self._in_flight.appendleft((_UNKNOWN, now))
-            self._look(now, what)
+            self._look(now, subject)
         elif part == "plan":
-            self._what = _StepInfo(self._number, len(what.work), what.num_tokens)
+            self._step = _StepInfo(self._number, len(subject.work), subject.num_tokens)
             self._span("plan", now)
         elif part == "launch":
-            self._launched(now, what)
+            self._launched(now, subject)
         elif part == "wait":
-            self._waited(now, what)
+            self._waited(now, subject)
         elif part == "commit":
             self._span("commit", now)
-            if not what:
+            if not subject:
                 self._busy = None
         else:
             self._in_flight.clear()
@@ -101,7 +101,7 @@ class Recorder:
         self._last = perf_counter_ns()
 
     def _span(self, part: str, now: int) -> None:
-        self._spans.append(_Span(1, part, self._last, now, self._what))
+        self._spans.append(_Span(1, part, self._last, now, self._step))
 
     def _look(self, now: int, tickets: Sequence[Any]) -> None:
         if tickets and self._busy is not None and not self._done(tickets[-1]):
@@ -114,16 +114,16 @@ class Recorder:
             begin = now if runs else self._busy
             self._exposed.append(now - begin)
             if not runs:
-                self._spans.append(_Span(3, "exposed", begin, now, self._what))
-        self._in_flight.append((self._what, now))
+                self._spans.append(_Span(3, "exposed", begin, now, self._step))
+        self._in_flight.append((self._step, now))
         self._busy = now
         self._number += 1
 
     def _waited(self, now: int, tickets: Sequence[Any]) -> None:
-        self._what, launched = self._in_flight.popleft()
-        if self._what is not _UNKNOWN:
+        self._step, launched = self._in_flight.popleft()
+        if self._step is not _UNKNOWN:
             self._span("wait", now)
-            self._spans.append(_Span(2, "step", max(launched, self._ended), now, self._what))
+            self._spans.append(_Span(2, "step", max(launched, self._ended), now, self._step))
         self._ended = now
         if tickets:
             self._look(now, tickets)
@@ -139,7 +139,7 @@ class Recorder:
             if span.track == 1:
                 by_part[span.name].append(span.end - span.begin)
             elif span.track == 2:
-                rows.append(span.what.rows)
+                rows.append(span.step.rows)
         exposed = sorted(self._exposed)
         stats = {"steps": float(len(rows)), "rows": _median(rows)}
         stats |= {f"{part}_us": _median(times) / 1e3 for part, times in by_part.items()}
@@ -159,7 +159,7 @@ class Recorder:
 
     def rows(self) -> list[Row]:
         """Return the recorded events, for `document`."""
-        return [(s.track, s.name, s.begin - self._began, s.end - self._began, *s.what) for s in self._spans]
+        return [(s.track, s.name, s.begin - self._began, s.end - self._began, *s.step) for s in self._spans]
 
 
 class Trace(Recorder):
@@ -188,7 +188,7 @@ def document(rows: Iterable[Row]) -> dict[str, Any]:
 
 def _event(row: Row) -> dict[str, Any]:
     track, name, begin, end, step, rows, tokens = row
-    what = {"step": step, "rows": rows, "tokens": tokens}
+    args = {"step": step, "rows": rows, "tokens": tokens}
     return {
         "name": name,
         "ph": "X",
@@ -196,7 +196,7 @@ def _event(row: Row) -> dict[str, Any]:
         "dur": (end - begin) / 1e3,
         "pid": 1,
         "tid": track,
-        "args": what,
+        "args": args,
     }
 
 
@@ -215,9 +215,9 @@ def attach_recorder(engine: Any, max_spans: int) -> tuple[Recorder, Callable[[],
     """
     recorder, before = Recorder(_done_of(engine), max_spans), engine.note
 
-    def both(part: str, what: Any) -> None:
-        before(part, what)
-        recorder.note(part, what)
+    def both(part: str, subject: Any) -> None:
+        before(part, subject)
+        recorder.note(part, subject)
 
     def stop() -> None:
         engine.note = before

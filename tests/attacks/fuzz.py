@@ -226,13 +226,13 @@ def send(host: str, port: int, key: str, made: Shot) -> Answer:
         return door.exchange(made.kind, data)
     got, began, heard = Answer(made.kind), time.monotonic(), b""
     with contextlib.suppress(OSError), door.connect() as link:
-        link.settimeout(door.left)
+        link.settimeout(door.remaining)
         link.sendall(data)
         while made.manner == SLOW and time.monotonic() < door.until and (received := link.recv(100)):
             heard = (heard + received)[:HEARD]
             time.sleep(0.05)
         if made.manner == DROPPED:
-            time.sleep(door.left / 2)
+            time.sleep(door.remaining / 2)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not an end
     if heard.startswith(b"HTTP/1.1 "):
         got.status = int(heard[9:12])

@@ -102,7 +102,7 @@ def test_a_model_is_tuned_within_its_limit(tmp_path: Path) -> None:
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
     settings = tuning.Settings(limit=0, every=True, cache=tmp_path / "cache")
     stopped = tuning.tune(tmp_path / "model.llmc", tmp_path / "none.jsonl", settings)
-    assert stopped.measured == 0 and stopped.left > 0 and "not reached" in stopped.text()
+    assert stopped.measured == 0 and stopped.unreached > 0 and "not reached" in stopped.text()
     with pytest.raises(Diagnostic, match="was compiled for"):
         tuning.tune(tmp_path / "model.llmc", out, tuning.Settings(target="cuda:sm_90"))
     with pytest.raises(Diagnostic, match="no kernel 'cpu/row'"):

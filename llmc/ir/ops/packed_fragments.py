@@ -28,10 +28,10 @@ _ORDER = (0, 4, 1, 3, 7, 5, 8, 6, 2)
 _COLUMNS = np.arange(BLOCK).reshape(4, 2, 4, 2).transpose(2, 0, 3, 1).reshape(-1)
 
 
-def _blocks(size: Dim, what: str) -> Dim:
+def _blocks(size: Dim, axis: str) -> Dim:
     blocks = size.divide(BLOCK)
     if blocks is None:
-        raise Mismatch(f"{size} {what} are not a multiple of {BLOCK}")
+        raise Mismatch(f"{size} {axis} are not a multiple of {BLOCK}")
     return blocks
 
 

@@ -211,8 +211,8 @@ def row_recurrence_draft(
         cut = span.start + kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
         replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        kept, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
-        out[kept] = recur(state, *tokens_of(kept, q, k, v, decay, beta))
+        certain, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
+        out[certain] = recur(state, *tokens_of(certain, q, k, v, decay, beta))
         memory[row] = state
         out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
     return out, memory
@@ -237,8 +237,8 @@ def row_log(
     factor = np.zeros(v.shape[:2], decay.dtype) if beta is None else beta
     tokens = np.concatenate([k.reshape(len(k), -1), v.reshape(len(v), -1), decay, factor], 1)
     for row, span, first in runs(rows, starts, positions):
-        base[row] = kept = kept_positions(first, span, n)
-        log[row, np.arange(kept, first + span.stop - span.start) % n] = tokens[span][kept - first :]
+        base[row] = first_kept = kept_positions(first, span, n)
+        log[row, np.arange(first_kept, first + span.stop - span.start) % n] = tokens[span][first_kept - first :]
     return base, log
 
 

@@ -135,11 +135,11 @@ def chunk_recurrence_draft(
         cut = span.start + kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
         replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        kept, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
+        certain, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
         if span.stop - span.start >= least:
-            out[kept] = _advance(state, kept, q, k, v, decay, factors)
+            out[certain] = _advance(state, certain, q, k, v, decay, factors)
         else:
-            out[kept] = recur(state, *tokens_of(kept, q, k, v, decay, beta))
+            out[certain] = recur(state, *tokens_of(certain, q, k, v, decay, beta))
         memory[row] = state
         out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
     return out, memory

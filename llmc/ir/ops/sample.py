@@ -299,9 +299,9 @@ def row_logprobs(logits: Any, ids: Any, rows: Any = None, iparams: Any = None, *
     """
     x = logits - np.max(logits, -1, keepdims=True)
     lp = x - np.log(np.exp(x).sum(-1, keepdims=True))
-    own = np.take_along_axis(lp, ids[:, None].astype(np.int64), -1)
+    sampled = np.take_along_axis(lp, ids[:, None].astype(np.int64), -1)
     top = np.argsort(-lp, -1, kind="stable")[:, :k]
-    out = own[:, 0], (lp > own).sum(-1) + 1, top, np.take_along_axis(lp, top, -1)
+    out = sampled[:, 0], (lp > sampled).sum(-1) + 1, top, np.take_along_axis(lp, top, -1)
     if rows is None or iparams is None:
         return out
     requested = (rows >= 0) & (param(iparams[np.maximum(rows, 0)], "want_logprobs") != 0)

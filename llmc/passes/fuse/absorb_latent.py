@@ -89,22 +89,22 @@ def _key_parts(k: Value) -> tuple[Value, Value] | None:
     n = made_by(joined, "concat")
     if n is None or len(n.operands) != 2 or n.attrs["axis"] % 3 != 2:
         return None
-    own, shared = n.operands
+    plain, shared = n.operands
     tokens, heads = (joined.type.shape[i] for i in ((1, 0) if swapped else (0, 1)))
     while m := made_by(shared, "broadcast", "transpose", "reshape"):
         if drop_ones(shared.type.shape) == (tokens, shared.type.shape[-1]):
             break
         shared = m.operands[0]
-    if drop_ones(shared.type.shape) != (tokens, k.type.shape[2] - own.type.shape[2]) or heads.const in (None, 1):
+    if drop_ones(shared.type.shape) != (tokens, k.type.shape[2] - plain.type.shape[2]) or heads.const in (None, 1):
         return None
     sizes = (tokens, heads) if not swapped else (heads, tokens)
-    return (own, shared) if own.type.shape[:2] == sizes else None
+    return (plain, shared) if plain.type.shape[:2] == sizes else None
 
 
-def _latent(g: Graph, n: Node, own: Value, rotary: Value) -> Latent:
-    """The parts of an attention node whose keys are `own` and `rotary`; raises NoMatch."""
+def _latent(g: Graph, n: Node, plain: Value, rotary: Value) -> Latent:
+    """The parts of an attention node whose keys are `plain` and `rotary`; raises NoMatch."""
     _check_attributes(n)
-    key, value = _columns(own), _columns(n.operands[2])
+    key, value = _columns(plain), _columns(n.operands[2])
     _, swapped = _plain(n.operands[1])
     if key is None or value is None or key[0] is not value[0] or (key[3] != swapped) or value[3]:
         raise NoMatch("keys and values are not slices of the heads of one product")
@@ -139,13 +139,13 @@ def _absorbed(b: Any, n: Node, x: Latent) -> Value:
     stack = b.reshape(weight, shape=[x.heads, x.plain + x.value, x.latent.type.shape[1]])
     keys = b.slice(stack, axis=1, start=D(0), stop=D(x.plain))
     values = b.slice(stack, axis=1, start=D(x.plain), stop=D(x.plain + x.value))
-    own = b.head_matmul(_cut(b, n.operands[0], 0, x.plain), keys)
+    latents = b.head_matmul(_cut(b, n.operands[0], 0, x.plain), keys)
     rotary = x.rotary
     if rotary.type.rank != 2:
         rotary = b.reshape(rotary, shape=[tokens, rotary.type.shape[-1]])
     key = b.concat(x.latent, rotary, axis=1)
     queries = _cut(b, n.operands[0], x.plain, int(size))
-    mixed = b.latent_attention(own, queries, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
+    mixed = b.latent_attention(latents, queries, key, n.operands[3], layer=n.attrs["layer"], scale=n.attrs["scale"])
     return b.head_matmul(mixed, b.transpose(values, perm=(0, 2, 1)))
 
 

@@ -64,7 +64,7 @@ class _Groups:
 
     def __init__(self, g: Graph, limit: int, ctx: Ctx):
         self.g, self.limit, self.ctx = g, limit, ctx
-        self.made: dict[Value, _Group] = {}
+        self.group_of: dict[Value, _Group] = {}
 
     def run(self) -> int:
         for n in self.g.nodes:
@@ -72,7 +72,7 @@ class _Groups:
             if e is not None and all(map(_fits, [*n.operands, *n.results])) and self.ctx.allows(n):
                 self._add(n, e)
         emitted: dict[Value, Value] = {}
-        for v, group in self.made.items():
+        for v, group in self.group_of.items():
             if len(group.nodes) > 1 and self.ctx.spend():
                 group.operands = [emitted.get(o, o) for o in group.operands]
                 emitted[v] = _emit(self.g, v, group, self.ctx.opset)
@@ -88,7 +88,7 @@ class _Groups:
             if v in inlined:
                 inner.append(inlined[v])
                 continue
-            producer = self.made.get(v)
+            producer = self.group_of.get(v)
             if producer and self._joins(n, v, producer):
                 inlined[v] = substitute(producer.expr, [_operand(group, o) for o in producer.operands])
                 group.nodes += producer.nodes
@@ -101,8 +101,8 @@ class _Groups:
         if group.size > self.limit:
             return
         for v in inlined:
-            del self.made[v]
-        self.made[y] = group
+            del self.group_of[v]
+        self.group_of[y] = group
 
     def _joins(self, n: Node, v: Value, producer: _Group) -> bool:
         y = n.results[0]

@@ -66,7 +66,7 @@ class FuseQkv(NodePass):
         return True
 
 
-def _trace_back(v: Value, what: str) -> Part:
+def _trace_back(v: Value, subject: str) -> Part:
     """Follow keys or values from the append back to the slice they come from."""
     last = v
     rope = made_by(v, "rope")
@@ -78,10 +78,10 @@ def _trace_back(v: Value, what: str) -> Part:
     if shaped is None or cut is None:
         producer = (shaped.operands[0] if shaped else v).node
         raise NoMatch(
-            f"{what} are computed by {producer.op.name if producer else 'the caller'}, not sliced from a product"
+            f"{subject} are computed by {producer.op.name if producer else 'the caller'}, not sliced from a product"
         )
     if cut.attrs["axis"] % 2 != 1 or cut.result.type.rank != 2 or cut.attrs["step"] != 1:
-        raise NoMatch(f"{what} are not consecutive columns")
+        raise NoMatch(f"{subject} are not consecutive columns")
     return Part(cut, norm, rope, last)
 
 
@@ -135,11 +135,11 @@ def _check_adjacent(cuts: Sequence[Node], product: Value) -> None:
 
 def _same(q: Part, k: Part) -> None:
     """Raise NoMatch unless queries and keys are normalized and rotated in the same way."""
-    for what, a, b in (("normalized", q.norm, k.norm), ("rotated", q.rope, k.rope)):
+    for state, a, b in (("normalized", q.norm, k.norm), ("rotated", q.rope, k.rope)):
         if (a is None) != (b is None):
-            raise NoMatch(f"only {'keys' if a is None else 'queries'} are {what}")
+            raise NoMatch(f"only {'keys' if a is None else 'queries'} are {state}")
         if a is not None and b is not None and a.attrs != b.attrs:
-            raise NoMatch(f"queries and keys are {what} with different attributes")
+            raise NoMatch(f"queries and keys are {state} with different attributes")
     if q.rope and k.rope and q.rope.operands[1:] != k.rope.operands[1:]:
         raise NoMatch("queries and keys are rotated by different tables")
     if q.norm and not q.rope:

@@ -145,9 +145,9 @@ class LowerQuantized(Pass):
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         if scale.type.dtype == "f8e8m0":
             scale = b.cast(scale, dtype=EXACT)
-        own = {name: value for name, value in n.attrs.items() if name != "dtype"}  # the result is cast instead
+        kept_attrs = {name: value for name, value in n.attrs.items() if name != "dtype"}  # the result is cast instead
         attrs = {
-            **own, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
+            **kept_attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
             "bits": DTYPES[f.code].bits,
         }  # fmt: skip
         operands = (x, order, starts, code, scale, *weights, *zeros, *bias)

@@ -134,8 +134,8 @@ def _check(g: Graph, outputs: int, pools: bool) -> None:
             )
         layers.add(n.attrs["layer"])
     if len(g.outputs) != outputs:
-        what = "only the logits" if outputs == 1 else "the logits and a hidden state per token"
-        raise Diagnostic("E435", f"@{g.name} has {len(g.outputs)} outputs, expected {what}", f"return {what}")
+        expected = "only the logits" if outputs == 1 else "the logits and a hidden state per token"
+        raise Diagnostic("E435", f"@{g.name} has {len(g.outputs)} outputs, expected {expected}", f"return {expected}")
 
 
 class _Rows:
@@ -213,9 +213,9 @@ class _Rows:
         b = Builder(self.g, self.ops, loc="head")
         pool = b.page_put(self._hidden_pool(hidden.type), hidden, self.slots)
         before, slots = self._before(b)
-        made = {"tokens": self.ids, "positions": before, HIDDEN: b.page_take(pool, slots)}
+        values = {"tokens": self.ids, "positions": before, HIDDEN: b.page_take(pool, slots)}
         (attention,) = (n for n in head.nodes if n.op.name in ATTENTION)
-        known = {v: made[v.name] for v in head.inputs if v.name in made}
+        known = {v: values[v.name] for v in head.inputs if v.name in values}
         b = Builder(self.g, self.ops, loc=attention.loc)
         if attention.op.name == LATENT:
             k = self._copied(attention.operands[2], known)
@@ -362,10 +362,10 @@ class _Rows:
 
     def _accept(self, b: Builder, operands: tuple[Value, ...], results: list[Value]) -> list[Value]:
         """Accept and propose drafts: update the results, and return the new versions of the states."""
-        taken, tokens, length, counts = b.row_accept(*operands, limit=self.options.speculate)
+        accepted, tokens, length, counts = b.row_accept(*operands, limit=self.options.speculate)
         of_step = (self.rows, self.starts, self.emit)
         proposed, tokens, drafts = b.row_propose(tokens, self.drafts, length, *of_step)
-        results[:] = [taken, *results[1:], proposed]
+        results[:] = [accepted, *results[1:], proposed]
         return [tokens, length, counts, drafts]
 
 

@@ -239,8 +239,8 @@ def recurrence_of(n: Node, ranks: int) -> Relation | None:
     if values.divide(ranks) is None or ranks % parts:
         return None
     heads = Split(1, ranks)
-    own = heads.local(values) * (e + 1) + heads.local(decay.type.shape[1]) + keys.ceildiv(parts) * d
-    log = Split(2, ranks, width=own)
+    width = heads.local(values) * (e + 1) + heads.local(decay.type.shape[1]) + keys.ceildiv(parts) * d
+    log = Split(2, ranks, width=width)
     splits: dict[str, Split | None] = dict.fromkeys(("v", "decay", "beta", "memory"), heads)
     splits |= dict.fromkeys(("q", "k"), Split(1, parts) if parts > 1 else None) | {"log": log}
     operands = tuple(splits.get(name) for name in n.op.places([x.type for x in n.operands]))

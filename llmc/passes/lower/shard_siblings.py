@@ -128,8 +128,8 @@ class _Parts:
         at = {i: along[name] for name, i in n.op.places([x.type for x in n.operands]).items() if name in along}
         operands = list(n.operands)
         for i, axis in at.items():
-            x, own = operands[i], cut._replace(axis=axis)
-            operands[i] = self._state(x, own) if x.type.state else self.of(x, own)
+            x, operand_cut = operands[i], cut._replace(axis=axis)
+            operands[i] = self._state(x, operand_cut) if x.type.state else self.of(x, operand_cut)
         self.b.loc = n.loc
         out = self.b.emit(n.op, operands, n.attrs)
         if n.op.name == "causal_conv":

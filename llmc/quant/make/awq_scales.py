@@ -23,14 +23,14 @@ def awq_scales(group: Inputs, weights: Sequence[Tensor], recipe: Recipe) -> Tens
     activity = group.total / max(group.tokens, 1)
     size = torch.stack([w.abs().mean(0) for w in weights]).mean(0)
     best = torch.ones_like(activity)
-    least = _error(group.gram, weights, best, recipe)
+    lowest = _error(group.gram, weights, best, recipe)
     for step in range(1, STEPS + 1):
         r = step / STEPS
         scale = (activity.clamp(min=1e-4) ** r / size.clamp(min=1e-4) ** (1 - r)).clamp(min=1e-4)
         scale = scale / (scale.max() * scale.min()).sqrt()
         error = _error(group.gram, weights, scale, recipe)
-        if error < least:
-            best, least = scale, error
+        if error < lowest:
+            best, lowest = scale, error
     return best
 
 

@@ -25,13 +25,13 @@ def round_clipped(w: Tensor, gram: Tensor, recipe: Recipe, dtype: torch.dtype) -
     low, high = extremes(w, recipe)
     largest = torch.maximum(-low, high)
     sums = _diagonal_blocks(gram, block_sizes(recipe, (w.shape[0], w.shape[1]))[1])
-    kept, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    factors, lowest = torch.ones_like(largest), torch.full_like(largest, torch.inf)
     for step in range(STEPS):
         factor = 1 - step * STEP
         error = _errors(w, _grid(low, high, largest * factor, w, recipe, dtype), sums)
-        better = error < least
-        kept[better], least[better] = factor, error[better]
-    grid = _grid(low, high, largest * kept, w, recipe, dtype)
+        better = error < lowest
+        factors[better], lowest[better] = factor, error[better]
+    grid = _grid(low, high, largest * factors, w, recipe, dtype)
     return Quantised(grid, grid.codes(w))
 
 

@@ -26,9 +26,9 @@ def fold_all(layer: Layer, linears: Mapping[str, Linear], dtypes: Mapping[str, t
     """
     dtype = next(iter(dtypes.values()))
     for group in layer.inputs:
-        wanted = scales(group, [linears[n].weight.data for n in group.linears])
+        scale = scales(group, [linears[n].weight.data for n in group.linears])
         for name in before(layer, group, linears):
-            if _fold(layer, group, linears, name, wanted, dtype):
+            if _fold(layer, group, linears, name, scale, dtype):
                 break
 
 
@@ -72,19 +72,19 @@ def same_output(actual: Tensor, expected: Tensor) -> bool:
     return float((actual - expected).norm()) <= TOLERANCE * float(expected.norm())
 
 
-def _divide(producer: Module, wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide the outputs of a module by `wanted`; return the effective scales, after the stored values are rounded.
+def _divide(producer: Module, requested: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide the outputs of a module by `requested`; return the effective scales, after the stored values are rounded.
 
     The weight of a norm is stored in `dtype`, so the scale that undoes the division exactly is that of rounded weights.
     """
     weight = producer.weight.data
-    scale = wanted
+    scale = requested
     if weight.ndim == 1:
-        divided = (weight / wanted).to(dtype).float()
+        divided = (weight / requested).to(dtype).float()
         scale = torch.where((divided != 0) & (weight != 0), weight / divided, torch.ones_like(weight))
         producer.weight.data = torch.where(scale == 1, weight, divided)
     else:
-        producer.weight.data = weight / wanted[:, None]
+        producer.weight.data = weight / requested[:, None]
     bias = getattr(producer, "bias", None)
     if bias is not None:
         bias.data = (bias.data / scale).to(dtype).float()

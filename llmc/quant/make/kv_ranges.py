@@ -52,9 +52,9 @@ class KvRanges(DynamicCache):
         Diagnostic E355 if keys or values are not finite.
         """
         scales = {}
-        for name, what, largest in zip(("k", "v"), ("keys", "values"), self.largest or (), strict=False):
+        for name, operand, largest in zip(("k", "v"), ("keys", "values"), self.largest or (), strict=False):
             if not largest.isfinite().all():
-                cause = f"{what} of {layer}.{self.path} are not finite while the texts run"
+                cause = f"{operand} of {layer}.{self.path} are not finite while the texts run"
                 raise Diagnostic("E355", cause, "download the checkpoint again, or use other texts")
             top = largest[:, None, None] if kind == BY_HEAD else largest.max().reshape(1)
             scales[f"{name}_scale"] = torch.where(top > 0, top.float() / F8_LARGEST, 1.0)

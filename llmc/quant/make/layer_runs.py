@@ -108,7 +108,7 @@ class _Watch:
     def __init__(self, layer: Layer, linears: Mapping[str, Linear]) -> None:
         self.layer = layer
         self.read: list[tuple[Tensor, Inputs]] = []
-        self.made: list[tuple[Tensor, str]] = []
+        self.outputs: list[tuple[Tensor, str]] = []
         self.hooks = [m.register_forward_pre_hook(self._reader(n)) for n, m in linears.items()]
         others = [(n, m) for n, m in layer.module.named_modules() if n and not list(m.children())]
         self.hooks += [m.register_forward_hook(self._maker(n)) for n, m in others if n not in linears]
@@ -121,7 +121,7 @@ class _Watch:
             hook.remove()
 
     def _maker(self, name: str) -> Callable[..., None]:
-        return lambda module, args, out: self.made.append((out, name))
+        return lambda module, args, out: self.outputs.append((out, name))
 
     def _reader(self, name: str) -> Callable[..., None]:
         def hook(module: Module, args: tuple[Tensor, ...]) -> None:
@@ -131,9 +131,9 @@ class _Watch:
                 if name not in same.linears:
                     same.linears.append(name)
                 return
-            group = next((one for one in self.layer.inputs if name in one.linears), None)
+            group = next((g for g in self.layer.inputs if name in g.linears), None)
             if group is None:
-                producer = next((module_name for tensor, module_name in self.made if tensor is x), "")
+                producer = next((module_name for tensor, module_name in self.outputs if tensor is x), "")
                 width = x.shape[-1]
                 group = Inputs([name], producer, torch.zeros(width, width), torch.zeros(width), torch.zeros(width))
                 self.layer.inputs.append(group)

@@ -101,13 +101,13 @@ class Plan:
         """Describe the plan."""
         count = sum(prod(source.shape(name)) for name in self.weights)
         tensors = source.files.tensors
-        kept = len(tensors) - len(self.weights)
+        unchanged = len(tensors) - len(self.weights)
         linears = f" (of these, linear: {first_names(self.ignored)})" if self.ignored else ""
         before, after = size_text(self.bytes_before), size_text(self.bytes_after)
         lines = [
             f"{source.source.model_type}: {len(self.weights)} weights ({count / 1e6:.1f} million parameters) "
             f"to {self.recipe.describe()}",
-            f"unchanged: {kept} tensors{linears}",
+            f"unchanged: {unchanged} tensors{linears}",
             f"tensors take {before} before and {after} after",
         ]
         if self.experts and self.recipe.method == SMOOTH:
@@ -162,10 +162,10 @@ def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
     dropped = set()
     for pattern in ignore:
         try:
-            wanted = re.compile(pattern[3:] if pattern.startswith("re:") else f"{re.escape(pattern)}$")
+            regex = re.compile(pattern[3:] if pattern.startswith("re:") else f"{re.escape(pattern)}$")
         except re.error as e:
             raise Diagnostic("E351", f"--ignore {pattern!r}: {e}", "correct the regular expression") from None
-        matches = {m for m in candidates.values() if wanted.match(m)}
+        matches = {m for m in candidates.values() if regex.match(m)}
         if not matches and pattern != "lm_head":
             example = next(iter(candidates.values()), "none")
             remedy = f"use a module's name, such as {example}, or re: and a regular expression"

@@ -79,9 +79,9 @@ class Recipe:
         number.
         """
         name = int.from_bytes(mix.name.encode()[:8], "little")
-        own = np.random.default_rng((self.seed, name, 1, i)).integers(0, 1 << 40, input_len)
+        suffix = np.random.default_rng((self.seed, name, 1, i)).integers(0, 1 << 40, input_len)
         shared = np.random.default_rng((self.seed, name, 2, i % mix.num_prefixes)).integers(0, 1 << 40, mix.prefix_len)
-        drawn = np.concatenate([shared, own])
+        drawn = np.concatenate([shared, suffix])
         if self.endpoint.endswith("/chat/completions"):
             return " ".join(_word(int(value)) for value in drawn), 0
         ids = usual_ids(self.vocab_size)

@@ -179,9 +179,9 @@ class EngineClient:
         code = self.process.poll()
         if code is None:
             return None
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
+        end = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with code {code}"
         why = _REASONS.get(-code, "see its messages on stderr")
-        return LlmcError("E661", f"the engine process {how}", f"send the request again; {why}")
+        return LlmcError("E661", f"the engine process {end}", f"send the request again; {why}")
 
     def _on_readable(self) -> None:
         """Handle messages. The file descriptor is signalled once, so the rest is handled in another turn."""

@@ -185,8 +185,8 @@ class Engine:
         all_guided = all(request.guide is not None for request in scheduler.running)
         grace = 5 * self._grace if all_guided else min(max(self._grace, self._last / 4), 4 * self._grace)
         end = time.monotonic() + grace
-        while guided.awaited() and (left := end - time.monotonic()) > 0:
-            self.pump(left)
+        while guided.awaited() and (remaining := end - time.monotonic()) > 0:
+            self.pump(remaining)
         if guided.awaited():
             guided.stop_waiting()
 
@@ -227,5 +227,5 @@ def _no_guides(seconds: float) -> None:
     return
 
 
-def _no_recorder(part: str, what: Any) -> None:
+def _no_recorder(part: str, subject: Any) -> None:
     return

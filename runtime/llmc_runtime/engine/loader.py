@@ -221,8 +221,8 @@ def speculation_of(
         return SpeculationConfig(number or compiled, host=option["method"])
     if option["method"] != NGRAM:
         if not rows or (option["method"] in _HEADS) != head:
-            what, flag = NEEDS[option["method"]]
-            cause = f"speculate asks for drafts of {what}, and the artifact has none"
+            source, flag = NEEDS[option["method"]]
+            cause = f"speculate asks for drafts of {source}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
         low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
         name = _HEADS.get(option["method"], "")

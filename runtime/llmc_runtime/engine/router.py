@@ -56,17 +56,17 @@ class HeldPages:
 
     def matched(self, tenant: str, chain: Sequence[int]) -> int:
         """Return how many of the first pages of a prompt are held."""
-        own = self._of.get(tenant, OrderedDict[int, None]())
-        return next((index for index, page in enumerate(chain) if page not in own), len(chain))
+        pages = self._of.get(tenant, OrderedDict[int, None]())
+        return next((index for index, page in enumerate(chain) if page not in pages), len(chain))
 
     def add(self, tenant: str, chain: Sequence[int]) -> None:
         """Hold the pages of a prompt. First pages are the last to be forgotten, since the others follow them."""
-        own = self._of.setdefault(tenant, OrderedDict())
-        before = len(own)
+        tenant_pages = self._of.setdefault(tenant, OrderedDict())
+        before = len(tenant_pages)
         for page in reversed(chain):
-            own[page] = None
-            own.move_to_end(page)
-        self._count += len(own) - before
+            tenant_pages[page] = None
+            tenant_pages.move_to_end(page)
+        self._count += len(tenant_pages) - before
         while self._count > self._bound:
             heaviest = max(self._of, key=lambda name: len(self._of[name]))
             pages = self._of[heaviest]
@@ -88,7 +88,7 @@ class Router:
     def __init__(self, engines: int, page_size: int, pages: int, rows: int = sys.maxsize) -> None:
         self._page_size, self._rows = page_size, rows
         self._bound = min(pages, MAX_PAGES_HELD // engines)
-        self._held = [HeldPages(self._bound) for _ in range(engines)]
+        self._pages_of = [HeldPages(self._bound) for _ in range(engines)]
 
     def choose(
         self, tokens: Sequence[int], salt: str, tenant: str, loads: Mapping[int, Load], reuses: bool = True
@@ -101,17 +101,17 @@ class Router:
         max_pages = (len(tokens) - 1) // self._page_size  # the last token is always computed
 
         def hits(engine: int) -> int:
-            return min(max_pages, self._held[engine].matched(tenant, chain)) if reuses else 0
+            return min(max_pages, self._pages_of[engine].matched(tenant, chain)) if reuses else 0
 
         uncached = {engine: len(tokens) - self._page_size * hits(engine) for engine in self._candidates(loads)}
 
         def cost(engine: int) -> tuple[int, int, int, int]:
             load = loads[engine]
             total = uncached[engine] + load.queued_tokens + RUNNING * load.sequences
-            return total, load.sequences, len(self._held[engine]), engine
+            return total, load.sequences, len(self._pages_of[engine]), engine
 
         chosen = min(uncached, key=cost)
-        self._held[chosen].add(tenant, chain)
+        self._pages_of[chosen].add(tenant, chain)
         return chosen, uncached[chosen]
 
     def _candidates(self, loads: Mapping[int, Load]) -> list[int]:
@@ -122,7 +122,7 @@ class Router:
 
     def forget(self, engine: int) -> None:
         """Forget what the engine has cached."""
-        self._held[engine].clear()
+        self._pages_of[engine].clear()
 
     def _chain(self, tokens: Sequence[int], salt: str) -> list[int]:
         """Return the hashes of the prompt's full pages that are compared, each with those before it."""

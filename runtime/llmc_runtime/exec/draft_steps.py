@@ -80,34 +80,34 @@ class DraftSteps:
         begins, stop, chance = self._begins, item.stop, 1.0
         likely: list[float] = []
         bound = self._first.ready(([item.row] * begins, [1] * begins, [*[0] * (begins - 1), 1]))
-        for made in range(1, item.propose + 1):
+        for count in range(1, item.propose + 1):
             bound.run()
             if self.stops:
-                likely.append(exp(self._logprobs[begins - 1 if made == 1 else 0]))
+                likely.append(exp(self._logprobs[begins - 1 if count == 1 else 0]))
                 if stop is not None:
                     chance *= stop.chance(likely[-1])
                     if chance < stop.least:
                         break
-            if made == 1 < item.propose:
+            if count == 1 < item.propose:
                 bound = self._next.ready(([item.row], [1], [1]))
         return likely
 
     def _run_rows(self, work: Sequence[Work], going: list[int]) -> dict[int, list[float]]:
         """Draft for the rows of these indices of `work`, a token of each at a time."""
         likely: dict[int, list[float]] = {i: [] for i in going}
-        chances, made = dict.fromkeys(going, 1.0), 0
+        chances, count = dict.fromkeys(going, 1.0), 0
         while going:
-            each = 1 if made else self._begins
+            each = 1 if count else self._begins
             entries = [work[i].row for i in going for _ in range(each)]
-            points = self._next if made else self._first
+            points = self._next if count else self._first
             points.ready((entries, [1] * len(entries), [*[0] * (each - 1), 1] * len(going))).run()
-            made += 1
+            count += 1
             if self.stops:
                 for i, logprob in zip(going, self._logprobs[each - 1 : len(entries) : each].tolist()):
                     likely[i].append(exp(logprob))
                     if (stop := work[i].stop) is not None:
                         chances[i] *= stop.chance(likely[i][-1])
-            going = [i for i in going if made < work[i].propose and not _ends(work[i], chances[i])]
+            going = [i for i in going if count < work[i].propose and not _ends(work[i], chances[i])]
         return likely
 
     def sizes(self) -> Iterator[Bound]:

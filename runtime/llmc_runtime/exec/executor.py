@@ -320,9 +320,9 @@ def _merge(
     out, at = StepOutput([], [], scores := {}, accepted := {}, numbers := []), 0
     for index, w in enumerate(work):
         end = at + w.rows
-        own = at if w.drafts else end - 1  # the entry of the first token that it emits
-        out.tokens.append(tokens[own])
-        out.logprobs.append(logprobs[own] if w.emit else None)
+        entry = at if w.drafts else end - 1  # the entry of the first token that it emits
+        out.tokens.append(tokens[entry])
+        out.logprobs.append(logprobs[entry] if w.emit else None)
         if w.score:
             scores[index] = [score for score in logprobs[at : end - w.emit] if score is not None]
         if w.drafts:

@@ -60,8 +60,8 @@ class RankProcess(Rank):
             code = self._child.process.wait(REPORT)
         except subprocess.TimeoutExpired:
             return None
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return group_ended(f"the process of rank {self.rank} {how}")
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return group_ended(f"the process of rank {self.rank} {end}")
 
     def kill(self) -> None:
         """Kill the process, which may be stopped."""

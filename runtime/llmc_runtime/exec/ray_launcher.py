@@ -35,8 +35,8 @@ def connect() -> str:
         raise LlmcError("E141", "there is no token for the Ray cluster", TOKEN) from None
     except (ConnectionError, RuntimeError, ValueError) as e:
         raise LlmcError("E141", f"the Ray cluster cannot be reached: {str(e).splitlines()[0]}", START) from e
-    own = ray.get_runtime_context().get_node_id()
-    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == own)
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def reserve(address: str, place: Place) -> Any:

@@ -287,9 +287,9 @@ class Manifest(Record):
             raise damaged(where, f"a weight file is of a rank that a group of {self.ranks} lacks")
         if (self.weights.mode == "packed") != bool(big):
             raise damaged(where, f"weights of mode {self.weights.mode!r} cannot have {len(big)} files")
-        for what, names in (("kernels", [k.hash for k in kernels]), ("states", [s.name for s in self.states])):
+        for kind, names in (("kernels", [k.hash for k in kernels]), ("states", [s.name for s in self.states])):
             if len(set(names)) != len(names):
-                raise damaged(where, f"two {what} have the same name")
+                raise damaged(where, f"two {kind} have the same name")
 
     def dump(self) -> bytes:
         """Serialize to the file's bytes, including the digest. `load(dump())` returns this manifest with `digest`

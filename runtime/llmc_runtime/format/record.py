@@ -64,13 +64,13 @@ class Record:
         """
         reader, values = Fields(value, where, lenient), {}
         kind: Any = cls
-        for name, (how, _) in _stored_fields(kind).items():
+        for name, (stored, _) in _stored_fields(kind).items():
             if name in value:
-                values[name] = how.read(reader, name, **how.bounds)
-            elif how.absent is MISSING:
+                values[name] = stored.read(reader, name, **stored.bounds)
+            elif stored.absent is MISSING:
                 raise damaged(where, f"{name!r} is missing")
             else:
-                values[name] = how.absent
+                values[name] = stored.absent
         reader.close()
         record = cls(**values)
         record.validate(where)
@@ -84,9 +84,9 @@ class Record:
         kind: Any = type(self)
         known, out = _stored_fields(kind), {}
         for name in self.json_order or known:
-            (how, default), value = known[name], getattr(self, name)
-            if not (how.omitted and value == default):
-                out[name] = how.write(value)
+            (stored, default), value = known[name], getattr(self, name)
+            if not (stored.omitted and value == default):
+                out[name] = stored.write(value)
         return out
 
 

@@ -138,7 +138,7 @@ class PagePool:
     def free_lists(self) -> dict[int, list[int]]:
         """Return the lists of free pages by their sentinels. Takes O(pages) time; for audits."""
         lists: dict[int, list[int]] = {}
-        for end in (self.num_pages, *(own.end for own in self._lists.values())):
+        for end in (self.num_pages, *(cached.end for cached in self._lists.values())):
             pages = lists[end] = []
             page = self._next[end]
             while page != end and len(pages) <= self.num_pages:
@@ -148,59 +148,59 @@ class PagePool:
 
     def _evict(self, count: int) -> list[int]:
         """Take up to `count` pages of cached prefixes from a tenant's list, at least one."""
-        own, max_pages = self._victim()
+        victim, max_pages = self._victim()
         following, cached, evicted = self._next, self.cached, list[int]()
-        page = following[own.end]
+        page = following[victim.end]
         for _ in range(min(count, max_pages)):
             cached[page] = 0
             if self.forget is not None:
                 self.forget(page)
             evicted.append(page)
             page = following[page]
-        following[own.end], self._prev[page] = page, own.end
+        following[victim.end], self._prev[page] = page, victim.end
         self._evictions += len(evicted)
-        own.length -= len(evicted)
-        if not own.length:
-            self._remove(own)
+        victim.length -= len(evicted)
+        if not victim.length:
+            self._remove(victim)
         return evicted
 
     def _victim(self) -> tuple[_CachedList, int]:
         """Return the list from which pages are taken next, and how many may be until another one has to be chosen."""
         lists = self._lists.values()
         if len(lists) == 1:
-            (own,) = lists
-            return own, own.length
-        own = min(lists, key=lambda cached: self._last_used[self._next[cached.end]])
-        if self._evictions - self._last_used[self._next[own.end]] > MAX_AGE * self.num_pages:
-            return own, 1
-        second, own = sorted(lists, key=lambda cached: cached.length)[-2:]
-        return own, max(1, own.length - second.length)
+            (only,) = lists
+            return only, only.length
+        oldest = min(lists, key=lambda cached: self._last_used[self._next[cached.end]])
+        if self._evictions - self._last_used[self._next[oldest.end]] > MAX_AGE * self.num_pages:
+            return oldest, 1
+        second, longest = sorted(lists, key=lambda cached: cached.length)[-2:]
+        return longest, max(1, longest.length - second.length)
 
     def _list_of(self, page: int) -> _CachedList:
         """Return the list that a cached page is about to be appended to."""
         tenant = self._tenants[page]
-        own = self._lists.get(tenant)
-        if own is None:
+        cached = self._lists.get(tenant)
+        if cached is None:
             if not self._unused_ends:
                 end = len(self._next)
                 self._next.append(end)
                 self._prev.append(end)
                 self._unused_ends.append(end)
-            own = self._lists[tenant] = _CachedList(tenant, self._unused_ends.pop())
-        own.length += 1
-        return own
+            cached = self._lists[tenant] = _CachedList(tenant, self._unused_ends.pop())
+        cached.length += 1
+        return cached
 
     def _unlink(self, page: int) -> None:
         """Remove a free page from its list."""
         before, after = self._prev[page], self._next[page]
         self._next[before], self._prev[after] = after, before
         if self.cached[page]:
-            own = self._lists[self._tenants[page]]
-            own.length -= 1
-            if not own.length:
-                self._remove(own)
+            cached = self._lists[self._tenants[page]]
+            cached.length -= 1
+            if not cached.length:
+                self._remove(cached)
 
-    def _remove(self, own: _CachedList) -> None:
+    def _remove(self, cached: _CachedList) -> None:
         """Remove an empty list."""
-        del self._lists[own.tenant]
-        self._unused_ends.append(own.end)
+        del self._lists[cached.tenant]
+        self._unused_ends.append(cached.end)

@@ -37,8 +37,8 @@ class PrefixCache:
         """Extend `chain` (the root, then one digest per page) to the first `upto` pages of `tokens`."""
         size = self.page_size
         for page in range(len(chain) - 1, upto):
-            own = array("Q", tokens[page * size : (page + 1) * size]).tobytes()
-            chain.append(hashlib.sha256(chain[page] + own).digest())
+            page_tokens = array("Q", tokens[page * size : (page + 1) * size]).tobytes()
+            chain.append(hashlib.sha256(chain[page] + page_tokens).digest())
 
     def match(self, chain: list[bytes], tokens: Sequence[int]) -> list[int]:
         """Return the pages of the longest cached prefix of `tokens`, without taking references.

@@ -83,10 +83,10 @@ class RowSnapshots:
         """Whether there is a snapshot after this many known tokens of a request; if so, it is used now."""
         pages = position // self.prefix.page_size
         self.prefix.extend(request.chain, request.tokens, pages)
-        kept = request.chain[pages] in self.pool
-        if kept:
+        is_cached = request.chain[pages] in self.pool
+        if is_cached:
             self.pool.use(request.chain[pages])
-        return kept
+        return is_cached
 
     def begin(self, step: Step, planned: Sequence[Request]) -> Saves:
         """Return the snapshots of a step that is about to be committed."""

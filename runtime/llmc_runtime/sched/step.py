@@ -53,13 +53,13 @@ class RowParams(_Columns):
 
     def ints(self, num_prompt: int) -> list[int]:
         """Return the row of the state `iparams`: i32[8]. The halves of the seed wrap into the signed range."""
-        made = {
+        derived = {
             "seed_lo": _signed(self.seed & 0xFFFFFFFF), "seed_hi": _signed(self.seed >> 32 & 0xFFFFFFFF),
             "prompt_len": num_prompt, "min_len": num_prompt + self.min_tokens,
             "want_logprobs": int(self.want_logprobs), "num_biases": len(self.biases),
             "masked": self.guided or int(bool(self.allowed)),
         }  # fmt: skip
-        return [made[name] if name in made else getattr(self, name) for name in INT_COLUMNS]
+        return [derived[name] if name in derived else getattr(self, name) for name in INT_COLUMNS]
 
     def stop_row(self) -> list[int]:
         """Return the row of the state `stops`: i32[32], -1 for empty entries."""

@@ -192,7 +192,7 @@ class StepBudget:
 def _whole_tiles(rows: int, prompt: int) -> int:
     """Return the tokens of a step of `rows` rows that decode and so many prompt tokens, rounded down as by _ROUND."""
     total = rows + prompt
-    return total - next((total % size for least, size in _ROUND if prompt >= least), 0)
+    return total - next((total % size for min_prompt, size in _ROUND if prompt >= min_prompt), 0)
 
 
 def step_seconds(target: float, decode: float) -> float:

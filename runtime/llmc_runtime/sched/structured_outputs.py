@@ -107,5 +107,5 @@ def _texts(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, bytes | Mapping) else ()
 
 
-def _refused(what: str, allowed: str) -> LlmcError:
-    return LlmcError("E601", f"structured_outputs = {what} is not allowed", f"structured_outputs: {allowed}")
+def _refused(value: str, allowed: str) -> LlmcError:
+    return LlmcError("E601", f"structured_outputs = {value} is not allowed", f"structured_outputs: {allowed}")

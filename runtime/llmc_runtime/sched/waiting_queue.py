@@ -139,8 +139,8 @@ class WaitingQueue:
 
     def first(self) -> Request | None:
         """Return the request that is admitted next, None if none waits."""
-        least = self._least()
-        return None if least is None else least.head
+        next_tenant = self._least()
+        return None if next_tenant is None else next_tenant.head
 
     def has_other(self, tenant: str) -> bool:
         """Whether a request of another tenant waits."""
@@ -155,15 +155,15 @@ class WaitingQueue:
 
     def _start_waiting(self, tenant: Tenant) -> None:
         """Handle that a tenant gets its first waiting request."""
-        least = self._least() or self._last
-        if least is not None:
-            tenant.service = max(tenant.service, least.service)
+        least_served = self._least() or self._last
+        if least_served is not None:
+            tenant.service = max(tenant.service, least_served.service)
         self._turns += 1
         tenant.turn = self._turns
         heappush(self._heap, (tenant.service, tenant.turn, tenant))
         if len(self._heap) > 2 * len(self.tenants) + _MIN_KEPT:
-            kept = [e for e in self._heap if e[1] == e[2].turn and (len(e[2]) or e[2] is tenant)]
-            self._heap[:] = sorted(kept)
+            entries = [e for e in self._heap if e[1] == e[2].turn and (len(e[2]) or e[2] is tenant)]
+            self._heap[:] = sorted(entries)
 
     def _least(self) -> Tenant | None:
         """Return the waiting tenant with the least service."""
@@ -180,8 +180,8 @@ class WaitingQueue:
 
     def _forget(self) -> None:
         """Remove tenants without requests whose count would be raised anyway."""
-        least = self._least() or self._last
-        floor = 0 if least is None else least.service
+        least_served = self._least() or self._last
+        floor = 0 if least_served is None else least_served.service
         for name in [n for n, t in self.tenants.items() if not t.live and t.service <= floor]:
             del self.tenants[name]
         self._max_tenants = max(_MIN_KEPT, 2 * len(self.tenants))

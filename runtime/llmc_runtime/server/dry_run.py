@@ -92,8 +92,8 @@ def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:

@@ -142,11 +142,11 @@ class Endpoint:
 
         Generation releases the admission slot; it is released here if generation never starts.
         """
-        encoding, gone = self.serving.encoding.of(call.key), self.serving.meters.count_disconnect
+        encoding, on_disconnect = self.serving.encoding.of(call.key), self.serving.meters.count_disconnect
         sent = call.resources.release_response
 
         async def complete() -> Response:
-            return await as_answer(await response.complete(), encoding, gone, sent)
+            return await as_answer(await response.complete(), encoding, on_disconnect, sent)
 
         try:
             if not stream or isinstance(response, PooledResponse):
@@ -156,4 +156,4 @@ class Endpoint:
             call.resources.release_slot()
             sent()
             raise
-        return Events(chunks, encoding, gone, sent, response.end, response.failed)
+        return Events(chunks, encoding, on_disconnect, sent, response.end, response.failed)

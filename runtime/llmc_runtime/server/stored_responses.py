@@ -120,7 +120,7 @@ class ResponseStore:
         """
         chain, referenced, _ = self._found(key, name, references)
         previous = [item for entry in reversed(chain) for item in (*entry.items, *entry.output.values())]
-        named = [msgspec.json.encode(item) + b":" + found for item, found in referenced.items()]
+        named = [msgspec.json.encode(item) + b":" + stored for item, stored in referenced.items()]
         return b"".join((b'{"previous":[', *separated(previous), b'],"referenced":{', *separated(named), b"}}"))
 
     def length(self, key: str, name: str | None, references: Sequence[str]) -> int:
@@ -229,13 +229,13 @@ class ResponseStore:
         """Drop responses until another one of this key with `size` bytes fits. Returns False if that is impossible."""
         if size > self._shares[0]:
             return False
-        own = self._keys.setdefault(key, _OfKey())
-        while own.used + size > self._shares[0] or len(own.entries) >= self._shares[1]:
-            if not own.entries:
+        of_key = self._keys.setdefault(key, _OfKey())
+        while of_key.used + size > self._shares[0] or len(of_key.entries) >= self._shares[1]:
+            if not of_key.entries:
                 return False
-            self._drop(key, next(iter(own.entries)))
+            self._drop(key, next(iter(of_key.entries)))
         while self.used + size > self._limits[0] or self.count >= self._limits[1]:
-            others = [owner for owner, of_key in self._keys.items() if of_key.entries]
+            others = [owner for owner, o in self._keys.items() if o.entries]
             if not others:
                 return False
             heaviest = max(others, key=lambda owner: self._keys[owner].used)

@@ -244,8 +244,8 @@ def _kept(encoding: Any, sequence: int, keep: int | None) -> Iterable[int]:
     excess = 0 if keep is None else len(encoding.ids) - keep
     if excess <= 0:
         return range(len(encoding.ids))
-    own = [i for i, of in enumerate(encoding.sequence_ids) if of == sequence]
-    dropped = set(own[-excess:])
+    positions = [i for i, of in enumerate(encoding.sequence_ids) if of == sequence]
+    dropped = set(positions[-excess:])
     return [i for i in range(len(encoding.ids)) if i not in dropped]
 
 

@@ -105,13 +105,13 @@ def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type,
     values = [*(f"a[{p}][i]" for p in range(parts)), *(f"x.{name}[i]" for name in names)]
     value = inline(parse_expr(body), values, PAIR)
     members = "".join(f" float {name}[2];" for name in names)
-    taken = f"Loaded& to, int token, int column{arguments}"
+    declared = f"Loaded& to, int token, int column{arguments}"
     return (
         f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in (*before, *parameters))}\n"
         f"#define OTHER_ARGUMENTS {arguments}\n"
         f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
         f"struct Loaded {{{members} }};\n"
-        f"__device__ inline void load_others({taken}) {{ {' '.join(loads)} }}\n"
+        f"__device__ inline void load_others({declared}) {{ {' '.join(loads)} }}\n"
         f"__device__ inline void epilogue(float (&y)[2], const float (&a)[{parts}][2], const Loaded& x) {{\n"
         f"#pragma unroll\n"
         f"  for (int i = 0; i < 2; i++) y[i] = {value};\n}}"

@@ -158,8 +158,8 @@ def stage_bytes(s: Schedule) -> int:
 
 def stages(s: Schedule, experts: int, target: Target) -> int:
     """Buffers that fit into shared memory."""
-    left = target.limits.shared - ALIGN - RESERVED - 8 * experts
-    return min(MOST_STAGES, left // stage_bytes(s))
+    available = target.limits.shared - ALIGN - RESERVED - 8 * experts
+    return min(MOST_STAGES, available // stage_bytes(s))
 
 
 GROUPED_WGMMA = GroupedWgmma(

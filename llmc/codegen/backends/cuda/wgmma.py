@@ -58,11 +58,11 @@ def multiply(columns: int, dtype: str = "bf16") -> str:
     depth = 32 // (DTYPES[dtype].bits // 8)
     sums = ", ".join(f"%{j}" for j in range(count))
     outputs = ", ".join(f'"+{i.constraint}"(d[{j}])' for j in range(count))
-    taken = f"{i.sum} (&d)[{count}], unsigned long long a, unsigned long long b, int add"
+    parameters = f"{i.sum} (&d)[{count}], unsigned long long a, unsigned long long b, int add"
     return (
         f"// d[64, {columns}] = a[64, {depth}] @ b[{columns}, {depth}].T by one warpgroup, asynchronously, "
         "plus d if `add`.\n"
-        f"__device__ inline void multiply({taken}) {{\n"
+        f"__device__ inline void multiply({parameters}) {{\n"
         f'  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"\n'
         f'               "wgmma.mma_async.sync.aligned.m64n{columns}{i.shape} {{{sums}}}, "\n'
         f'               "%{count}, %{count + 1}, p{i.last};\\n}}"\n'

@@ -86,20 +86,20 @@ class Gemm(TritonKernel):
         p = Product.of(node)
         # Instructions of 8-bit floats have at least 16 columns, and so have those of warpgroups, by which
         # deterministic kernels multiply any number of tokens.
-        least = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
+        min_tokens = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
         amd = target.family == "hip"
-        tiles = self._narrow(p, least) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
+        tiles = self._narrow(p, min_tokens) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
         if amd:  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
             tiles = (t._replace(bm=max(MATRIX, t.bm), bn=max(MATRIX, t.bn), stages=2, split=1) for t in tiles)
         fitting = [t for t in dict.fromkeys(tiles) if fits(p, t, target)]
         return [t._asdict() for t in fitting or [SMALL]]
 
-    def _narrow(self, p: Product, least: int) -> Iterator[GemmTile]:
+    def _narrow(self, p: Product, min_tokens: int) -> Iterator[GemmTile]:
         m = p.m.const
         if p.dot == "f32":
             yield from (GemmTile(*t) for t in FLOAT)
             return
-        counts = [t for t in TOKENS if t >= least]
+        counts = [t for t in TOKENS if t >= min_tokens]
         for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
             yield from (GemmTile(bm, bn, bk * 2 // p.factor_bytes, *rest) for bn, bk, *rest in NARROW)
 

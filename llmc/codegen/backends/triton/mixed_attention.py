@@ -27,10 +27,10 @@ class MixedAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
-        wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
-        found = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
+        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
+        schedules = tiles(p.padded_dim, max(2, p.item_bytes), wide, min_rows, target)
         # Programs of 4 warps and tiles of 32 keys use 168 registers, so that three of them share a multiprocessor.
-        small = [s for s in found if s["warps"] <= 4 and s["keys"] <= 32]
+        small = [s for s in schedules if s["warps"] <= 4 and s["keys"] <= 32]
         return [{**s, "keys": max(s["keys"], p.min_keys), "single": self._single_keys(p, s, target)} for s in small]
 
     def _single_keys(self, p: AttentionProblem, tile: Schedule, target: Target) -> int:

@@ -277,8 +277,8 @@ class FloatGrouped(Grouped):
         if s["bm"] >= 64 and area < _BLOCK and 2 * self.shared_bytes(p, s, target) > target.limits.shared:
             share *= 0.8  # no second program hides the waits of a small one
         products = 2.0 * programs * area * p.k / target.peaks[p.dot] / share
-        least = _PROGRAM_US + -(-p.k // s["bk"]) * _STEP_US * (s["bk"] / 128) ** 0.5
-        return max(overlapped(read / busy / _READS * 1e6, products * 1e6), least) + target.launch_us
+        latency = _PROGRAM_US + -(-p.k // s["bk"]) * _STEP_US * (s["bk"] / 128) ** 0.5
+        return max(overlapped(read / busy / _READS * 1e6, products * 1e6), latency) + target.launch_us
 
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])

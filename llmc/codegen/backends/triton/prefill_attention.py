@@ -45,8 +45,8 @@ def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Tar
     return (rows + 2 * keys * max(1, tiles)) * width * item + 2048
 
 
-def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iterator[Schedule]:
-    """Yield the schedules that fit: `rows` queries per tile (at least `least`) and `keys` per step.
+def tiles(width: int, item: int, wide: bool, min_rows: int, target: Target) -> Iterator[Schedule]:
+    """Yield the schedules that fit: `rows` queries per tile (at least `min_rows`) and `keys` per step.
 
     width: padded elements of a head. item: bytes of an element. wide: products are float32, for which only the smallest
     tile fits.
@@ -58,7 +58,7 @@ def tiles(width: int, item: int, wide: bool, least: int, target: Target) -> Iter
         registers = rows * (width + keys) // (warps * target.limits.warp)  # per thread, for logits and sums
         fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= available
         if rows == 16 or (fits and not wide):
-            yield {"rows": max(rows, least), "keys": keys, "warps": warps, "stages": stages}
+            yield {"rows": max(rows, min_rows), "keys": keys, "warps": warps, "stages": stages}
 
 
 def blocks_us(node: Node, schedule: Schedule, target: Target, blocks: int, seen: int) -> float:
@@ -97,8 +97,8 @@ class PrefillAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
-        wide, least = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
-        schedules = tiles(p.padded_dim, max(2, p.item_bytes), wide, least, target)
+        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
+        schedules = tiles(p.padded_dim, max(2, p.item_bytes), wide, min_rows, target)
         return without_spills([{**s, "keys": max(s["keys"], p.min_keys)} for s in schedules], node, target)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:

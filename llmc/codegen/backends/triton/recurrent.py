@@ -138,8 +138,8 @@ class RowRecurrence(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
-        least = LEAST_DOT if chunk_of(node) else 1
-        blocks = dict.fromkeys(min(max(least, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
+        min_block = LEAST_DOT if chunk_of(node) else 1
+        blocks = dict.fromkeys(min(max(min_block, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
         if not chunk_of(node):
             return [{"block": b, "warps": 4 if keys * b >= SMALL_STATE else 1} for b in blocks]
         few = 16 if target.family == "cuda" else 32  # columns of 4 warps

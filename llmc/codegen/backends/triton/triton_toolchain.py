@@ -57,9 +57,9 @@ class TritonToolchain:
 
     def key(self, source: Source) -> str:
         """Return a hash of all that the binary depends on: 32 hexadecimal digits."""
-        what: list[Any] = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch]
-        what += [self.version, *(["unfused"] if self.target.deterministic else [])]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:_DIGEST]
+        fields: list[Any] = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch]
+        fields += [self.version, *(["unfused"] if self.target.deterministic else [])]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:_DIGEST]
 
     @property
     def output(self) -> Output:

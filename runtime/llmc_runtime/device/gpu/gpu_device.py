@@ -77,8 +77,8 @@ class GpuDevice(Device):
     def _check_visible(self, index: int, ranks: int) -> None:
         """Check that there is a GPU for each rank of the engine, and that this rank's can access the others."""
         if index + ranks > 1 and (index + 1) * ranks > (visible := self._driver.device_count()):
-            own = f"{ranks} GPUs of its own, one per rank" if ranks > 1 else "a GPU of its own"
-            cause = f"engine {index} needs {own}, and {visible} are visible"
+            needed = f"{ranks} GPUs of its own, one per rank" if ranks > 1 else "a GPU of its own"
+            cause = f"engine {index} needs {needed}, and {visible} are visible"
             fewer = f"use --data-parallel-size {visible // ranks}" if visible >= ranks else "compile for fewer ranks"
             raise LlmcError("E115", cause, f"{fewer}, or check {self.visible_variable}")
         for other in range(index * ranks, (index + 1) * ranks):

@@ -138,8 +138,8 @@ class Hip(GpuDriver):
         clusters, which AMD GPUs do not have.
         """
         if launch.pdl or launch.cluster:
-            what = "a dependent launch" if launch.pdl else "a cluster of blocks"
-            raise LlmcError("E113", f"{launch.entry} uses {what}, which AMD GPUs lack", "recompile the artifact")
+            feature = "a dependent launch" if launch.pdl else "a cluster of blocks"
+            raise LlmcError("E113", f"{launch.entry} uses {feature}, which AMD GPUs lack", "recompile the artifact")
         return LaunchConfig(launch.threads, launch.shared, stream)
 
     def launch(self, config: LaunchConfig, function: Any, params: int) -> tuple[Any, ...]:

@@ -86,8 +86,8 @@ class PooledResponse:
                 self._reserve_texts(prompts)
             return prompts
         serving = self._serving
-        made = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
-        return await serving.text_threads.run(self._call.key, list, made.of(self._request))
+        readers = PooledPrompts(serving.prompting, pooling, serving.admission.tokens)
+        return await serving.text_threads.run(self._call.key, list, readers.of(self._request))
 
     def _reserve_texts(self, prompts: Sequence[Prompt]) -> None:
         """Reserve the memory of a large body's documents too, which the response repeats. Raises ApiError 429, 503."""

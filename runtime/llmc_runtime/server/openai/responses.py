@@ -44,9 +44,9 @@ class ResponsesResponse(NamedEventsResponse):
         if job is None:
             stored = serving.stored.earlier(call.key, request.previous_response_id, references_of(request))
             decoded = msgspec.json.decode(stored, type=Earlier)
-            own = own_items(request, decoded)
-            self._own = list(map(msgspec.json.encode, own)) if self._stores else []
-            chat = to_chat(request, decoded.previous, own)
+            items = own_items(request, decoded)
+            self._own = list(map(msgspec.json.encode, items)) if self._stores else []
+            chat = to_chat(request, decoded.previous, items)
         else:
             chat = to_chat(request, [], [])
         super().__init__(serving, chat, replace(call, repeats=_REPEATS) if request.stream else call, job)
@@ -62,10 +62,10 @@ class ResponsesResponse(NamedEventsResponse):
     async def _prepare(self) -> None:
         await super()._prepare()
         if self._stores:
-            own = self._own if self._job is None else self._job.done.items
+            items = self._own if self._job is None else self._job.done.items
             store, call = self._serving.stored, self._call
             try:
-                call.resources.stored = store.begin(call.key, call.id, self._original.previous_response_id, own)
+                call.resources.stored = store.begin(call.key, call.id, self._original.previous_response_id, items)
             except ApiError:
                 if self._original.store:
                     raise
@@ -93,8 +93,8 @@ class ResponsesResponse(NamedEventsResponse):
         """Return the log-probabilities of a token. Events have no bytes, but content parts do."""
         (entry,) = self._content([token.id], [token.row])
         if not with_bytes:
-            for one in (entry, *entry["top_logprobs"]):
-                del one["bytes"]
+            for item in (entry, *entry["top_logprobs"]):
+                del item["bytes"]
         return entry
 
     def _closing(self, finish: str, stop: int | str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -153,4 +153,4 @@ def _text(request: ResponsesRequest) -> dict[str, Any]:
 def _tools(request: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the tools with all of their fields, which some clients require."""
     optional = {"description": None, "parameters": None, "strict": False}
-    return [optional | {name: value for name, value in one.items() if value is not None} for one in request.tools or ()]
+    return [optional | {name: value for name, value in x.items() if value is not None} for x in request.tools or ()]

@@ -114,9 +114,9 @@ class ServerMetrics:
 
         A text is begun at most every _TEXT_SECONDS, so that many requests do not make the event loop slower.
         """
-        wanted = self._begun + 1  # a text that is begun from now on
+        next_number = self._begun + 1  # a text that is begun from now on
         async with self._turn:
-            if self._begun < wanted:
+            if self._begun < next_number:
                 await asyncio.sleep(max(0.0, self._next - time.monotonic()))
                 self._begun, self._next = self._begun + 1, time.monotonic() + _TEXT_SECONDS
                 parts, until = list[bytes](), time.monotonic() + _STEP_SECONDS
@@ -219,12 +219,12 @@ class ServerMetrics:
         by_label = any(isinstance(value, Mapping) for value in values.values())
         family: Any = kind(PREFIX + name, text, labels=[*owner, label] if by_label else owner)
         for engine, value in values.items():
-            mine = [self._model, *filter(None, [engine])]
+            labels = [self._model, *filter(None, [engine])]
             if isinstance(value, Mapping):
                 for key, number in value.items():
-                    family.add_metric([*mine, key], number)
+                    family.add_metric([*labels, key], number)
             else:
-                family.add_metric(mine, value)
+                family.add_metric(labels, value)
         return family
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...], values: Mapping[str, Any]) -> Metric:
@@ -321,18 +321,18 @@ def engine_info(llm: AsyncLLM, model: str) -> Iterable[Metric]:
     owners = [[model, str(i)] if several else [model] for i in range(len(engines))]
     names = _cache_of(llm.config)
     family = GaugeMetricFamily(PREFIX + "cache_config_info", "Sizes of the engine", labels=[*owner, *names])
-    for mine, (config, _) in zip(owners, engines, strict=True):
-        family.add_metric([*mine, *map(str, _cache_of(config).values())], 1)
+    for labels, (config, _) in zip(owners, engines, strict=True):
+        family.add_metric([*labels, *map(str, _cache_of(config).values())], 1)
     yield family
     text = "Duration of each stage of the engine's last startup"
     family = GaugeMetricFamily(PREFIX + "startup_time_seconds", text, labels=[*owner, "stage"])
     text = "Time to load weights and programs onto the device"
     weights = GaugeMetricFamily(PREFIX + "weight_load_duration_seconds", text, labels=owner)
-    for mine, (_, startup) in zip(owners, engines, strict=True):
+    for labels, (_, startup) in zip(owners, engines, strict=True):
         for stage, seconds in startup.items():
-            family.add_metric([*mine, stage], seconds)
+            family.add_metric([*labels, stage], seconds)
         if "weights" in startup:
-            weights.add_metric(mine, startup["weights"])
+            weights.add_metric(labels, startup["weights"])
     yield family
     if weights.samples:
         yield weights

@@ -205,7 +205,7 @@ def items_of(request: InputTokensRequest) -> list[dict[str, Any]]:
 def references_of(request: InputTokensRequest) -> list[str]:
     """Return the ids of the items that the request's input refers to."""
     ids = (item.get("id") for item in items_of(request) if item.get("type") == "item_reference")
-    return [one for one in ids if isinstance(one, str)]
+    return [item_id for item_id in ids if isinstance(item_id, str)]
 
 
 def own_items(request: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any]]:
@@ -232,17 +232,17 @@ def own_items(request: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any
 
 
 def to_chat(
-    request: ResponsesRequest, previous: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]
+    request: ResponsesRequest, previous: Sequence[dict[str, Any]], new_items: Sequence[dict[str, Any]]
 ) -> ChatRequest:
     """Return the chat that the request stands for, after the items of earlier responses. Raises ApiError 400."""
     check(request)
-    if len(previous) + len(own) > MAX_MESSAGES:
+    if len(previous) + len(new_items) > MAX_MESSAGES:
         cause = f"input: up to {MAX_MESSAGES} items with those of earlier responses"
-        raise ApiError(f"{cause}, not {len(previous) + len(own)}", param="input")
+        raise ApiError(f"{cause}, not {len(previous) + len(new_items)}", param="input")
     conversation = Conversation()
     if request.instructions:
         conversation.add("system", request.instructions)
-    for name, items in (("the input of an earlier response", previous), ("input", own)):
+    for name, items in (("the input of an earlier response", previous), ("input", new_items)):
         for i, item in enumerate(items):
             _add(conversation, item, f"{name}[{i}]")
     fields = {name: getattr(request, name) for name in OneOutputFields.__struct_fields__}
@@ -251,7 +251,7 @@ def to_chat(
         stream=request.stream, priority=request.priority, cache_salt=request.cache_salt,
         chat_template_kwargs=request.chat_template_kwargs, response_format=_format_of(request.text),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        tools=[_tool(one, f"tools[{i}]") for i, one in enumerate(request.tools or ())] or None,
+        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
         logprobs=_has_logprobs(request), top_logprobs=request.top_logprobs,
         tool_choice=_choice(request.tool_choice), parallel_tool_calls=request.parallel_tool_calls,
     )  # fmt: skip
@@ -330,7 +330,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         return {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") == "allowed_tools":
         tools: Any = choice.get("tools")
-        listed = [_choice(one) for one in tools] if isinstance(tools, Sequence) and not isinstance(tools, str) else None
+        listed = [_choice(x) for x in tools] if isinstance(tools, Sequence) and not isinstance(tools, str) else None
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
     cause = f"tool_choice.type: {str(choice.get('type'))[:64]!r} is not supported, only function and allowed_tools"
     raise ApiError(cause, param="tool_choice", code="unsupported_parameter")

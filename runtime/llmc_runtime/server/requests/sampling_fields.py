@@ -72,14 +72,14 @@ def check_silent(request: CompletionRequest) -> None:
 def of_completion(request: CompletionRequest, llm: Defaults) -> SamplingParams:
     """Return the parameters of a completion. Raises ApiError 400, naming the field."""
     default = llm.get_default_sampling_params(max_tokens=COMPLETION_TOKENS)
-    own: dict[str, Any] = {"max_tokens": default.max_tokens if request.max_tokens is None else request.max_tokens}
+    mapped: dict[str, Any] = {"max_tokens": default.max_tokens if request.max_tokens is None else request.max_tokens}
     if request.max_tokens == 0 and request.echo:
-        own["max_tokens"] = 1  # the engine generates at least one token, which is not shown
+        mapped["max_tokens"] = 1  # the engine generates at least one token, which is not shown
     if request.logprobs is not None:
-        own["logprobs"] = request.logprobs
+        mapped["logprobs"] = request.logprobs
         if request.echo and request.prompt_logprobs is None:
-            own["prompt_logprobs"] = request.logprobs
-    return _params(request, llm, default, own)
+            mapped["prompt_logprobs"] = request.logprobs
+    return _params(request, llm, default, mapped)
 
 
 def of_chat(request: ChatRequest, llm: Defaults) -> SamplingParams:
@@ -90,23 +90,23 @@ def of_chat(request: ChatRequest, llm: Defaults) -> SamplingParams:
         raise ApiError(f"{cause}; send one of them", param="max_completion_tokens")
     max_tokens = next((value for value in both if value is not None), None)
     default = llm.get_default_sampling_params(max_tokens=None)
-    own: dict[str, Any] = {"max_tokens": default.max_tokens if max_tokens is None else max_tokens}
+    mapped: dict[str, Any] = {"max_tokens": default.max_tokens if max_tokens is None else max_tokens}
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     if request.logprobs:
-        own["logprobs"] = request.top_logprobs or 0
-        if not 0 <= own["logprobs"] <= TOP_LOGPROBS:
+        mapped["logprobs"] = request.top_logprobs or 0
+        if not 0 <= mapped["logprobs"] <= TOP_LOGPROBS:
             raise ApiError(f"top_logprobs: 0 to {TOP_LOGPROBS}", param="top_logprobs")
     try:
-        return _params(request, llm, default, own)
+        return _params(request, llm, default, mapped)
     except ApiError as e:
         if e.param == "max_tokens" and request.max_completion_tokens is not None:
             e.param = "max_completion_tokens"
         raise
 
 
-def _params(request: Generation, llm: Defaults, default: SamplingParams, own: dict[str, Any]) -> SamplingParams:
-    """Return the parameters of a request: the model's defaults, the request's fields, and `own`, the route's values.
+def _params(request: Generation, llm: Defaults, default: SamplingParams, mapped: dict[str, Any]) -> SamplingParams:
+    """Return the parameters of a request: the model's defaults, the request's fields, and `mapped`, the route's values.
 
     Raises ApiError 400, which names the field.
     """
@@ -130,7 +130,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, own: di
         values["structured_outputs"] = _structured_outputs(request)
         if request.allowed_token_ids is not None:
             values["allowed_token_ids"] = token_mask(request.allowed_token_ids, llm.vocab_size)
-        return SamplingParams(**(values | own))
+        return SamplingParams(**(values | mapped))
     except LlmcError as e:
         raise to_api_error(e, "prompt") from None
 

@@ -97,9 +97,9 @@ class TextJobs:
         rest = msgspec.structs.replace(request, input=[], chat_template_kwargs=None)
 
         def whole(earlier: bytes | bytearray) -> tuple[ChatRequest, list[bytes]]:
-            chat, own = continued(request, earlier)
-            kept = self._spec.stores and request.store is not False
-            return chat, list(map(msgspec.json.encode, own)) if kept else []
+            chat, items = continued(request, earlier)
+            stores = self._spec.stores and request.store is not False
+            return chat, list(map(msgspec.json.encode, items)) if stores else []
 
         return self._chat(to_chat(rest, [], []), _fields(rest), whole, references_of(request))
 
@@ -232,8 +232,8 @@ def continued(request: ResponsesRequest, encoded: bytes | bytearray) -> tuple[Ch
     """
     check_size(encoded)
     earlier = msgspec.json.decode(encoded or b"{}", type=Earlier)
-    own = own_items(request, earlier)
-    return to_chat(request, earlier.previous, own), own
+    items = own_items(request, earlier)
+    return to_chat(request, earlier.previous, items), items
 
 
 def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:

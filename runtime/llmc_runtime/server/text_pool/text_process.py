@@ -74,15 +74,15 @@ class TextProcess(LinkedProcess):
 
     async def _exactly(self, size: int) -> bytearray:
         loop, data = asyncio.get_running_loop(), bytearray(size)
-        left = memoryview(data)
-        while left:
+        rest = memoryview(data)
+        while rest:
             try:
-                count = await loop.sock_recv_into(self._link, left[:_BUFFER])
+                count = await loop.sock_recv_into(self._link, rest[:_BUFFER])
             except OSError:
                 count = 0
             if not count:
                 raise Ended
-            left = left[count:]
+            rest = rest[count:]
         return data
 
     async def is_ready(self) -> bool:

@@ -46,12 +46,12 @@ class Link:
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)
-        left = memoryview(data)
-        while left:
-            count = self._link.recv_into(left)
+        rest = memoryview(data)
+        while rest:
+            count = self._link.recv_into(rest)
             if not count:
                 raise EOFError
-            left = left[count:]
+            rest = rest[count:]
         return data
 
 

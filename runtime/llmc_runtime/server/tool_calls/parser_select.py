@@ -125,5 +125,5 @@ def _lines(
     if calls is not None:
         yield f"tool calls: {calls.name} ({seen if calls_option == AUTO else '--tool-call-parser'})"
     if reasoning is not None:
-        how = seen if reasoning_option == AUTO else "--reasoning-parser"
-        yield f"reasoning: from {reasoning.begin} to {reasoning.end} ({how})"
+        reason = seen if reasoning_option == AUTO else "--reasoning-parser"
+        yield f"reasoning: from {reasoning.begin} to {reasoning.end} ({reason})"

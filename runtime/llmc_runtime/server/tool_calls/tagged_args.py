@@ -85,9 +85,9 @@ class ArguedFormat(CallFormat):
         return "\n".join([*cls._joined(rule, fields), *lines])
 
     @classmethod
-    def _inexpressible(cls, what: str) -> ApiError:
+    def _inexpressible(cls, feature: str) -> ApiError:
         """Return the ApiError for a part of a schema that a grammar of this format cannot express."""
-        cause = f"tools: a schema of arguments has {what}, which a grammar of the format {cls.name} cannot express"
+        cause = f"tools: a schema of arguments has {feature}, which a grammar of the format {cls.name} cannot express"
         remedy = "leave it out, or use tool_choice auto, without strict"
         return ApiError(f"{cause}. Try: {remedy}", param="tools")
 
