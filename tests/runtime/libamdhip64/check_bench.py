@@ -110,7 +110,7 @@ def test_the_whole_program(
     print(json.dumps(report, indent=1))
     assert not objects.errors, objects.errors
     assert list(report) == STEPS and code == 0 and not any(s["error"] for s in report.values())
-    found = {name: s["found"] for name, s in report.items()}
+    found = {name: s["figures"] for name, s in report.items()}
     device = found["environment"]["device"]
     assert device["name"] == "Fake GPU" and device["arch"] == "gfx942:sramecc+:xnack-" and device["rocm"] == "7.2"
     assert found["kernels"]["cases"] > 10 and not found["kernels"]["failed"]
