@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,18 +102,7 @@ def transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, st
     owner = hf.AutoModelForSequenceClassification if task == "score" else hf.AutoModel
     net = owner.from_pretrained(path, dtype=dtype).to(device).eval()
     words = hf.AutoTokenizer.from_pretrained(path)
-    pooling = {}
-    if task == "embed":
-        pooling = json.loads((Path(path) / "1_Pooling" / "config.json").read_text())
-
-    def pooled(hidden: Any, mask: Any) -> Any:
-        if pooling["pooling_mode_cls_token"]:
-            rows = hidden[:, 0]
-        elif pooling["pooling_mode_lasttoken"]:
-            rows = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
-        else:
-            rows = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        return torch.nn.functional.normalize(rows.float(), dim=1)
+    modes = json.loads((Path(path) / "1_Pooling" / "config.json").read_text()) if task == "embed" else {}
 
     def run(prompts: Any) -> Sequence[Any]:
         order = sorted(range(len(prompts)), key=lambda i: -len("".join(prompts[i])))
@@ -128,13 +117,26 @@ def transformers(path: str, task: str, batch: int, device: str) -> tuple[Run, st
                 rows = (
                     torch.sigmoid(out.logits.float())
                     if task == "score"
-                    else pooled(out.last_hidden_state, inputs["attention_mask"])
+                    else pooled(out.last_hidden_state, inputs["attention_mask"], modes)
                 )
             for i, row in zip(chosen, rows.cpu().numpy()):
                 outputs[i] = row
         return np.array(outputs)
 
     return run, f"transformers {hf.__version__}"
+
+
+def pooled(hidden: Any, mask: Any, modes: Mapping[str, bool]) -> Any:
+    """Pool the hidden states [b, t, h] as sentence-transformers does by these modes; return normalized rows [b, h]."""
+    import torch
+
+    if modes["pooling_mode_cls_token"]:
+        rows = hidden[:, 0]
+    elif modes["pooling_mode_lasttoken"]:
+        rows = hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
+    else:
+        rows = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return torch.nn.functional.normalize(rows.float(), dim=1)
 
 
 def vllm(path: str, task: str, threads: int) -> tuple[Run, str]:

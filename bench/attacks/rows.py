@@ -167,45 +167,72 @@ def prompts(count: int, size: int) -> Run:
 
 def unfinished(ground: Field) -> list[Answer]:
     """Open connections that send a large body except for its last byte, and wait."""
-    data = memoryview(request(ground.server.host, KEYS["attacker"], "/v1/completions", b" " * BODY)[:-1])
-    links: dict[socket.socket, int] = {}
-    ready = selectors.DefaultSelector()
-    began = moved = time.monotonic()
-    statuses: Counter[str] = Counter()
-    for _ in range(ground.connections):
-        with contextlib.suppress(OSError):
-            link = ground.door.connect()
-            link.setblocking(False)
-            links[link] = 0
-            ready.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-    full = 0
-    while ready.get_map() and time.monotonic() < min(ground.until, moved + ground.hold):
-        for key, events in ready.select(0.05):
-            link = key.fileobj
-            assert isinstance(link, socket.socket)
-            try:
-                if events & selectors.EVENT_READ:
-                    received = link.recv(65536)
-                    statuses[received.split(b" ", 2)[1].decode() if received.startswith(b"HTTP") else "closed"] += 1
-                    ready.unregister(link)
-                    continue
-                went = link.send(data[links[link] : links[link] + (1 << 18)])
-                links[link], moved = links[link] + went, time.monotonic()
-                if links[link] == len(data):
-                    full += 1
-                    ready.modify(link, selectors.EVENT_READ)
-            except OSError as e:
-                statuses[type(e).__name__] += 1
-                ready.unregister(link)
+    began = time.monotonic()
+    uploads = Uploads(ground)
+    uploads.run(ground.until, ground.hold)
+    uploads.close()
+    seconds, links, statuses = time.monotonic() - began, uploads.sent, uploads.statuses
     megabytes = sum(links.values()) / 1e6
-    ground.notes.append(f"{len(links)} connections, {full} sent all but a byte, {megabytes:.0f} MB taken")
-    for link in links:
-        link.close()
+    ground.notes.append(f"{len(links)} connections, {uploads.complete} sent all but a byte, {megabytes:.0f} MB taken")
     waiting = len(links) - sum(statuses.values())
-    seconds = time.monotonic() - began
     answers = [Answer(f"{count} connections", int(s) if s.isdigit() else 0, seconds, "" if s.isdigit() else s)
              for s, count in statuses.items()]  # fmt: skip
     return [*answers, Answer(f"{waiting} connections", 0, seconds, "held to the end")] if waiting else answers
+
+
+class Uploads:
+    """Connections that each send a large body except for its last byte.
+
+    sent: bytes of each connection; complete: connections that have sent everything; statuses: of the responses
+    """
+
+    def __init__(self, ground: Field) -> None:
+        self._data = memoryview(request(ground.server.host, KEYS["attacker"], "/v1/completions", b" " * BODY)[:-1])
+        self.sent: dict[socket.socket, int] = {}
+        self.statuses: Counter[str] = Counter()
+        self.complete = 0
+        self._selector = selectors.DefaultSelector()
+        for _ in range(ground.connections):
+            with contextlib.suppress(OSError):
+                link = ground.door.connect()
+                link.setblocking(False)
+                self.sent[link] = 0
+                self._selector.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def run(self, until: float, hold: float) -> None:
+        """Send until `until`, until `hold` seconds have passed without progress, or until no connection is left."""
+        moved = time.monotonic()
+        while self._selector.get_map() and time.monotonic() < min(until, moved + hold):
+            for key, events in self._selector.select(0.05):
+                link = key.fileobj
+                assert isinstance(link, socket.socket)
+                try:
+                    if events & selectors.EVENT_READ:
+                        received = link.recv(65536)
+                        self._end(
+                            link, received.split(b" ", 2)[1].decode() if received.startswith(b"HTTP") else "closed"
+                        )
+                    else:
+                        self._send(link)
+                        moved = time.monotonic()
+                except OSError as e:
+                    self._end(link, type(e).__name__)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in self.sent:
+            link.close()
+
+    def _send(self, link: socket.socket) -> None:
+        begin = self.sent[link]
+        self.sent[link] += link.send(self._data[begin : begin + (1 << 18)])
+        if self.sent[link] == len(self._data):
+            self.complete += 1
+            self._selector.modify(link, selectors.EVENT_READ)
+
+    def _end(self, link: socket.socket, status: str) -> None:
+        self.statuses[status] += 1
+        self._selector.unregister(link)
 
 
 def kills(ground: Field) -> list[Answer]:

@@ -77,8 +77,8 @@ def quiet_windows(bench: Bench) -> None:
               f"{1e6 * spent / max(1, tokens):.1f} us of processor time a token", flush=True)  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    began = time.monotonic()
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     ap = parser()
     ap.prog = "python -m bench.gpu.attacks"
     ap.add_argument("--model", default="llama-3.1-8b", help=f"one of {', '.join(MODELS)}")
@@ -105,6 +105,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{', '.join(ORDINARY)}; default none")  # fmt: skip
     ap.add_argument("--options", default="", metavar="TEXT", help="further options of llmc-serve")
     ap.set_defaults(limit=420.0, out=Path("build/bench/gpu/attacks"))
+    return ap
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    began, ap = time.monotonic(), arguments()
     args = ap.parse_args(argv)
     if args.artifact is None and (why := why_no_gpu()):
         raise SystemExit(f"no GPU: {why}")

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -199,10 +199,7 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
         program = bench.step.program
         apart = any(x.op.endswith("_single") for x in program.launches)
         groups_of = groups(program)
-        # In this order, since a step overwrites the tables of its first launch with later results.
-        experts = {key: launches for key, launches in groups_of.items() if launches[0].op.endswith(EXPERTS)}
-        alone = {key: bench.seconds(groups_of[key]) * len(groups_of[key]) for key in groups_of if key not in experts}
-        alone |= {key: bench.seconds_in_step(launches) * len(launches) for key, launches in experts.items()}
+        alone = _seconds_alone(bench, groups_of)
         whole = bench.seconds_without()
         floor = 0.0
         seen: Counter[str] = Counter()
@@ -226,6 +223,13 @@ def kernel_rows(path: Path, shape: Shape, load: Load, roof: Roof) -> Iterator[Ro
         yield Row(suite, shape.name, f"{load.name} step", "us", bench.step_seconds() * 1e6, floor * 1e6, extra=extra)
     finally:
         bench.close()
+
+
+def _seconds_alone(bench: Bench, groups_of: Mapping[tuple[str, str], list[Launch]]) -> dict[tuple[str, str], float]:
+    """Measure each group; those of experts last, since a step overwrites the tables of its first launch."""
+    experts = {key: launches for key, launches in groups_of.items() if launches[0].op.endswith(EXPERTS)}
+    alone = {key: bench.seconds(x) * len(x) for key, x in groups_of.items() if key not in experts}
+    return alone | {key: bench.seconds_in_step(x) * len(x) for key, x in experts.items()}
 
 
 def _floor(x: Launch, env: dict[str, int], attended: tuple[float, int], page: int, roof: Roof) -> float:
