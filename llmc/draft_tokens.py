@@ -9,7 +9,7 @@ from llmc.diagnostics import Diagnostic
 
 
 def check_tokens(model: Path, draft: Path, subject: str, remedy: str) -> None:
-    """Raise Diagnostic E360 if both folders have a tokenizer.json whose tokens differ. `subject` names the second one."""
+    """Raise Diagnostic E360 if both folders have a tokenizer.json with different tokens. `subject` names the second."""
     ours, theirs = _tokens(model), _tokens(draft)
     if ours and theirs and ours != theirs:
         differ = next((t for t in sorted(ours, key=ours.__getitem__) if theirs.get(t) != ours[t]), min(theirs))

@@ -27,9 +27,8 @@ from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.tool_calls.message import Delta
 
-_REPEATS = (
-    5  # a stream has a message in deltas, and in the last events of its text, its part, its item and the response
-)
+# a stream has a message in deltas, and in the last events of its text, its part, its item and the response
+_REPEATS = 5
 
 
 class ResponsesResponse(NamedEventsResponse):
