@@ -76,7 +76,7 @@ def _sizes(m: Module, g: Graph) -> dict[str, int]:
 
 
 def _pages(g: Graph) -> int:
-    """Return the number of pages of the KV pool: as many as the page tables of the device rows have entries."""
+    """Return the number of pages of the KV pool: the number of entries in the page tables of the device rows."""
     tables = [v for _, v in _holding(g, contents.page_table) if v in g.inputs]
     return (tables[0].type.numel.const or PAGES) if tables else PAGES
 

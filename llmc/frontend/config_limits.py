@@ -52,8 +52,8 @@ def dense_limit(config: Any) -> tuple[int, str] | None:
     """Return the number of tokens up to which a text config's attention is ordinary causal attention, and what limits
     it; None if it always is.
 
-    Beside chunks, sparse attention: each token attends to the earlier tokens that an indexer selects, which are all of
-    them in sequences of at most so many tokens.
+    The limit is the length of a chunk, or in sparse attention the number of earlier tokens that an indexer selects for
+    each token: it selects all of them in shorter sequences.
     """
     if chunk := chunk_size(config):
         return chunk, f"the chunk that its layers attend to ({chunk} tokens)"

@@ -94,7 +94,8 @@ class OpDef:
     def axes(self, attrs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the axes of the first operand along which elements are combined, selected or numbered.
 
-        These are the attribute `axis`, or the last axes of a row-wise op: those that no result has, if there are any.
+        These are the attribute `axis`, or the last axes of a row-wise op that no result has (or, if the
+        results have all of them, all last axes).
         """
         if "axis" in self.attrs:
             return (attrs["axis"],)

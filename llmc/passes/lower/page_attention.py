@@ -115,7 +115,7 @@ def _takes_hidden(g: Graph) -> bool:
 
 
 def _check(g: Graph, outputs: int, pools: bool) -> None:
-    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and there are so many outputs.
+    """Raise Diagnostic E435 unless attention is causal, layer numbers are unique, and there are `outputs` outputs.
 
     A model that pools may attend to later tokens: its prompts run in a single step.
     """

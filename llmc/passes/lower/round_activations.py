@@ -1,8 +1,8 @@
 """Quantises the activations of products to the dtype of the weight's codes, so that codes are multiplied by codes.
 
 Scales are computed from the largest element when a row is rounded (dynamic quantisation): one for each row, which the
-product's epilogue applies together with those of the weight's rows, or one for each group of columns, if blocks of the
-weight have as many columns (block_scaled_linear). A norm before the product rounds its own result.
+product's epilogue applies together with those of the weight's rows, or one for each group of columns, if the weight has
+scales of blocks with the same number of columns (block_scaled_linear). A norm before the product rounds its own result.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _linear(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def _reshape(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    """The axis with as many elements before it, if its size divides."""
+    """The axis of the other value with the same number of elements before it, if the ranks divide its size."""
     (x,), y = n.operands, n.result
     other = y if v is x else x
     before = product(v.type.shape[: s.axis])

@@ -12,7 +12,7 @@ from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
 MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
-NARROW = 64  # elements of a head, up to which twice as many programs are needed to read at the full bandwidth
+NARROW = 64  # heads of up to this many elements need twice the programs to read at the full bandwidth
 HEADS = 64  # heads of a program of latent attention
 PART = 512  # tokens of a fixed part, a multiple of every kernel's tile of keys
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
     with LLM(args.model, **engine_arguments.options(args, err)) as llm:
 
         def seconds(seed: int, tokens: int) -> float:
-            """Return the time of a batch of random prompts with so many output tokens."""
+            """Return the time of a batch of random prompts with this number of output tokens."""
             prompts = engine_arguments.prompts(seed, [args.input_len] * args.batch_size, llm.config.vocab_size)
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
             start = time.perf_counter()

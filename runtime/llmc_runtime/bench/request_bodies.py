@@ -75,7 +75,7 @@ class Recipe:
         return json.dumps(body | dict(self.extra), separators=(",", ":")).encode()
 
     def _random(self, mix: Mix, i: int, input_len: int) -> tuple[Any, int]:
-        """Return random ids for completions, or as many words for chats; equal for equal seed, mix and request
+        """Return `input_len` random ids for completions, or words for chats; equal for equal seed, mix and request
         number.
         """
         name = int.from_bytes(mix.name.encode()[:8], "little")

@@ -13,10 +13,10 @@ class GrammarGuide:
     """The Guide (see sched.token_guide) of one output, whose masks a worker process computes. Belongs to the engine's
     thread.
 
-    `send` makes the worker do an operation (see wire) with tokens; its last argument is the operation's number. `leave`
-    makes it forget the output. `end_ids` are the tokens that end the text where the mask allows them.
+    `send` sends an operation (see wire) with tokens to the worker; its last argument is the operation's number. `leave`
+    closes the output. `end_ids` are the tokens that end the text where the mask allows them.
 
-    Accepting a draft whose mask is known needs no worker: it gets such tokens with the next one.
+    A draft whose mask is known is accepted without the worker, which receives the token with the next operation.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class GrammarGuide:
         self._send, self._leave, self._end_ids = send, leave, end_ids
         self._mask: bytes | None = None
         self._last = b""  # the mask that was received last
-        self._behind: list[int] = []  # accepted tokens that the worker does not have yet
+        self._unsent: list[int] = []  # accepted tokens that the worker does not have yet
         self._drafts: Sequence[int] = ()
         self._ahead: list[bytes] = []  # the masks after the first drafts
         self._serial = self._looking = 0  # the number of operations, and that of the pending LOOK (0: none)
@@ -66,11 +66,11 @@ class GrammarGuide:
             self._mask = b""
             self.close()
         elif self._ahead and self._drafts[0] == token:
-            self._behind.append(token)
+            self._unsent.append(token)
             self._drafts, self._mask = self._drafts[1:], self._ahead.pop(0)
         else:
             self._forget()
-            tokens, self._behind = [*self._behind, token], []
+            tokens, self._unsent = [*self._unsent, token], []
             self._request(wire.ACCEPT, tokens)
 
     def look_ahead(self, drafts: Sequence[int]) -> None:
@@ -79,8 +79,8 @@ class GrammarGuide:
         end = next((i for i, token in enumerate(drafts) if token in self._end_ids), len(drafts))
         self._drafts = drafts[:end]
         if end and self._mask != b"" and self._error is None:
-            self._known = len(self._behind)
-            self._looking = self._do(wire.LOOK, [*self._behind, *self._drafts])
+            self._known = len(self._unsent)
+            self._looking = self._operate(wire.LOOK, [*self._unsent, *self._drafts])
 
     def masks_ahead(self) -> Sequence[bytes]:
         """See Guide."""
@@ -122,10 +122,10 @@ class GrammarGuide:
         """Request the next mask."""
         self._mask = None
         self.sent = time.monotonic()
-        self._do(kind, tokens)
+        self._operate(kind, tokens)
 
-    def _do(self, kind: int, tokens: Sequence[int]) -> int:
-        """Let the worker do an operation; return its number."""
+    def _operate(self, kind: int, tokens: Sequence[int]) -> int:
+        """Send an operation to the worker; return its number."""
         self._serial += 1
         self._send(self, kind, tokens, self._serial)
         return self._serial

@@ -2,7 +2,7 @@
 
 A prefix can be reused up to the last of its pages at whose end a snapshot was taken. Snapshots are taken
 - at the end of the last full page of the tokens that a request is admitted with, so that the same prompt or its
-  continuation goes on from there;
+  continuation starts there;
 - where its prompt leaves a prefix whose pages are cached without a snapshot, so that the third request with a common
   beginning finds it;
 - of a request that decodes, every DECODE_PAGES pages, in place of the last one of this kind.
@@ -42,7 +42,7 @@ class RowSnapshots:
         return []
 
     def start(self, request: Request, hits: int) -> None:
-        """Let a request that was admitted with so many cached pages start from the snapshot at their end."""
+        """Let a request that was admitted with `hits` cached pages start from the snapshot at their end."""
         size = self.prefix.page_size
         if hits:
             request.snapshot = self.pool.use(request.chain[hits])
@@ -51,7 +51,7 @@ class RowSnapshots:
         request.snapshot_positions = [n * size for n in sorted({request.branch, last}) if n > hits]
 
     def stop(self, request: Request) -> None:
-        """Forget what a request that leaves its row was to start from."""
+        """Forget the snapshot and the positions of a request that leaves its row."""
         if request.snapshot >= 0:
             self.pool.unpin(request.snapshot)
         request.snapshot, request.snapshot_positions = -1, []

@@ -33,9 +33,9 @@ STRETCH = 2.0  # a step may take this many times as long as one that only decode
 EASE = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
 SHORTEST = 0.4  # but at least this share of the target
 FEWEST = 16  # prompt tokens that every step may compute, but for those that measure decoding
-BACKLOG = 10  # as many steps as compute the missing prompt tokens within the target; if it takes more,
+BACKLOG = 10  # if the missing prompt tokens need more than this many steps within the target,
 LONGEST = 3.5  # a step may take this many times the target,
-RARELY = 130  # for one in so many steps in which requests decode
+RARELY = 130  # once in this many steps in which requests decode
 SAVED = 20  # of such longer steps are kept for later
 PROBE = 64  # steps with prompts in a row, after which decoding is measured
 FIRST = 256  # prompt tokens of a step before any was measured
@@ -178,7 +178,7 @@ class StepBudget:
         return int(seconds / self._long_token.value)
 
     def _is_longer(self, prompt: int) -> bool:
-        """Whether a step beside decoding requests has so many prompt tokens that it is a longer one."""
+        """Whether a step with decoding requests and `prompt` prompt tokens is a longer one."""
         return bool(self._token.value) and prompt > _LONGER * self._prompt_tokens()
 
     def _prompt_tokens(self) -> int:
@@ -190,7 +190,7 @@ class StepBudget:
 
 
 def _whole_tiles(rows: int, prompt: int) -> int:
-    """Return the tokens of a step of `rows` rows that decode and so many prompt tokens, rounded down as by _ROUND."""
+    """Return the tokens of a step of `rows` rows that decode and `prompt` prompt tokens, rounded down by _ROUND."""
     total = rows + prompt
     return total - next((total % size for min_prompt, size in _ROUND if prompt >= min_prompt), 0)
 

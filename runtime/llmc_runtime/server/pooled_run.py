@@ -76,7 +76,7 @@ async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt:
 
 
 def _open(serving: Serving, count: int) -> int:
-    """Return how many of `count` prompts wait or run at a time: as many as the queue accepts, also of one key."""
+    """Return how many of `count` prompts wait or run at a time: at most what the queue accepts of one key."""
     admission = serving.admission
     return min(count, MAX_OPEN, admission.sequences, admission.per_key or MAX_OPEN)
 

@@ -43,8 +43,8 @@ SPLITS = (1, 2)
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 BARRIERS = 16  # bytes of shared memory
 WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
-# Fitted to measurements on an H200 (bench.gpu.quantized_products): microseconds that do not depend on the weights, and
-# the share of the bandwidth that is reached, by tokens; what a second block on a multiprocessor adds.
+# Fitted to measurements on an H200 (bench.gpu.quantized_products). By tokens: microseconds that do not depend on the
+# weights, and the share of the bandwidth that is reached; microseconds of each further block of a multiprocessor.
 _START, _SHARE = MappingProxyType({4: 2.4, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.76, 8: 0.76, 16: 0.58})
 _SECOND = 0.7
 

@@ -31,9 +31,10 @@ MOST_STAGES, FEWEST_STAGES, MAX_PARTS = 24, 3, 4
 ALIGNED = 16  # bytes of which a row of a tensor map is a multiple
 PRODUCER = 32  # threads
 PADDING = 4  # floats after a token's sums in shared memory
-# Fitted to measurements on an H200: the share of the bandwidth that is reached; what a byte of x costs of a byte of the
-# weight; microseconds of a launch behind a short kernel, of another round of blocks, of a step, of a token, of each
-# further block of a cluster, and of tiles of more rows; the share of the multiprocessors that clusters of four can use.
+# Fitted to measurements on an H200: the share of the bandwidth that is reached; the cost of a byte of x, relative to a
+# byte of the weight; microseconds of a launch behind a short kernel, of another round of blocks, of a step, of a token,
+# of each further block of a cluster, and of tiles of more rows; the share of the multiprocessors that clusters of four
+# can use.
 _READ, _X, _START, _ROUND, _STEP, _TOKEN, _CLUSTER, _TALL = 0.9, 0.22, 0.2, 2.5, 0.03, 0.02, 0.15, 0.7
 _FOURS = 0.9
 

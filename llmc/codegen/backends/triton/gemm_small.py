@@ -112,7 +112,7 @@ class Gemm(TritonKernel):
         p, s = Product.of(node), schedule
         tokens, columns = s["bm"], s["bn"] * (2 if self.joined(p, s) else 1)
         if s["split"] > 1:
-            return None  # a step adds columns of several places, as many as it has slices
+            return None  # each step adds the columns of `split` slices of a row
         rows, columns = (columns, tokens) if self.swap else (tokens, columns)
         return dot_order(target, p.dot, rows, columns, s["warps"])
 

@@ -74,7 +74,7 @@ _I8 = 8  # operations that converting an i8 to float32 costs, fitted to an H200
 def by_tokens(tokens: int | None, tiles: Iterable[Tile], fits: Callable[[Tile, int], bool]) -> list[Schedule]:
     """Return the schedules of `tiles` with tokens per program (`rows`) that fit.
 
-    If the number of tokens is known, these are as many tokens per program as fit with any tile; else, all that fit.
+    If `tokens` is known, only the largest number of tokens per program that fits with some tile; else, all that fit.
     """
     if tokens is None:
         counts: tuple[int, ...] = (2, 4, MAX_ROWS)

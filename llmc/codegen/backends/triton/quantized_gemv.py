@@ -26,7 +26,7 @@ _TILES = (
     (4, 2048, 4), (2, 2048, 4), (4, 1024, 4), (4, 1024, 2), (8, 512, 4), (2, 1024, 2), (4, 2048, 8), (8, 1024, 4),
     (8, 2048, 8), (1, 2048, 4), (2, 4096, 8), (4, 8192, 16),
 )  # fmt: skip
-_CHUNK = 8  # bytes that a thread loads at once; x's elements of as many columns have 16
+_CHUNK = 8  # bytes of codes of 8 bits per load of a thread; the elements of x of the same columns have 16
 _TILE = 128  # maximum float32 factors per thread
 _STEP = 512  # maximum products per thread in a step
 _READ = 0.85  # share of the bandwidth that these streams reach

@@ -75,7 +75,7 @@ def halves(k: int, group: int) -> int:
 
 
 def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
-    """Whether a tile of so many tokens rounds codes times scales to the dtype `x`, instead of scaling sums in float32.
+    """Whether a tile of `tokens` rounds codes times scales to the dtype `x`, instead of scaling sums in float32.
 
     half: of the product, 0 unless codes have 4 bits. scale: dtype of the scales.
     """

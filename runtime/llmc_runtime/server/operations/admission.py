@@ -196,7 +196,7 @@ class Admission:
             raise ApiError(f"{cause}; the server takes {self.sequences} and {self.tokens} at a time", param="n")
 
     def _key_reason(self, sequences: int, tokens: int, key: str) -> str | None:
-        """Return why this key may not have so many more sequences and tokens open, or None."""
+        """Return why the key may not open this many further sequences and tokens, or None."""
         used = self.by_key[key] if key in self.by_key else 0
         if self.per_key is not None and used + sequences > self.per_key:
             return "key_limit"

@@ -40,7 +40,7 @@ class Throughput:
             self._samples.append((self._busy, self._work))
 
     def seconds(self, work: float, sequences: int) -> float | None:
-        """Return the seconds in which `work` of so many sequences will leave the queue; None without enough data.
+        """Return the seconds until `work` of this many sequences has left the queue; None without enough data.
 
         If nothing has left the queue in the window, one sequence is assumed to leave it now.
         """

@@ -26,7 +26,7 @@ from llmc_runtime.server.requests.request_fields import (
     schema_of,
 )
 
-MAX_INPUTS = 2048  # texts or lists of token ids in one request, as many as OpenAI allows
+MAX_INPUTS = 2048  # texts or lists of token ids in one request, the limit of OpenAI's API
 FLOAT, BASE64 = "float", "base64"
 
 
@@ -82,7 +82,7 @@ class ClassifyRequest(Pooled, kw_only=True):
 
 
 class ScoreRequest(Pooled, kw_only=True):
-    """POST /v1/score: a text against one or several, or as many against as many."""
+    """POST /v1/score: a text compared with one or several, or pairs from two lists of the same length."""
 
     refused: ClassVar[Mapping[str, str]] = MappingProxyType(
         dict.fromkeys(("queries", "documents", "items", "data_1", "data_2"), "use text_1 and text_2")
