@@ -78,8 +78,8 @@ def join_parts(
 ):
     """The attention of one head of one token: its parts, added from the first to the last."""
     wait_for_previous(DEPENDENT_LAUNCH)
-    one = tl.arange(0, 1)
-    head = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * PARTS + one
+    element = tl.arange(0, 1)
+    head = (tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)) * PARTS + element
     column = tl.arange(0, HEAD_DIM_PADDED)[None, :]
     in_head = head_mask(HEAD_DIM, HEAD_DIM_PADDED)
     state = softmax_start(1, HEAD_DIM_PADDED)
@@ -88,7 +88,7 @@ def join_parts(
         mean = tl.load(partial_ptr + ((head + part) * HEAD_DIM)[:, None] + column, mask=in_head, other=0.0)
         state = softmax_add_part(state, mean, lse)
     if sinks_ptr is not None:
-        state = softmax_add_sink(state, tl.load(sinks_ptr + tl.program_id(1) + one))
+        state = softmax_add_sink(state, tl.load(sinks_ptr + tl.program_id(1) + element))
     out = softmax_mean(state)
     at = out_ptr + (head // PARTS * HEAD_DIM)[:, None] + column
     tl.store(at, out.to(out_ptr.dtype.element_ty), mask=in_head)

@@ -208,11 +208,11 @@ def all_reduce_in_parts(
             low, high = load_lane(x_ptr, at, inside, group)
             there = slot_of(group.memory_ptr, other, rank, exchange, lane, group.RANKS)
             send(there, low, high, inside, group.ASSEMBLY)
-        own = first + rank * LANES
-        inside = own < NUM_LANES
-        low, high = load_lane(x_ptr, own, inside, group)
-        low, high = sum_of_ranks(low, high, r_ptr, own, inside, group, rank, exchange, lane)
-        store_lane(y_ptr, own, low, high, inside, group)
+        own_lane = first + rank * LANES
+        inside = own_lane < NUM_LANES
+        low, high = load_lane(x_ptr, own_lane, inside, group)
+        low, high = sum_of_ranks(low, high, r_ptr, own_lane, inside, group, rank, exchange, lane)
+        store_lane(y_ptr, own_lane, low, high, inside, group)
         send_to_all(low, high, inside, group, rank, exchange + 1, lane)
         for source in tl.static_range(group.RANKS):
             at = first + source * LANES

@@ -27,7 +27,7 @@ class LogprobResults(NamedTuple):
 def likeliest(
     logits_ptr,
     drawn,
-    wanted,
+    requested,
     VOCAB: tl.constexpr,
     COUNT: tl.constexpr,
     COUNT_PADDED: tl.constexpr,
@@ -36,7 +36,7 @@ def likeliest(
 ):
     """Return (log-probability and rank of `drawn`, the COUNT likeliest ids [COUNT_PADDED], their log-probabilities).
 
-    All are zeros if not `wanted`. Invariant: `best_of_lane` has, for each of TILE lanes, the best id not yet returned
+    All are zeros if not `requested`. Invariant: `best_of_lane` has, for each of TILE lanes, the best id not yet returned
     among the ids of that lane (id % TILE). The next id returned is that of the best lane, which is then replaced by the
     next lower id of the same lane.
     """
@@ -45,8 +45,8 @@ def likeliest(
     logprobs = tl.zeros([COUNT_PADDED], tl.float32)
     logprob = tl.zeros([], tl.float32)
     rank = tl.zeros([], tl.int32)
-    if wanted:
-        own = tl.load(logits_ptr + drawn).to(tl.float32)
+    if requested:
+        drawn_logit = tl.load(logits_ptr + drawn).to(tl.float32)
         lanes = tl.arange(0, TILE)
         best_of_lane = tl.full([TILE], NONE_LEFT, tl.int64)
         larger = tl.zeros([TILE], tl.int32)
@@ -54,14 +54,14 @@ def likeliest(
             logit = tl.load(logits_ptr + at + lanes, mask=at + lanes < VOCAB, other=float("-inf")).to(tl.float32)
             pair = packed(tl.where(at + lanes < VOCAB, key_of(logit), LOWEST_KEY), at + lanes)
             best_of_lane = tl.maximum(best_of_lane, pair)
-            larger += (logit > own).to(tl.int32)
+            larger += (logit > drawn_logit).to(tl.int32)
         top = value_of(packed_key(tl.max(best_of_lane, 0)))
         total = tl.zeros([TILE], tl.float64)
         for at in range(0, VOCAB, TILE):
             logit = tl.load(logits_ptr + at + lanes, mask=at + lanes < VOCAB, other=float("-inf")).to(tl.float32)
             total += tl.exp(logit - top).to(tl.float64)
         shift = tl.log(tl.sum(total, 0)).to(tl.float32)
-        logprob = (own - top) - shift
+        logprob = (drawn_logit - top) - shift
         rank = tl.sum(larger, 0) + 1
         for n in range(COUNT):
             best = tl.max(best_of_lane, 0)
@@ -77,9 +77,9 @@ def likeliest(
 
 
 @triton.jit
-def store_likeliest(entry, found, results: LogprobResults):
+def store_likeliest(entry, ranking, results: LogprobResults):
     """Store what `likeliest` returned as row `entry` of the results."""
-    logprob, rank, ids, logprobs = found
+    logprob, rank, ids, logprobs = ranking
     place = tl.arange(0, results.COUNT_PADDED)
     exists = place < results.COUNT
     tl.store(results.logprob_ptr + entry, logprob)
@@ -105,10 +105,10 @@ def row_logprobs(
     wait_for_previous(DEPENDENT_LAUNCH)
     if rows_ptr is not None:
         row = tl.load(rows_ptr + entry).to(tl.int64)
-        wanted = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
+        requested = (row >= 0) & (tl.load(ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
     else:
-        wanted = entry >= 0
+        requested = entry >= 0
     logits_ptr += entry.to(tl.int64) * VOCAB
     drawn = tl.load(drawn_ptr + entry)
-    found = likeliest(logits_ptr, drawn, wanted, VOCAB, results.COUNT, results.COUNT_PADDED, TILE, TILES_PADDED)
-    store_likeliest(entry, found, results)
+    ranking = likeliest(logits_ptr, drawn, requested, VOCAB, results.COUNT, results.COUNT_PADDED, TILE, TILES_PADDED)
+    store_likeliest(entry, ranking, results)

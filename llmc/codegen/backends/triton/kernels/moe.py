@@ -38,9 +38,9 @@ def moe_route(
         tl.store(starts_ptr + EXPERTS, pairs)
     for k in range(0, pairs, CHUNK):
         chosen = tl.load(experts_ptr + k + place, mask=place < pairs - k, other=EXPERTS)
-        mine = (chosen == expert).to(tl.int32)
-        tl.store(order_ptr + at + tl.cumsum(mine, axis=0) - 1, k + place, mask=mine != 0)
-        at += tl.sum(mine, axis=0)
+        is_own = (chosen == expert).to(tl.int32)
+        tl.store(order_ptr + at + tl.cumsum(is_own, axis=0) - 1, k + place, mask=is_own != 0)
+        at += tl.sum(is_own, axis=0)
 
 
 class ExpertProduct(NamedTuple):

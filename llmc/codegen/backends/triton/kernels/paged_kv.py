@@ -118,16 +118,16 @@ def key_offsets(pool: KeyPool, pages, tokens):
 
 
 @triton.jit
-def load_keys_values(pool: KeyPool, offsets, wanted):
+def load_keys_values(pool: KeyPool, offsets, key_mask):
     """Load keys and values [KEYS, HEAD_DIM_PADDED] at `offsets` [KEYS], which `key_offsets` returns.
 
-    Padding columns, and tokens for which the mask `wanted` [KEYS] is false, are zeros; None selects all tokens. Unused
+    Padding columns, and tokens for which `key_mask` [KEYS] is false, are zeros; None selects all tokens. Unused
     slots of the pool must be masked, because they may contain NaN.
     """
     column = tl.arange(0, pool.HEAD_DIM_PADDED)
     mask = head_mask(pool.HEAD_DIM, pool.HEAD_DIM_PADDED)
-    if wanted is not None:
-        mask = wanted[:, None] & mask
+    if key_mask is not None:
+        mask = key_mask[:, None] & mask
     key = tl.load(pool.kv_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
     offsets += pool.KV_HEADS * pool.PAGE * pool.HEAD_DIM
     value = tl.load(pool.kv_ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)

@@ -44,10 +44,10 @@ def row_reach(
         entry = first + tl.arange(0, ENTRIES_PER_STEP)
         begins = tl.load(starts_ptr + entry, mask=entry < entry_count, other=0)
         ends = tl.load(starts_ptr + entry + 1, mask=entry < entry_count, other=0)
-        mine = (begins[None, :] <= token[:, None]) & (token[:, None] < ends[None, :])
-        end += tl.sum(tl.where(mine, ends[None, :], 0), 1)
-    own = tl.load(positions_ptr + token, mask=token < token_count, other=-1)
-    last = tl.load(positions_ptr + end - 1, mask=(end > 0) & (own >= 0), other=-1)
+        is_inside = (begins[None, :] <= token[:, None]) & (token[:, None] < ends[None, :])
+        end += tl.sum(tl.where(is_inside, ends[None, :], 0), 1)
+    position = tl.load(positions_ptr + token, mask=token < token_count, other=-1)
+    last = tl.load(positions_ptr + end - 1, mask=(end > 0) & (position >= 0), other=-1)
     tl.store(out_ptr + token, last, mask=token < token_count)
 
 

@@ -121,12 +121,12 @@ def attend_range(
         keys = tile + tl.arange(0, KEYS)
         offsets = key_offsets(pool, pages, keys)
         pages = load_pages(pool.page_table_ptr, keys + KEYS, bounds.end, pool.PAGE)
-        wanted = None
+        key_mask = None
         if MASKED:
-            wanted = keys < bounds.end
+            key_mask = keys < bounds.end
             if attention.WINDOW:
-                wanted = wanted & (keys >= bounds.lowest)
-        key, value = load_keys_values(pool, offsets, wanted)
+                key_mask = key_mask & (keys >= bounds.lowest)
+        key, value = load_keys_values(pool, offsets, key_mask)
         visible = None
         if MASKED:
             visible = keys[None, :] <= queries.positions[:, None]

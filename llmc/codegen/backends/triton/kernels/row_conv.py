@@ -28,13 +28,13 @@ def convolve_tile(
     for i in tl.static_range(WIDTH):
         source = token - (WIDTH - 1 - i)
         position = first + source - begin
-        own = live & (source >= begin)[:, None]
-        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * channels + channel[None, :], mask=own, other=0.0)
+        in_run = live & (source >= begin)[:, None]
+        x = tl.load(x_ptr + source.to(tl.int64)[:, None] * channels + channel[None, :], mask=in_run, other=0.0)
         earlier = live & ((source < begin) & (position >= 0))[:, None]
         slot = (position + RING) % RING  # not negative where it is loaded
-        kept = tl.load(ring_ptr + slot[:, None] * channels + channel[None, :], mask=earlier, other=0.0)
+        from_ring = tl.load(ring_ptr + slot[:, None] * channels + channel[None, :], mask=earlier, other=0.0)
         weight = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
-        total += (x.to(tl.float32) + kept.to(tl.float32)) * weight[None, :]
+        total += (x.to(tl.float32) + from_ring.to(tl.float32)) * weight[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
     at = token.to(tl.int64)[:, None] * channels + channel[None, :]
@@ -133,12 +133,12 @@ def row_log(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     value, decay = column - KEYS, column - (KEYS + VALUES)
     first = tl.load(positions_ptr + begin)
-    kept = tl.maximum(begin + 1, end - TOKENS)
+    first_kept = tl.maximum(begin + 1, end - TOKENS)
     if tl.program_id(1) == 0:
-        tl.store(base_ptr + row, first + kept - begin)
+        tl.store(base_ptr + row, first + first_kept - begin)
     log_ptr += row.to(tl.int64) * (TOKENS * WIDTH)
     zero = tl.full([], 0, tl.int64)
-    for i in range(kept, end):
+    for i in range(first_kept, end):
         token = zero + i
         x = tl.load(k_ptr + token * KEYS + column, mask=column < KEYS, other=0.0).to(tl.float32)
         x += tl.load(v_ptr + token * VALUES + value, mask=(value >= 0) & (value < VALUES), other=0.0).to(tl.float32)

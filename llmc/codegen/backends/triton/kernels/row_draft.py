@@ -119,19 +119,19 @@ def row_propose(
                 matches = ends < known
                 count = tl.full([BLOCK], 0, tl.int32)
                 for back in range(1, longest + 1):
-                    wanted = tl.load(history_ptr + known - back, mask=known >= back, other=-1)
-                    there = tl.load(history_ptr + ends - back, mask=matches & (ends >= back), other=-1)
-                    matches = matches & (ends >= back) & (there == wanted)
+                    last_token = tl.load(history_ptr + known - back, mask=known >= back, other=-1)
+                    earlier_token = tl.load(history_ptr + ends - back, mask=matches & (ends >= back), other=-1)
+                    matches = matches & (ends >= back) & (earlier_token == last_token)
                     count += matches.to(tl.int32)
                 score = tl.where(count >= shortest, count.to(tl.int64) * max_length + ends, 0)
                 best = tl.maximum(best, tl.max(score, 0))
-            found = best > 0
-            source = tl.where(found, (best % max_length).to(tl.int32), known - 1)
+            has_match = best > 0
+            source = tl.where(has_match, (best % max_length).to(tl.int32), known - 1)
             for first in range(0, room, LANES):
                 index = first + tl.arange(0, LANES)
                 drafted = tl.load(history_ptr + source + index % (known - source), mask=index < room, other=0)
                 tl.store(history_ptr + known + index, drafted, mask=index < room)
-            proposed = tl.where(found, room, 0)
+            proposed = tl.where(has_match, room, 0)
             tl.store(drafts_ptr + NUM_DRAFTS, proposed)
             tl.store(proposed_ptr + entry, proposed)
 

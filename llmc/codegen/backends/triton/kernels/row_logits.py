@@ -72,17 +72,17 @@ def bias(logits, bias_ids_ptr, biases_ptr, num_biases, ids):
 
     The list of biased ids is ascending, so those within the tile are adjacent; a binary search finds the first.
     """
-    least = tl.min(ids, 0)
+    lowest_id = tl.min(ids, 0)
     n = tl.full([], 0, tl.int32)
     end = n + num_biases
     while n < end:
         mid = (n + end) // 2
-        below = tl.load(bias_ids_ptr + mid) < least
+        below = tl.load(bias_ids_ptr + mid) < lowest_id
         n = tl.where(below, mid + 1, n)
         end = tl.where(below, end, mid)
-    most = tl.max(ids, 0)
+    highest_id = tl.max(ids, 0)
     biased_id = tl.load(bias_ids_ptr + n, mask=n < num_biases, other=2147483647)
-    while biased_id <= most:
+    while biased_id <= highest_id:
         logits += tl.where(ids == biased_id, tl.load(biases_ptr + n), 0.0)
         n += 1
         biased_id = tl.load(bias_ids_ptr + n, mask=n < num_biases, other=2147483647)

@@ -129,23 +129,23 @@ def add_run(
     exists = (d < head.KEY_DIM)[:, None] & (column < head.VALUE_DIM)[None, :]
     state = tl.load(memory_ptr, mask=exists, other=0.0)
     state = tl.where(first > 0, state, 0.0)
-    kept = end
+    certain_end = end
     if LOG_TOKENS:
         base = tl.where(first > 0, tl.load(row.base_ptr), 0)
         state = add_logged(state, head, row.log_ptr, value_head, column, base, first, LOG_TOKENS, KEYS, VALUES)
-        kept = tl.maximum(begin + 1, end - LOG_TOKENS)
+        certain_end = tl.maximum(begin + 1, end - LOG_TOKENS)
     if CHUNK:
         if end - begin >= LEAST:
-            for token in range(begin, kept, CHUNK):
-                state = add_chunk(state, head, factors_ptr, column, token, kept, CHUNK, DOT_DTYPE)
+            for token in range(begin, certain_end, CHUNK):
+                state = add_chunk(state, head, factors_ptr, column, token, certain_end, CHUNK, DOT_DTYPE)
         else:
-            state = add_tokens(state, head, column, begin, kept)
+            state = add_tokens(state, head, column, begin, certain_end)
     else:
-        state = add_tokens(state, head, column, begin, kept)
+        state = add_tokens(state, head, column, begin, certain_end)
     tl.debug_barrier()  # threads may have loaded elements of the memory that others store
     tl.store(memory_ptr, state, mask=exists)
     if LOG_TOKENS:
-        add_tokens(state, head, column, kept, end)
+        add_tokens(state, head, column, certain_end, end)
 
 
 @triton.jit

@@ -48,9 +48,9 @@ def lay_out_tokens(
         row_starts = tl.maximum(tl.associative_scan(tl.where(continues, 0, begins), 0, larger), row_start)
         if tl.program_id(0) == 0:
             tl.store(starts_ptr + 1 + entry, ends, mask=exists)
-        mine = (begins[None, :] <= tokens[:, None]) & (tokens[:, None] < ends[None, :]) & (row >= 0)[None, :]
-        token_row += tl.sum(tl.where(mine, row[None, :] + 1, 0), 1)
-        position += tl.sum(tl.where(mine, (length - row_starts)[None, :] + tokens[:, None] + 1, 0), 1)
+        is_inside = (begins[None, :] <= tokens[:, None]) & (tokens[:, None] < ends[None, :]) & (row >= 0)[None, :]
+        token_row += tl.sum(tl.where(is_inside, row[None, :] + 1, 0), 1)
+        position += tl.sum(tl.where(is_inside, (length - row_starts)[None, :] + tokens[:, None] + 1, 0), 1)
         before += tl.sum(count, 0)
         row_start = tl.max(row_starts, 0)
     if tl.program_id(0) == 0:

@@ -266,11 +266,11 @@ def row_finish(
     wait_for_previous(DEPENDENT_LAUNCH)
     out, row, position = draw_from_blocks(entry, tables, summaries, token_ids_ptr, max_length, options)
     tl.store(out_ptr + entry, out)
-    wanted = (row >= 0) & (tl.load(tables.ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
+    requested = (row >= 0) & (tl.load(tables.ints_ptr + tl.maximum(row, 0) * PARAMS + WANT_LOGPROBS) != 0)
     logits_ptr = tables.logits_ptr + entry.to(tl.int64) * tables.VOCAB
-    found = likeliest(
-        logits_ptr, out, wanted, tables.VOCAB, logprobs.COUNT, logprobs.COUNT_PADDED, LOGPROBS_TILE,
+    ranking = likeliest(
+        logits_ptr, out, requested, tables.VOCAB, logprobs.COUNT, logprobs.COUNT_PADDED, LOGPROBS_TILE,
         LOGPROBS_TILES_PADDED,
     )  # fmt: skip
-    store_likeliest(entry, found, logprobs)
+    store_likeliest(entry, ranking, logprobs)
     commit(entry, row, position, out, tables, emit_ptr, token_ids_ptr, length_ptr, entry_count, max_length)

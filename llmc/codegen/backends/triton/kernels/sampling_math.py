@@ -151,9 +151,9 @@ def last_equal(scan: RowScan, cut, number):
 def find_cut(scan: RowScan, filters: Filters):
     """Return (cut, the number of ids to keep whose key equals it)."""
     top, t = scan.top, scan.t
-    least = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.maximum(filters.least_p, 1e-30).to(tl.float64))
-    cut = key_of(least.to(tl.float32))
-    cut = tl.where(value_of(cut).to(tl.float64) < least, cut + 1, cut)
+    lowest = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.maximum(filters.least_p, 1e-30).to(tl.float64))
+    cut = key_of(lowest.to(tl.float32))
+    cut = tl.where(value_of(cut).to(tl.float64) < lowest, cut + 1, cut)
     cut = tl.where(filters.least_p > 0, cut, LOWEST_KEY + 1)
     ties = tl.full([], scan.VOCAB, tl.int32)
     whole = tl.full([], -1.0, tl.float64)
@@ -173,8 +173,8 @@ def find_cut(scan: RowScan, filters: Filters):
         low = tl.minimum(tl.maximum(cut, key_of(reach)), key_of(top))
         key, _, before = search(scan, low, limit, False)
         each = tl.exp((value_of(key) - top) / t).to(tl.float64)
-        most = tl.minimum(tl.maximum(tl.ceil((limit - before) / each), 1.0), 1.0 * scan.VOCAB).to(tl.int32)
-        ties = tl.where(key == cut, tl.minimum(ties, most), most)
+        max_ties = tl.minimum(tl.maximum(tl.ceil((limit - before) / each), 1.0), 1.0 * scan.VOCAB).to(tl.int32)
+        ties = tl.where(key == cut, tl.minimum(ties, max_ties), max_ties)
         cut = key
     return cut, ties
 
@@ -189,7 +189,7 @@ def draw_filtered(scan: RowScan, filters: Filters, draw):
     best = tl.full([scan.TILE], -9223372036854775808, tl.int64)
     for at in range(0, scan.VOCAB, scan.TILE):
         ids, logit, key = scan_tile(scan, at)
-        kept = (key > cut) | ((key == cut) & (ids <= until))
-        score = tl.where(kept, tl.exp((logit - scan.top) / scan.t) / exponential(draw, ids), -1.0)
+        is_kept = (key > cut) | ((key == cut) & (ids <= until))
+        score = tl.where(is_kept, tl.exp((logit - scan.top) / scan.t) / exponential(draw, ids), -1.0)
         best = tl.maximum(best, packed(key_of(score), ids))
     return packed_id(tl.max(best, 0))
