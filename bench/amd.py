@@ -2,8 +2,8 @@
 
     python -m bench.amd --out DIR [--target hip:gfx942] [--quick] [--tune SECONDS]
 
-It needs the extras compile, nvidia (Triton), rocm and dev. DIR gets report.json, with what each step found, and
-report.md, a table; both are written after every step. Every step runs in a process of its own, because a fault of a GPU
+It needs the extras compile, nvidia (Triton), rocm and dev. DIR gets report.json, with the figures of each step, and
+report.md, a table; both are written after every step. Every step runs in a separate process, because a fault of a GPU
 may end its process. Steps that fail are reported and the others continue; the exit status is 1 if one failed. The
 report has no names of users, hosts or paths. Please attach it to an issue.
 """
@@ -49,7 +49,7 @@ class Plan:
     """The models and sizes that are compared and measured.
 
     model: for comparisons; None is a random checkpoint of the first of `models`. prompts: texts, or token ids. tokens:
-    that each generates. sample: of the cases of kernels, every so many-th runs. models: shapes with
+    that each generates. sample: one in `sample` cases of the kernels runs. models: shapes with
     random weights that are timed. batches, lengths: of latency, with the tokens of a prompt and of an output. rounds:
     further options of `llmc bench`. requests: of offline throughput, with these lengths. limits: options of compiles.
     """
@@ -310,7 +310,7 @@ def run(name: str, work: Callable[[], dict[str, Any]]) -> Step:
 
 
 def apart(name: str, argv: Sequence[str]) -> Step:
-    """Run a step in a process of its own."""
+    """Run a step in a separate process."""
     begin = time.perf_counter()
     words = [sys.executable, "-m", "bench.amd", *argv, "--only", name]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -332,7 +332,7 @@ def table(done: Sequence[Step]) -> str:
 
 
 def write(done: Sequence[Step], out: Path) -> None:
-    """Write the report, without the names of folders, which may contain that of a user."""
+    """Write the report, without the names of folders, which may contain a user's name."""
     for name, text in (("report.json", json.dumps([asdict(s) for s in done], indent=1)), ("report.md", table(done))):
         for path, short in ((out, "OUT"), (ROOT, "LLMC"), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
             text = text.replace(str(path), short)

@@ -117,7 +117,7 @@ def checkpoint(model: Model, folder: Path, dtype: str) -> Path:
 
 
 def texts(model: Model, load: Load, seed: int) -> Texts:
-    """Random sentences of words that the tokenizer knows; pairs for models that score."""
+    """Random sentences of words in the tokenizer's vocabulary; pairs for models that score."""
     draw = random.Random(seed)
     words = [w for w in (DEMO / "README.md").read_text().split() if w.isalpha()]
 

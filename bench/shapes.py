@@ -30,7 +30,7 @@ ARCHITECTURES = MappingProxyType(
 class Shape:
     """A model's sizes as its config.json has them. `rope`: its rope_parameters.
 
-    experts, chosen: of a mixture's layer, and of them for each token; `intermediate` is that of an expert.
+    experts: of a mixture's layer. chosen: experts of a token. `intermediate` is then the size of one expert.
     `quant`: the recipe by which the layers' products are quantised when the model is compiled; "" for none.
     `kv_cache`: the dtype of the KV cache when the model is compiled, as for `llmc compile --kv-cache-dtype`.
     """

@@ -40,7 +40,7 @@ class StepCosts:
             raise SystemExit("step costs: two numbers or more, of which the first is 1 and none is negative")
 
     def steps(self, rows: int, drafts: int, passes: int) -> float:
-        """Return what a step takes of so many rows that verifies `drafts` drafts in all and drafts in `passes`."""
+        """Return the seconds of a step of `rows` rows that verifies `drafts` drafts in all and drafts in `passes`."""
         return self._of(rows + drafts) + passes * self.one_pass * self._of(rows)
 
     def _of(self, tokens: int) -> float:

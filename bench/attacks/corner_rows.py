@@ -149,7 +149,7 @@ def items(count: int, size: int = 1) -> list[dict[str, Any]]:
 
 
 def stored(body: dict[str, Any], path: str, method: str = "GET") -> Client:
-    """Return a client that stores one response, and then asks for `path` below it again and again."""
+    """Return a client that stores one response, and then requests `path` below it repeatedly."""
 
     async def client(senders: Senders, number: int) -> None:
         door = senders.door

@@ -59,7 +59,7 @@ class Senders:
         return b"".join(heard)
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a connection of its own, which reads at most 4 KiB ahead."""
+        """Open a separate connection, which reads at most 4 KiB ahead."""
         return await asyncio.open_connection(self.door.host, self.door.port, limit=4096)
 
 
@@ -117,7 +117,7 @@ async def chain(senders: Senders, number: int) -> None:
 
 
 def dropped(body: Body, wait: float, every: float) -> Client:
-    """Return a client that opens a request every so many seconds and drops the connection after `wait` seconds."""
+    """Return a client that opens a request every `every` seconds and drops the connection after `wait` seconds."""
 
     async def client(senders: Senders, number: int) -> None:
         draw, count = random.Random(number), 0
@@ -172,7 +172,7 @@ def raw(make: Callable[[Door], bytes], responses: int = 1) -> Client:
 
 
 async def _responses(senders: Senders, reader: asyncio.StreamReader, count: int) -> None:
-    """Count the status lines of up to so many responses."""
+    """Count the status lines of up to `count` responses."""
     tail = b""
     while count > 0:
         if not (data := await reader.read(1 << 16)):

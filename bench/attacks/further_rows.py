@@ -36,7 +36,7 @@ def drawn(path: str, make: Callable[[random.Random], dict[str, Any]]) -> Body:
 
 
 def bad_words(draw: random.Random) -> dict[str, Any]:
-    """Return a completion with as many long bad words as are allowed."""
+    """Return a completion with the maximum number of long bad words."""
     return completion(max_tokens=16, bad_words=[letters(draw, 120) for _ in range(128)])
 
 

@@ -22,7 +22,7 @@ _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appl
 def burst(door: Door, data: bytes, count: int = BURST, hold: float = 2.0) -> list[Answer]:
     """Open `count` connections as fast as possible, and send `data` on each; hold them, and close them unread.
 
-    The first answer is that of /health on a connection that is opened last, so that all others come before it.
+    The first answer is from /health, on a connection that is opened after all others.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count + _SPARE, hard)), hard))

@@ -42,7 +42,7 @@ def reading(path: str, body: Any, *, times: int = 1, half: bool = False) -> Clie
 
 
 def readers() -> Attacks:
-    """Row 16: responses that nobody reads in time."""
+    """Row 16: responses that clients do not read in time."""
     long = {"max_tokens": 400, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "x"}], "n": 16, "logprobs": True, "top_logprobs": 20, **long}
     scored = completion(prompt=[[5] * 300] * 8, max_tokens=1, prompt_logprobs=20)

@@ -2,7 +2,7 @@
 
     python -m bench.gpu.clocks ARTIFACT [--model NAME] [--cases A,B] [--prompts N] [--tokens N] [--json FILE]
 
-A process of its own samples all GPUs about every millisecond. A line is one prompt, or all steps of one kind: its
+A separate process samples all GPUs about every millisecond. A line is one prompt, or all steps of one kind: its
 time, and of each GPU the lowest and the highest clock (MHz), the highest power (W) and the reasons for a lower clock.
 
 case         prompts
@@ -70,7 +70,7 @@ def described(samples: Sequence[Sample], spans: Sequence[Span]) -> str:
 
 
 def spans_of(count: int, work: Callable[[], object], before: Callable[[], object]) -> list[Span]:
-    """Run `before` and then `work` so many times, and return the spans of `work`."""
+    """Run `before` and then `work` repeatedly, and return the spans of `work`."""
     spans = []
     for i in range(count):
         before()

@@ -104,7 +104,7 @@ def candidates(m: Mixture, op: str, tokens: int, ways: int, registry: Registry, 
 
 
 def ops_of(tokens: int) -> tuple[str, ...]:
-    """The products of a step of as many tokens: of one token, also those that need no sorting."""
+    """The products of a step of `tokens` tokens; for one token, also those that need no sorting."""
     return ("moe_up", "moe_down", *(GATHERED if tokens == 1 else ()))
 
 
@@ -145,7 +145,7 @@ def store(
     path: Path, m: Mixture, op: str, tokens: int, timed: Sequence[tuple[Trial, float]], registry: Registry,
     target: Target,
 ) -> None:  # fmt: skip
-    """Add the times to a tuning file, for a step of as many tokens and for one of as many rows."""
+    """Add the times to a tuning file, for a step with this number of tokens, and for one with this number of rows."""
     symbols = ["1"] if tokens == 1 else ["T"] + ["R"] * (tokens <= MOST_ROWS)
     for symbol in symbols:
         _, node = m.node(op, symbol, registry)

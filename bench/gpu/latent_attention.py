@@ -77,7 +77,7 @@ def node_of(text: str, registry: Registry) -> Node:
 
 
 def latent_node(heads: int, parts: int, registry: Registry) -> Node:
-    """The split op of one token per row; without parts, that of any mixture."""
+    """The split op for one token per row; without parts, the op for any mixture."""
     types = TYPES.format(t="R" if parts else "T", h=heads, width=WIDTH)
     names = "%q, %rotary, %pool, %pages, %rows"
     if parts:

@@ -1,4 +1,4 @@
-"""Clock, power and throttle reasons of all GPUs through NVML (libnvidia-ml.so.1), sampled by a process of its own."""
+"""Clock, power and throttle reasons of all GPUs through NVML (libnvidia-ml.so.1), sampled by a separate process."""
 
 from __future__ import annotations
 

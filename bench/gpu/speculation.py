@@ -61,7 +61,7 @@ MODELS = {s.name: s for s in (shapes.LLAMA31_8B, shapes.SMALL)}
 
 @dataclass(frozen=True)
 class Method:
-    """A method, its acceptance rate, and the speed-ups that the project asks for, by batch size."""
+    """A method, its acceptance rate, and the speed-ups that are the project's goals, by batch size."""
 
     name: str
     speculate: str | None
@@ -266,7 +266,7 @@ def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
 
 
 def kind_of(method: Method) -> str:
-    """Return the name of the method without its number of drafts, which is that of its artifact."""
+    """Return the name of the method's artifact: its own name without the number of drafts."""
     return (method.speculate or "plain").partition(":")[0]
 
 

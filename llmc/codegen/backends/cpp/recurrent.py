@@ -14,7 +14,7 @@ VECTORS = 4  # columns of a state that a thread updates together, in vectors
 
 
 class _Recurrent(CppKernel):
-    """What the kernels have in common."""
+    """Base class of the kernels of recurrent layers."""
 
     headers = ("llmc_recurrent.h",)
     constant_reduction_order = "one token after another"

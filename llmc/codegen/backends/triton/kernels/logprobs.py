@@ -36,8 +36,8 @@ def likeliest(
 ):
     """Return (log-probability and rank of `drawn`, the COUNT likeliest ids [COUNT_PADDED], their log-probabilities).
 
-    All are zeros if not `requested`. Invariant: `best_of_lane` has, for each of TILE lanes, the best id not yet returned
-    among the ids of that lane (id % TILE). The next id returned is that of the best lane, which is then replaced by the
+    All are zeros if not `requested`. Invariant: `best_of_lane` has, for each of TILE lanes, the best id of that lane
+    (id % TILE) that is not returned yet. The next id returned is that of the best lane, which is then replaced by the
     next lower id of the same lane.
     """
     place = tl.arange(0, COUNT_PADDED)
