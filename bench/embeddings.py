@@ -63,9 +63,8 @@ def ours(path: str, task: str, threads: int) -> tuple[Run, str]:
     from llmc_runtime import LLM, __version__
 
     on_cpu = "cpu-" in Path(path).name
-    options: dict[str, Any] = (
-        {"threads": threads} if on_cpu else {"kv_cache_memory_bytes": 8 << 30}
-    )  # peers need memory
+    # On a GPU, peers need memory, too.
+    options: dict[str, Any] = {"threads": threads} if on_cpu else {"kv_cache_memory_bytes": 8 << 30}
     llm = LLM(path, enable_prefix_caching=False, say=lambda line: None, **options)
 
     def score(pairs: Any) -> Sequence[Any]:

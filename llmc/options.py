@@ -22,9 +22,8 @@ from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
 
 BOTH = ("compile", "tune")
-MAX_LIMITS: Mapping[str, int] = MappingProxyType(
-    {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20}
-)  # of any target
+# Maximum limits of any target.
+MAX_LIMITS: Mapping[str, int] = MappingProxyType({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20})
 FILES = "files and caches"  # heading of the options that do not change the contents of an artifact
 
 

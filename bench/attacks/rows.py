@@ -278,9 +278,7 @@ def flooded(ground: Field) -> list[Answer]:
     server = ground.server
     seconds = max(2.0, min(8.0, ground.door.remaining / 4 - 0.5))
     options = {"host": server.host, "port": server.port, "key": KEYS["attacker"], "seconds": seconds, "times": 10}
-    options["drain"] = max(
-        1.0, ground.door.remaining - 2 * seconds - 5.0
-    )  # what remains of the time limit after the load
+    options["drain"] = max(1.0, ground.door.remaining - 2 * seconds - 5.0)  # the rest of the time limit
     command = [sys.executable, "-m", "bench.attacks.flood", json.dumps(options)]
     try:
         env = {**os.environ, "PYTHONPATH": python_path()}

@@ -102,10 +102,8 @@ def slowness(kernels: Sequence[account.Kernel], count: int) -> list[str]:
     usual = [max(1, statistics.median(prompt[i].duration for prompt in prompts)) for i in range(size)]
     lines = [f"{len(ordered)} kernels, {len(ordered) % count} more than {count} prompts of {size}"]
     for prompt in prompts:
-        parts: dict[bool, list[tuple[float, float]]] = {
-            False: [],
-            True: [],
-        }  # of collectives: duration and median in ns
+        # Of other kernels and of collectives: duration and median in ns.
+        parts: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for kernel, median in zip(prompt, usual, strict=True):
             parts[kernel.name.startswith(COLLECTIVES)].append((kernel.duration, median))
         ratios = [duration / median for duration, median in parts[False]]

@@ -32,11 +32,12 @@ OURS, CUBLAS = "cuda/gemm_wgmma", "cublas"
 MOST_TOKENS = 8192
 TOKENS = "64,128,256,512,2048,8192"
 WEIGHTS = "6144x4096,4096x4096:residual,14336x4096:gated,4096x14336:residual"
+# Epilogue -> the op, the parts of its weight, other inputs.
 EPILOGUES = {
     "": ("linear(%x, %w)", 1, ""),
     "residual": ('linear_map(%x, %w, %r) {parts=1, body="add(a0, a1)"}', 1, ", %r: bf16[T, {n}]"),
     "gated": ('linear_map(%x, %w) {parts=2, body="mul(mul(a0, sigmoid(a0)), a1)"}', 2, ""),
-}  # the op, the parts of its weight, other inputs
+}
 ROUNDS = 5
 
 

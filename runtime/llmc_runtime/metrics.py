@@ -80,9 +80,8 @@ class Counters:
     prefix_cache_queries: int = 0  # tokens looked up, at every admission
     prefix_cache_hits: int = 0  # tokens found
     state_snapshots_saved: int = 0  # of the states of recurrent layers
-    request_success: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0)
-    )  # requests that ended, by reason
+    # Requests that ended, by reason.
+    request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     spec_decode_num_drafts: int = 0  # times that drafts of a row were verified
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0

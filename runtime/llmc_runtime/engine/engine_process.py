@@ -362,9 +362,7 @@ def main(argv: Sequence[str], opener: Opener = open_session) -> int:
     """Run the engine process with the arguments PARENT FOLDER HEARTBEAT. Return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # handled by the front end; a service manager signals all processes
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTTOU, signal.SIG_IGN
-    )  # stderr may be a terminal in which this process group is in the background
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # stderr may be a terminal with this process group in the background
     faulthandler.register(signal.SIGQUIT, all_threads=True)  # the front end requests stack traces
     parent, folder, heartbeat = argv
     return EngineProcess(int(parent), Path(folder), float(heartbeat), opener).run()

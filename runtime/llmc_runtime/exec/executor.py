@@ -108,10 +108,9 @@ class Executor:
             states = [(s, self._layout.states[s.name]) for s in manifest.states if s.role == RECURRENT]
             self._snapshots = StateSnapshots(device, self._layout.snapshots, states)
         self._open: deque[Ticket] = deque()
-        self._entries = _Entries(
-            work=[], entries=[], columns=([], [], []), verifies=False, needed=[]
-        )  # of the last step
-        self._last: tuple[Program, int] | None = None  # the program of the last step, and its entries
+        # Of the last step: its entries, and the program with the number of entries.
+        self._entries = _Entries(work=[], entries=[], columns=([], [], []), verifies=False, needed=[])
+        self._last: tuple[Program, int] | None = None
 
     def run(self, step: Step) -> StepOutput:
         """Launch a step and wait for it. Returns one id (or None) per work item, and log-probabilities where requested.

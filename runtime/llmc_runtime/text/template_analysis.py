@@ -100,8 +100,7 @@ def _joins_arguments(tree: Any) -> bool:
     assigned = [node for node in tree.find_all(nodes.Assign) if hasattr(node.target, "name")]
     named |= {node.target.name for node in assigned if bare(node.node)}
     tested = any(bare(test.node) and test.name in ("string", "mapping") for test in tree.find_all(nodes.Test))
-    joins = [
-        call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == "joined"
-    ]  # the sandbox's replacement of ~
+    # Calls with which the sandbox replaces the operator ~.
+    joins = [call for call in tree.find_all(nodes.Call) if getattr(call.node, "name", "") == "joined"]
     writers = [*tree.find_all((nodes.Add, nodes.Concat, nodes.Output)), *joins]
     return not tested and any(bare(child) for writer in writers for child in writer.iter_child_nodes())

@@ -51,9 +51,8 @@ def tiles(width: int, item: int, wide: bool, min_rows: int, target: Target) -> I
     width: padded elements of a head. item: bytes of an element. wide: products are float32, for which only the smallest
     tile fits.
     """
-    available = (
-        128 if target.has(PDL) else 80
-    )  # registers per thread; wgmma reads its second operand from shared memory
+    # Registers per thread; wgmma reads its second operand from shared memory.
+    available = 128 if target.has(PDL) else 80
     for rows, keys, warps, stages in TILES:
         registers = rows * (width + keys) // (warps * target.limits.warp)  # per thread, for logits and sums
         fits = shared(rows, keys, stages, width, item, target) <= target.limits.shared and registers <= available

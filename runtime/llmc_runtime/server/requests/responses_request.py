@@ -44,9 +44,10 @@ MAX_METADATA = 16  # entries of `metadata`
 MAX_METADATA_TEXT = 512  # characters of one of its values
 MAX_INCLUDE = 16
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"  # values of `include`
+# Prefixes of the ids of items, by the item's type.
 _PREFIXES: Mapping[str, str] = MappingProxyType(
     {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-)  # of the ids of items
+)
 _ROLES = ("user", "assistant", "system", "developer")
 
 InputItems = Annotated[list[dict[str, Any]], schema_of(maxItems=MAX_MESSAGES)]
