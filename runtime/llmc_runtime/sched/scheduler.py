@@ -249,12 +249,20 @@ class Scheduler(LiveRequests):
             return 0
         if request.num_drafts and decodes and self.speculation is not None and self.speculation.verifies:
             item = self._with_drafts(self.speculation, request, budget - (len(self.running) - index))
-        end = start + item.num_tokens
-        if not self._preempt_for(request, end, index):
+        end, size = start + item.num_tokens, self.config.page_size
+        need = -(-end // size) - len(request.pages)
+        if need > self.pool.num_free and not self._preempt_for(request, need, index):
             return 0
         if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
             item = self.planner.plan(request, item, end)
-        self._extend_row(step, request, end + item.propose)
+            need = -(-(end + item.propose) // size) - len(request.pages)
+        if need > 0:
+            pages = self._take(need)
+            if not request.needs_init:
+                step.pages.append(RowPages(request.row, len(request.pages), pages))
+            request.pages += pages
+        if request.needs_init:
+            step.inits.append(request.row_init())
         if item.drafts and self.host_drafts is not None:
             step.drafts.append(self.host_drafts.placed(request, item))
         request.num_planned = end
@@ -265,26 +273,14 @@ class Scheduler(LiveRequests):
         self._room -= item.num_tokens - decodes
         return item.num_tokens
 
-    def _preempt_for(self, request: Request, end: int, index: int) -> bool:
-        """Preempt requests that are not in the plan yet, from the one before `index`, until the pages for the first
-        `end` tokens of `request` are free. Return False if it was preempted itself.
+    def _preempt_for(self, request: Request, need: int, index: int) -> bool:
+        """Preempt requests that are not in the plan yet, from the one before `index`, until `need` pages are free for
+        `request`. Return False if it was preempted itself.
         """
-        need = self.config.pages_for(end) - len(request.pages)
         while need > self.pool.num_free and request.status is _RUNNING:
             self._preempt(last_of_most_served(self.running[index - 1 :]), self.clock())
             self.counters.num_preemptions += 1
         return request.status is _RUNNING
-
-    def _extend_row(self, step: Step, request: Request, end: int) -> None:
-        """Take pages for the first `end` tokens of a running request, and initialize its row if it is new."""
-        need = self.config.pages_for(end) - len(request.pages)
-        if need > 0:
-            pages = self._take(need)
-            if not request.needs_init:
-                step.pages.append(RowPages(request.row, len(request.pages), pages))
-            request.pages += pages
-        if request.needs_init:
-            step.inits.append(request.row_init())
 
     def _begin_step(self) -> int:
         """Prepare the drafts of a step. Return the number of its tokens at most."""
