@@ -19,9 +19,9 @@ from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.option_type import options_of, parse_bytes, positive
 
-from llmc import __version__
+from llmc import __version__, quantize_command
 from llmc.measure import tune_command
-from llmc.options import Options, add_hub_options, add_options, read_hub, read_options
+from llmc.options import Options, add_hub_options, add_options, add_output, read_hub, read_options, read_output
 
 if TYPE_CHECKING:
     from llmc.console import Console
@@ -86,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
-    _quantize_arguments(sub)
+    summary = "quantise a checkpoint, in compressed-tensors' format"
+    quantize_command.add_arguments(_command(sub, "quantize", _quantize, summary, as_json=True))
     for name, summary in RUNTIME_COMMANDS.items():
         sub.add_parser(name, help=summary, add_help=False)
     p = _command(sub, "completion", _completion, "print the shell completion of llmc, llmc-run and llmc-serve")
@@ -99,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     return ap
 
 
-def _command(sub: Any, name: str, run: Command | str, summary: str, as_json: bool = False) -> argparse.ArgumentParser:
+def _command(sub: Any, name: str, run: Command | str, summary: str, as_json: bool = False) -> CommandParser:
     """Add a command that calls `run`, a function or a "module:function" text to import; `as_json` adds --json."""
-    p: argparse.ArgumentParser = sub.add_parser(name, help=summary, description=summary)
+    p: CommandParser = sub.add_parser(name, help=summary, description=summary)
     p.set_defaults(command=_imported(run) if isinstance(run, str) else run, usage_error=p.error)
     p.add_argument("-v", "--verbose", action="store_true", help="print more detail, and the traceback of an error")
     if as_json:
@@ -122,7 +123,7 @@ def _compile_arguments(sub: Any) -> None:
     p.add_argument(
         "model", help="Hugging Face folder (config.json, tokenizer.json, *.safetensors), or owner/name@revision"
     )
-    p.add_argument("-o", "--output", metavar="DIR", help="folder of the artifact, for example model.llmc")
+    add_output(p, "folder of the artifact, for example model.llmc")
     add_options(p, "compile")
     p.add_argument("--dry-run", action="store_true", help="print the predicted memory and time; compile no kernel")
     p.add_argument("--memory", type=_gib, metavar="GIB", help="device memory for --dry-run, for example 80 or 512MiB")
@@ -130,32 +131,6 @@ def _compile_arguments(sub: Any) -> None:
     p.add_argument("--force", action="store_true", help="replace an existing artifact")
     page = "HTML file of the build report (model.html)"
     p.add_argument("--report", nargs="?", const=Path(), type=Path, metavar="FILE", help=page)
-
-
-def _quantize_arguments(sub: Any) -> None:
-    from llmc.quant.make.recipes import BY_HEAD, BY_LAYER, KV_FP8, NONE, RECIPES
-
-    p = _command(sub, "quantize", _quantize, "quantise a checkpoint, in compressed-tensors' format", as_json=True)
-    p.add_argument("model", help="Hugging Face folder, or owner/name@revision")
-    p.add_argument("output", type=Path, help="new folder of the quantised checkpoint")
-    schemes = "; ".join(f"{r.name}: {r.summary}" for r in RECIPES.values())
-    unchanged = f"{schemes}; none: weights stay as they are (with --kv-cache-dtype fp8)"
-    p.add_argument("--scheme", required=True, choices=(*RECIPES, NONE), help=unchanged)
-    p.add_argument(
-        "--group-size", type=positive, metavar="N", help="columns that share a scale (int8: all; 4 bits: 128)"
-    )
-    texts = "texts of calibration: JSON lines with a field text, or plain text"
-    p.add_argument("--calibrate", type=Path, metavar="FILE", help=texts)
-    p.add_argument("--samples", type=positive, default=128, metavar="N", help="windows of the texts to use (128)")
-    p.add_argument("--length", type=positive, default=2048, metavar="N", help="tokens in a window (2048)")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choice of windows (0)")
-    ignore = "module to leave as it is: its name, or re: and a regular expression; may be repeated"
-    p.add_argument("--ignore", action="append", default=[], metavar="PATTERN", help=ignore)
-    cache = "fp8: store the scales of a float8_e4m3 KV cache, computed with the texts of --calibrate (auto: none)"
-    p.add_argument("--kv-cache-dtype", default="auto", choices=("auto", *KV_FP8), help=cache)
-    shared = "one scale of the KV cache per layer, which every engine supports, or per KV head (layer)"
-    p.add_argument("--kv-scales", default=BY_LAYER, choices=(BY_LAYER, BY_HEAD), help=shared)
-    add_hub_options(p)
 
 
 def _ir_arguments(sub: Any) -> None:
@@ -262,17 +237,18 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc.console import Console
     from llmc.driver import compile_model
 
+    output = read_output(args)
     if args.dry_run:
         return _dry_run(args, out)
-    if not args.output:
+    if not output:
         args.usage_error("give the artifact's folder with -o, or --dry-run")
     if args.memory is not None:
         args.usage_error("--memory needs --dry-run")
-    summary = compile_model(args.model, Path(args.output), _options(args), args.force, Console(sys.stderr))
+    summary = compile_model(args.model, Path(output), _options(args), args.force, Console(sys.stderr))
     if args.report is not None:
         from llmc.report.html_report import write_report
 
-        summary.facts["report"] = write_report(Path(args.output), args.report)
+        summary.facts["report"] = write_report(Path(output), args.report)
     if args.json:
         print(json.dumps(summary.as_json(), indent=2), file=out)
     else:
@@ -302,13 +278,14 @@ def _pack(args: argparse.Namespace, out: IO[str]) -> int:
 def _quantize(args: argparse.Namespace, out: IO[str]) -> int:
     from llmc_runtime.format.errors import require_compiler
 
+    output = read_output(args)
+    if not output:
+        args.usage_error("give the folder of the quantised checkpoint, as OUTPUT or with -o")
     require_compiler()
     console = _begun("quantize", args.model)
-    from llmc.quant.make.plan import Settings
     from llmc.quant.make.quantize_model import quantize_model
 
-    settings = {name: getattr(args, name) for name in Settings.__dataclass_fields__} | {"ignore": tuple(args.ignore)}
-    written = quantize_model(args.model, args.output, Settings(**settings), console, read_hub(args))
+    written = quantize_model(args.model, Path(output), quantize_command.settings_of(args), console, read_hub(args))
     _print(written.as_json(), args.json, lambda _: written.text(), out)
     return 0
 

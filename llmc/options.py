@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
@@ -24,6 +25,7 @@ from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
 BOTH = ("compile", "tune")
 # Maximum limits of any target.
 MAX_LIMITS: Mapping[str, int] = MappingProxyType({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20})
+QUANT_FLAGS = ("--quant", "--scheme")  # spellings of the recipe in `llmc compile` and `llmc quantize`
 FILES = "files and caches"  # heading of the options that do not change the contents of an artifact
 
 
@@ -86,7 +88,7 @@ class Options:
     )
     quant: str = _artifact(
         NONE, "recipe that quantises the weights of matrix products (none: as the checkpoint has them)", str, None,
-        choices=(NONE, *RECIPES),
+        choices=(NONE, *RECIPES), flags=QUANT_FLAGS,
     )  # fmt: skip
     quant_head: str = _artifact(
         NONE, "recipe that rounds the weights of the output projection (none)", str, None, choices=(NONE, *ROUNDED)
@@ -139,6 +141,20 @@ def add_hub_options(p: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trust-remote-code", action="store_true", help="rejected: code from a model repository is never executed"
     )
+
+
+def add_output(p: CommandParser, text: str) -> None:
+    """Add the folder that a command writes, in both spellings: a second argument, or -o (--output)."""
+    p.add_argument("output", nargs="?", metavar="OUTPUT", help=f"{text}; the same as -o")
+    p.add_argument("-o", "--output", dest="output_flag", metavar="DIR", help=text)
+    p.late = "output"
+
+
+def read_output(args: argparse.Namespace) -> str:
+    """Return the folder of `add_output`, "" if it is absent; ends with a usage error if it is given twice."""
+    if args.output and args.output_flag:
+        args.usage_error(f"the output is given twice, as {args.output} and as -o {args.output_flag}")
+    return str(args.output or args.output_flag or "")
 
 
 def read_hub(args: argparse.Namespace) -> Hub:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
 from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.format.nearest import did_you_mean, nearest
 
 from llmc.cli import main
+from llmc.options import Options
+from llmc.quant.make.plan import Settings
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,46 @@ def test_misspelt_words_end_with_2_and_the_nearest(words: str, said: str, capsys
         raise SystemExit(main(words.split()))
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{} model out --quant int8",
+        "{} model --scheme int8 out",
+        "{} --quant int8 model -o out",
+        "{} model --output out --scheme=int8",
+    ],
+)
+@pytest.mark.parametrize("command", ["compile", "quantize"])
+def test_compile_and_quantize_spell_output_and_recipe_alike(
+    command: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both commands read the same output and recipe from either spelling."""
+    seen: list[tuple[str, str]] = []
+
+    def compiled(model: str, output: Path, options: Options, *rest: object) -> NoReturn:
+        seen.append((str(output), options.quant))
+        raise KeyboardInterrupt
+
+    def quantised(model: str, output: Path, settings: Settings, *rest: object) -> NoReturn:
+        seen.append((str(output), settings.scheme))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llmc.driver.compile_model", compiled)
+    monkeypatch.setattr("llmc.quant.make.quantize_model.quantize_model", quantised)
+    assert main(words.format(command).split()) == 130
+    assert seen == [("out", "int8")]
+
+
+@pytest.mark.parametrize("command", ["compile", "quantize"])
+@pytest.mark.parametrize(
+    ("words", "message"), [("a -o b", "given twice, as a and as -o b"), ("", "with -o"), ("a b", "arguments: b")]
+)
+def test_an_output_is_given_once(command: str, words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "model", *words.split(), "--quant", "int8"])
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_suggestions_are_whole_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,19 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **more})
         self.commands: Any = None  # the result of add_subparsers
+        self.late = ""  # the last positional argument, if it is optional and may follow flags
 
     def add_subparsers(self, **more: Any) -> Any:
         """Add subparsers, which are CommandParsers."""
         self.commands = super().add_subparsers(**more)
         return self.commands
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; `late` may follow flags, where argparse before Python 3.12.7 does not look for it."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if self.late and rest and not rest[0].startswith("-") and getattr(parsed, self.late) is None:
+            setattr(parsed, self.late, rest.pop(0))
+        return parsed, rest
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and end the process with status 2 and a message if an argument is not known."""
