@@ -56,6 +56,11 @@ def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
     return c.cast(q if rounding_mode == "trunc" else c.b.floor(q), c.type.dtype)
 
 
+def in_float32(row: Row) -> Row:
+    """Return the lowering `row`, which has several nodes, in float32: its result is rounded once, as in torch."""
+    return lambda c, x, *args, **kw: c.cast(row(c, c.cast(x, "f32"), *args, **kw), c.type.dtype)
+
+
 def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value:
     """Lower softplus as max(x, 0) + log(1 + exp(-|x|)), which matches torch on both sides of its threshold."""
     if beta != 1:
@@ -192,12 +197,12 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         **{f"aten.{n}.Tensor": logical("or") for n in ("bitwise_or", "__or__")},
         "aten.bitwise_not.default": logical("not"),
         "aten.rsub.Scalar": lambda c, x, y, alpha=1: binary("sub")(c, y, x, alpha=alpha),
-        "aten.softplus.default": softplus,
+        "aten.softplus.default": in_float32(softplus),
         # tanh(x/2) * (exp(x) + 1), which is accurate near zero
-        "aten.expm1.default": lambda c, x: c.b.mul(
-            c.b.tanh(c.b.mul(x, c.value(0.5, x))), c.b.add(c.b.exp(x), c.value(1.0, x))
+        "aten.expm1.default": in_float32(
+            lambda c, x: c.b.mul(c.b.tanh(c.b.mul(x, c.value(0.5, x))), c.b.add(c.b.exp(x), c.value(1.0, x)))
         ),
-        "aten.log1p.default": lambda c, x: c.b.log(c.b.add(x, c.value(1.0, x))),
+        "aten.log1p.default": in_float32(lambda c, x: c.b.log(c.b.add(x, c.value(1.0, x)))),
         "aten.ceil.default": lambda c, x: c.b.neg(c.b.floor(c.b.neg(x))),
         "aten.max.dim": max_dim,
         "aten.pow.Tensor_Scalar": pow_scalar,

@@ -44,6 +44,9 @@ CASES: dict[str, Fn] = {
     "clamp": lambda x, p: x.clamp(-0.5, 0.5) + x.clamp(min=0) + torch.minimum(x, x * 2) + torch.max(x, -x),
     "unary": lambda x, p: x.sin() + x.cos() + x.tanh() + x.exp() + x.sigmoid() + x.erf() + x.abs().log1p().expm1(),
     "softplus": lambda x, p: torch.nn.functional.softplus(x * 30) + torch.nn.functional.softplus(x),
+    "rounded_once": lambda x, p: torch.cat(
+        [torch.nn.functional.softplus(x.bfloat16()), x.bfloat16().expm1(), x.abs().bfloat16().log1p()], -1
+    ).float(),
     "gelus": lambda x, p: torch.nn.functional.gelu(x) + torch.nn.functional.gelu(x, approximate="tanh"),
     "reduce": lambda x, p: x - x.mean(-1, True) + x.sum((-1,), True) + x.amax(-1, True) + x.max(-1)[0][..., None],
     "vector_norms": lambda x, p: x / x.norm(p=1, dim=-1, keepdim=True) + torch.norm(x, p=2.0, dim=-1, keepdim=True),
