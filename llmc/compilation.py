@@ -89,11 +89,18 @@ class Compilation:
 
     def run(self) -> Manifest:
         """Run all stages and return the manifest of the written artifact."""
-        from llmc.frontend.tokenizer_files import check_tokenizer, without_embedding, without_tokenizer
+        from llmc.frontend.tokenizer_files import (
+            check_tokenizer,
+            unusable_templates,
+            without_embedding,
+            without_tokenizer,
+        )
         from llmc.quantized_compile import unread_codes
 
         tokenizer = check_tokenizer(self.model)
         self.note(without_tokenizer(self.model))
+        for text in unusable_templates(self.model):
+            self.note(text)
         seed = random_seed(self.options.weights)
         with ExitStack() as stack:
             packed = self.options.weights == "packed"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.text.chat_template import ChatTemplate, read_templates
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.model_folder import TEMPLATES
@@ -13,7 +16,8 @@ from llmc.frontend.model_folder import TEMPLATES
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+CONFIG = "tokenizer_config.json"
+BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 # Tokenizer files that the runtime does not read; transformers reads them and saves most as tokenizer.json.
@@ -50,6 +54,19 @@ def check_tokenizer(folder: Path) -> Tokenizer | None:
         why = " ".join(str(e).split())[:200] or type(e).__name__
         raise Diagnostic("E309", f"{path} cannot be read: {why}", "fetch the file again, or remove it") from e
     return tokenizer
+
+
+def unusable_templates(folder: Path) -> Iterator[str]:
+    """Yield a note for each chat template that the runtime cannot use. The files are those of `check_tokenizer`."""
+    path = folder / CONFIG
+    templates = read_templates(folder, tokenizer_files.document(path) if path.exists() else {})
+    for name, text in templates.items():
+        try:
+            ChatTemplate(text, {})
+        except LlmcError as e:
+            which = f" ({name})" if len(templates) > 1 else ""
+            remedy = "correct it and compile again, or use --chat-template"
+            yield f"{e.cause}{which}: chats with it are refused; {remedy}"
 
 
 def without_embedding(tokenizer: Tokenizer | None, size: int) -> str:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.text.chat_template import ChatTemplate
 from models.cases import SMALL
 from models.kit import fails
 from tokenizers import Tokenizer
@@ -15,7 +17,7 @@ from llmc.cli import main
 from llmc.diagnostics import Diagnostic
 from llmc.driver import compile_model
 from llmc.frontend.model_folder import open_source
-from llmc.frontend.tokenizer_files import check_tokenizer, without_embedding, without_tokenizer
+from llmc.frontend.tokenizer_files import check_tokenizer, unusable_templates, without_embedding, without_tokenizer
 from llmc.options import Options
 
 
@@ -129,6 +131,21 @@ def test_a_folder_without_a_tokenizer_says_what_it_takes(form: str, tmp_path: Pa
     assert "token ids" in result and form in result and ("save_pretrained" in result) == bool(form)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert without_tokenizer(tmp_path) == ""
+
+
+def test_templates_that_chats_cannot_use_are_noted(tmp_path: Path) -> None:
+    """The note has the error that chats get. A template that fails for some messages only is not noted."""
+    assert list(unusable_templates(tmp_path)) == []
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{% for m in messages %}{{ m.content }"}')
+    (note,) = unusable_templates(tmp_path)
+    assert note.startswith("the chat template has a syntax error in line 1: ") and "--chat-template" in note
+    with pytest.raises(LlmcError, match="syntax error in line 1"):
+        ChatTemplate("{% for m in messages %}{{ m.content }", {})
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text("{% if tools %}")
+    (note,) = unusable_templates(tmp_path)
+    assert " (tools): chats with it are refused" in note
 
 
 def test_tokens_without_an_embedding_are_counted(tmp_path: Path) -> None:

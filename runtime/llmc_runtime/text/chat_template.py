@@ -244,7 +244,8 @@ def _explained(error: Exception) -> LlmcError:
     if isinstance(error, OverBudget):
         return LlmcError("E634", f"the chat template was stopped: {text}", _ANOTHER)
     if isinstance(error, jinja2.TemplateSyntaxError):
-        return LlmcError("E633", f"the chat template has a syntax error in line {error.lineno}: {text}", _ANOTHER)
+        cause = f"the chat template has a syntax error in line {error.lineno}: {text.removesuffix('.')}"
+        return LlmcError("E633", cause, _ANOTHER)
     if isinstance(error, SecurityError):
         return LlmcError("E633", f"the chat template uses a forbidden operation: {text}", _ANOTHER)
     if type(error) is jinja2.TemplateError:
