@@ -5,6 +5,7 @@ One table serves the flags of llmc-serve, the keys in its file, and the keywords
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,14 +106,15 @@ REFUSED = (
     _refused("--quantization -q", _COMPILED, "none", "None"),
     _refused("--kv-cache-dtype", _COMPILED, "auto"),
     _refused("--load-format", _COMPILED, "auto", "safetensors"),
-    _refused("--rope-scaling --rope-theta --hf-overrides --hf-config-path --tokenizer --tokenizer-revision", _FILES),
+    _refused("--rope-theta --hf-config-path --tokenizer --tokenizer-revision", _FILES),
+    _refused("--rope-scaling --hf-overrides", _FILES, "{}"),
     _refused("--disable-sliding-window", _FILES, values=""),
     _refused("--tokenizer-mode", _FILES, "auto"),
     _refused("--skip-tokenizer-init", "prompts of token ids need no tokenizer; leave it out", values=""),
     _refused("--logprobs-mode", "log-probabilities are those of the model, before penalties", "raw_logprobs"),
     _refused("--model-impl", "models are compiled from transformers", "auto", "transformers", "vllm"),
     _refused("--calculate-kv-scales", "compile with --kv-cache-dtype fp8 --calibrate FILE", values=""),
-    _refused("--pooler-config --override-pooler-config", "fixed at compile time: llmc compile --pooling KIND"),
+    _refused("--pooler-config --override-pooler-config", "fixed at compile time: llmc compile --pooling KIND", "{}"),
     _refused("--enable-prompt-embeds", "prompts are text or token ids", values=""),
     _refused("--additional-config", "it is for plugins of other platforms", "{}"),
     _refused("--kv-transfer-config", "the KV cache stays in one engine"),
@@ -125,7 +127,7 @@ REFUSED = (
     _refused("--tool-parser-plugin", _NO_CODE),
     _refused("--worker-cls --worker-extension-cls", _NO_CODE, "auto", ""),
     _refused("--guided-decoding-backend", _GRAMMARS, *_BACKENDS),
-    _refused("--structured-outputs-config", _GRAMMARS, *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
+    _refused("--structured-outputs-config", _GRAMMARS, "{}", *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
     _refused("--max-logprobs", f"the maximum is {TOP_LOGPROBS}", *map(str, range(TOP_LOGPROBS + 1))),
     _refused("--chat-template-content-format", "content is text", "auto", "string"),
     _refused("--response-role", "the role of responses is assistant", "assistant"),
@@ -153,7 +155,8 @@ def check_ignored(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 
 def check_keywords(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return a message for each of these keywords of an engine that has a value other than None or False.
+    """Return a message for each of these keywords of an engine that has a value: not None, False, or an empty
+    collection.
 
     Raises LlmcError E648 if one is refused, or is not a keyword of vLLM either; `known` are the names to suggest.
     """
@@ -163,15 +166,26 @@ def check_keywords(values: Mapping[str, Any], known: Collection[str]) -> list[st
         if name not in rows:
             remedy = did_you_mean(name, [*known, *rows], f"the options are {', '.join(sorted(known))}")
             raise LlmcError("E648", f"there is no option {name!r}", remedy)
-        if value is None or value is False:
+        if value is None or value is False or (isinstance(value, Collection) and not value):
             continue
         shown = f"{name}={value!r:.60}" if name != "api_key" else name
-        messages.append(_message(rows[name], shown, [str(value)]))
+        messages.append(_message(rows[name], shown, [value]))
     return messages
 
 
-def _message(row: IgnoredFlags, shown: str, values: Sequence[str]) -> str:
+def _normal(value: object) -> str:
+    """Return a value as text; JSON objects have one spelling, whether they are a text or a dict."""
+    parsed = value
+    if isinstance(value, str):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return json.dumps(parsed, default=str) if isinstance(parsed, dict) else str(value)
+
+
+def _message(row: IgnoredFlags, shown: str, values: Sequence[Any]) -> str:
     """Return the message about an ignored flag or keyword with these values. Raises LlmcError E648 if it is refused."""
-    if row.harmless is not None and (not row.harmless or not set(values) <= set(row.harmless)):
+    if row.harmless is not None and (not row.harmless or not set(map(_normal, values)) <= set(row.harmless)):
         raise LlmcError("E648", f"{shown} is not supported and would change responses or access", row.reason)
     return f"{shown} is ignored: {row.reason}"

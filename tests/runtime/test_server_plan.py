@@ -60,6 +60,20 @@ def test_limits_keys_and_capacity_are_those_of_the_options(
     assert "E204" in capsys.readouterr().err
 
 
+def test_sampling_defaults_are_checked(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run refuses the defaults that a start would refuse, also of a model that is not compiled."""
+    (tmp_path / "config.json").write_text("{}")
+    for model in (str(toy), str(tmp_path)):
+        for words in (
+            ("--override-generation-config", '{"temprature": 1}'),
+            ("--override-generation-config", '{"temperature": -1}'),
+            ("--generation-config", str(tmp_path / "missing")),
+        ):
+            assert main_serve([model, "--dry-run", *words]) == 1
+            assert "E612" in capsys.readouterr().err
+        assert main_serve([model, "--dry-run", "--override-generation-config", '{"temperature": 0.5}']) == 0
+
+
 def test_a_gpu_is_asked_through_its_tool_alone(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from llmc_runtime import (
     TokensPrompt,
 )
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.ignored_options import IGNORED, REFUSED
+from llmc_runtime.ignored_options import IGNORED, REFUSED, check_ignored
 from llmc_runtime.vllm_keywords import OF_SAMPLING
 
 from tests.runtime.rig import Rig
@@ -42,6 +42,16 @@ def test_keywords_without_a_meaning_are_ignored_with_a_line() -> None:
         "gpu_memory_utilization=0.9", "pipeline_parallel_size=1", "enforce_eager=True", "disable_log_stats=True",
     ]  # fmt: skip
     assert all("is ignored: " in line for line in said)
+
+
+def test_empty_values_change_nothing() -> None:
+    """JSON is compared by its value, however it is spelled."""
+    _, lines = read(hf_overrides={}, lora_modules=[], pooler_config=None, structured_outputs_config={"backend": "auto"})
+    assert [line.split("=")[0] for line in lines] == ["structured_outputs_config"]
+    flags = [("--hf-overrides", ["{ }"]), ("--structured-outputs-config", ['{"backend":"xgrammar"}'])]
+    assert len(check_ignored([*flags, ("--rope-scaling", ["{}"])])) == 3
+    with pytest.raises(LlmcError, match="would change responses"):
+        check_ignored([("--hf-overrides", ['{"rope_theta": 1}'])])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from llmc_runtime.api.llm import resolve
 from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
+from llmc_runtime.defaults import generation_of
 from llmc_runtime.device.device import kv_share
 from llmc_runtime.engine.loader import limits_of, snapshots_of
 from llmc_runtime.engine_options import EngineOptions
@@ -28,18 +29,22 @@ def report_of(options: Options) -> dict[str, Any]:
     """Return the report with the keys "model", "artifact", "target", "memory", "kv", "limits", "server", "fits", "why".
 
     "fits" is None if it is unknown: the model is not compiled, or no GPU is visible. Raises the LlmcErrors of opening
-    an artifact, and E204 and E649.
+    an artifact, E204, E612 and E649.
     """
+    engine = options.engine
+    replaced = {name: engine.get(name) for name in ("generation_config", "override_generation_config")}
     report: dict[str, Any] = {"model": options.model, "names": list(names_of(options))}
     folder = Path(options.model)
     if is_id(options.model) or (is_source(folder) and not is_artifact(folder)):
+        generation_of({}, *replaced.values())
         why = f"it is compiled on the first start; llmc compile {options.model} --dry-run reports more"
         report |= {"compiled": False, "fits": None, "why": why}
     else:
         artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
         names = ("target", "dtype", "task", "deterministic", "data_parallel_size", "tensor_parallel_size")
-        named = {name: options.engine[name] for name in names if name in options.engine}
+        named = {name: engine[name] for name in names if name in engine}
         EngineOptions(options.model, **named).check_artifact(artifact.manifest)
+        generation_of(artifact.manifest.generation, *replaced.values())
         report |= {"compiled": True, **_artifact(artifact, options)}
     if options.tls is not None:
         options.tls.context()
