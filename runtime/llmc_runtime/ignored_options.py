@@ -33,6 +33,12 @@ class IgnoredFlags:
         """The flags."""
         return tuple(self.names.split())
 
+    @property
+    def negations(self) -> tuple[str, ...]:
+        """Of switches, the flags that turn them off, which changes nothing."""
+        switches = self.flags if self.values == "" else ()
+        return tuple(flag.replace("--", "--no-", 1) for flag in switches if not flag.startswith("--no-"))
+
 
 def _switch(names: str, reason: str) -> IgnoredFlags:
     return IgnoredFlags(names, reason, "")
@@ -46,11 +52,18 @@ _AHEAD = "programs and device graphs are fixed at compile time"
 _CHUNKS = "prompts are always processed in chunks"
 _KERNELS = "kernels and page size are fixed in the artifact"
 _NO_PIPELINE = "layers stay together; --tensor-parallel-size divides each over ranks"
+_NO_CONTEXT = "each rank has the whole context of its heads; --tensor-parallel-size divides heads"
+_DRAFTS = """use --speculative-config, such as '{"method": "ngram", "num_speculative_tokens": 4}'"""
 _ONE_FRONT = "one process answers HTTP for all engines; for more, start servers behind a load balancer"
 _COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
 _ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
+_ONE_MACHINE = "engines run on one machine: for more machines, start a server on each, behind a router"
+_EXPERTS = "ranks divide every expert"
+_STATES = "states of recurrent layers are float32, and --state-snapshots sets how many are kept"
 _NO_CODE = "the server runs no code from outside"
+_READ = "weights are read from the artifact's own files"
+_HOST = "nothing is moved between device and host"
 _TASK = "use --task embed or classify: how a folder is compiled, or what an artifact must be for"
 _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _GRAMMARS = "llguidance compiles all grammars; set options of a grammar in the request's structured_outputs"
@@ -62,17 +75,32 @@ IGNORED = (
     _switch("--enforce-eager", _AHEAD),
     IgnoredFlags("--cuda-graph-sizes --cudagraph-capture-sizes", _AHEAD, "+"),
     IgnoredFlags("--max-cudagraph-capture-size --max-seq-len-to-capture --compilation-config -O -cc", _AHEAD),
-    IgnoredFlags("--attention-backend --block-size", _KERNELS),
+    IgnoredFlags("--attention-backend --attention-config -ac --block-size --kernel-config --moe-backend", _KERNELS),
+    IgnoredFlags("--optimization-level --performance-mode", _KERNELS),
+    IgnoredFlags("--model-loader-extra-config --safetensors-load-strategy --ignore-patterns", _READ),
+    IgnoredFlags("--mamba-block-size --mamba-cache-mode", _STATES),
     IgnoredFlags(
         "--gpu-memory-utilization --num-gpu-blocks-override",
         "use --kv-cache-memory-bytes to set the size of the KV cache",
     ),
-    IgnoredFlags("--swap-space --cpu-offload-gb", "nothing is moved between device and host"),
+    IgnoredFlags("--swap-space --cpu-offload-gb --kv-offloading-size --kv-offloading-backend", _HOST),
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
+    _switch("--worker-use-ray --engine-use-ray --ray-workers-use-nsight", "see --distributed-executor-backend"),
+    IgnoredFlags("--data-parallel-backend", "--distributed-executor-backend selects what starts ranks"),
+    _switch("--use-v2-block-manager --disable-async-output-proc", "there is one of its kind, which is always on"),
+    IgnoredFlags(
+        "--num-scheduler-steps --num-lookahead-slots --scheduler-delay-factor", "steps are planned one by one"
+    ),
+    IgnoredFlags("--preemption-mode", "preempted requests are computed again"),
+    IgnoredFlags("--tokenizer-pool-size --tokenizer-pool-type", "texts are tokenized in processes of their own"),
     _switch("--disable-frontend-multiprocessing", "the engine always runs in its own process"),
     IgnoredFlags("--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb", "prompts are text"),
-    _switch("--skip-mm-profiling", "prompts are text"),
-    IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras", "adapters are not supported"),
+    IgnoredFlags("--mm-encoder-tp-mode --mm-encoder-attn-backend --mm-processor-cache-type", "prompts are text"),
+    IgnoredFlags("--media-io-kwargs --renderer-num-workers", "prompts are text"),
+    _switch("--skip-mm-profiling --language-model-only --interleave-mm-strings", "prompts are text"),
+    _switch("--disable-mm-preprocessor-cache --disable-chunked-mm-input", "prompts are text"),
+    IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras --lora-dtype", "adapters are not supported"),
+    _switch("--fully-sharded-loras", "adapters are not supported"),
     IgnoredFlags("--download-dir --code-revision", "nothing is downloaded while serving"),
     _switch("--disable-log-requests", "texts are logged only with --enable-log-requests"),
     _switch("--enable-auto-tool-choice --exclude-tools-when-tool-choice-none", "always on"),
@@ -80,13 +108,18 @@ IGNORED = (
     _switch("--disable-log-stats", "statistics are at /metrics"),
     IgnoredFlags("--max-log-len --uvicorn-log-level", "--log-level sets what is logged"),
     IgnoredFlags("--log-config-file", "--log-level and --log-format configure the log"),
-    _switch("--enable-log-outputs", "texts of responses are never logged"),
+    _switch("--enable-log-outputs --enable-log-deltas", "texts of responses are never logged"),
+    _switch("--log-error-stack", "--log-level debug logs the traceback of errors"),
+    IgnoredFlags("--disable-access-log-for-endpoints", "--disable-access-log leaves out the lines of all requests"),
+    IgnoredFlags("--show-hidden-metrics-for-version", "no metric is hidden"),
     IgnoredFlags("--collect-detailed-traces", "/admin/trace records the engine's loop"),
     IgnoredFlags("--stream-interval", "tokens are sent as they arrive, in larger chunks to slow clients"),
     IgnoredFlags("--long-prefill-token-threshold --max-num-partial-prefills --max-long-partial-prefills", _CHUNKS),
     _switch("--disable-cascade-attn", _KERNELS),
     IgnoredFlags("--prefix-caching-hash-algo", "prefixes are identified by SHA-256 and compared token by token"),
-    _switch("--enable-expert-parallel", "ranks divide every expert"),
+    _switch("--enable-expert-parallel --enable-eplb --enable-dbo", _EXPERTS),
+    IgnoredFlags("--all2all-backend --eplb-config --num-redundant-experts --expert-placement-strategy", _EXPERTS),
+    IgnoredFlags("--dbo-decode-token-threshold --dbo-prefill-token-threshold", _EXPERTS),
     IgnoredFlags("--config-format", "the artifact has its own format"),
     _switch("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there"),
     _switch("--enable-sleep-mode", "sleep mode is not supported; a start takes seconds"),
@@ -102,7 +135,17 @@ IGNORED = (
 )
 REFUSED = (
     _refused("--pipeline-parallel-size -pp", _NO_PIPELINE, "1"),
+    _refused("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp", _NO_CONTEXT, "1"),
+    _refused("--nnodes", _ONE_MACHINE, "1"),
+    _refused("--node-rank --data-parallel-rank -dpn --data-parallel-start-rank -dpr", _ONE_MACHINE, "0"),
+    _refused("--data-parallel-size-local -dpl --data-parallel-address -dpa", _ONE_MACHINE),
+    _refused("--data-parallel-rpc-port -dpp --master-addr --master-port", _ONE_MACHINE),
+    _refused("--headless --data-parallel-hybrid-lb --data-parallel-external-lb", _ONE_MACHINE, values=""),
     _refused("--api-server-count -asc", _ONE_FRONT, "1"),
+    _refused("--device", "fixed at compile time: llmc compile --target NAME", "auto"),
+    _refused("--mamba-cache-dtype --mamba-ssm-cache-dtype", _STATES, "auto", "float32"),
+    _refused("--speculative-model --num-speculative-tokens", _DRAFTS),
+    _refused("--ngram-prompt-lookup-max --ngram-prompt-lookup-min", _DRAFTS),
     _refused("--quantization -q", _COMPILED, "none", "None"),
     _refused("--kv-cache-dtype", _COMPILED, "auto"),
     _refused("--load-format", _COMPILED, "auto", "safetensors"),
@@ -118,13 +161,16 @@ REFUSED = (
     _refused("--enable-prompt-embeds", "prompts are text or token ids", values=""),
     _refused("--additional-config", "it is for plugins of other platforms", "{}"),
     _refused("--kv-transfer-config", "the KV cache stays in one engine"),
+    _refused("--kv-events-config --ec-transfer-config", "the KV cache stays in one engine", "{}"),
     _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),
     _refused("--trust-remote-code", "code of a model is never run; leave the flag out", values=""),
     _refused("--runner --convert", _TASK, "auto", "generate", "none"),
     _refused("--enable-lora", _ADAPTERS, values=""),
     _refused("--lora-modules", _ADAPTERS, values="+"),
     _refused("--logits-processors --middleware", _NO_CODE, values="+"),
-    _refused("--tool-parser-plugin", _NO_CODE),
+    _refused("--tool-parser-plugin --reasoning-parser-plugin --logits-processor-pattern --scheduler-cls", _NO_CODE),
+    _refused("--trust-request-chat-template", "requests have no templates: use --chat-template", values=""),
+    _refused("--tool-server", "the server runs no tools: clients run them and send results"),
     _refused("--worker-cls --worker-extension-cls", _NO_CODE, "auto", ""),
     _refused("--guided-decoding-backend", _GRAMMARS, *_BACKENDS),
     _refused("--structured-outputs-config", _GRAMMARS, "{}", *(f'{{"backend": "{name}"}}' for name in _BACKENDS)),
@@ -141,8 +187,10 @@ REFUSED = (
 
 
 def by_flag() -> dict[str, IgnoredFlags]:
-    """Return all of them, by flag."""
-    return {flag: row for row in (*IGNORED, *REFUSED) for flag in row.flags}
+    """Return all of them, by flag. Switches that are turned off are ignored."""
+    rows = (*IGNORED, *REFUSED)
+    off = {flag: IgnoredFlags(flag, row.reason, "") for row in rows for flag in row.negations}
+    return off | {flag: row for row in rows for flag in row.flags}
 
 
 def check_ignored(flags: Sequence[tuple[str, list[str]]]) -> list[str]:

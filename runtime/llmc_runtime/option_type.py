@@ -72,6 +72,11 @@ class Option:
         return self.read is None and self.default is True and not self.negated
 
     @property
+    def takes_json(self) -> bool:
+        """Whether the flag's value can be a JSON object."""
+        return (self.metavar or "").endswith("JSON")
+
+    @property
     def unset(self) -> Any:
         """The value in argparse's namespace if the flag is absent."""
         if self.inverted:

@@ -134,6 +134,40 @@ def test_vllm_flags_that_would_change_answers_are_refused(row: Any) -> None:
             assert len(check_ignored(read(flag_words(row, flag, value)).args.ignored_flags)) == 1
 
 
+def test_switches_that_are_off_are_ignored() -> None:
+    words = ["m", "--no-enforce-eager", "--no-enable-lora", "--no-trust-remote-code", "--no-async-scheduling"]
+    lines = check_ignored(read(words).args.ignored_flags)
+    assert [line.split(" is ignored")[0] for line in lines] == words[1:]
+
+
+def test_keys_of_an_object_may_be_flags() -> None:
+    words = ["m", "--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=3"]
+    words += ["--limit-mm-per-prompt.image", "2", "--compilation-config.pass_config.enable_fusion", "true"]
+    args = read([*words, "--structured-outputs-config.backend", "xgrammar"]).args
+    assert args.speculate == {"method": "ngram", "num_speculative_tokens": 3}
+    assert [values for _, values in args.ignored_flags] == [
+        ['{"image": 2}'], ['{"pass_config": {"enable_fusion": true}}'], ['{"backend": "xgrammar"}'],
+    ]  # fmt: skip
+    assert len(check_ignored(args.ignored_flags)) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hf-overrides.a", "1", "--hf-overrides", "{}"], "--hf-overrides is given as a whole and by its keys"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a", "2"], "--hf-overrides.a is given twice"),
+        (["--hf-overrides.a", "1", "--hf-overrides.a.b", "2"], "--hf-overrides.a.b contradicts an earlier flag"),
+        (["--hf-overrides.a"], "unknown option --hf-overrides.a"),
+        (["--port.x", "1"], "unknown option --port.x"),
+        (["--no-enable-lora.x", "1"], "unknown option --no-enable-lora.x"),
+    ],
+)
+def test_contradicting_keys_end_with_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        read(["m", *words])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_they_may_stand_in_the_file_too(tmp_path: Path) -> None:
     file = config(tmp_path, "enforce_eager: true\nasync-scheduling: false\nswap-space: 4\n")
     lines = check_ignored(read(["m", "--config", file]).args.ignored_flags)

@@ -74,6 +74,21 @@ def test_sampling_defaults_are_checked(toy: Path, tmp_path: Path, capsys: pytest
         assert main_serve([model, "--dry-run", "--override-generation-config", '{"temperature": 0.5}']) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'), "E206"),
+        (("--speculate", "ngram:4"), "E204"),
+        (("--distributed-executor-backend", "ray"), "E207"),
+    ],
+)
+def test_options_that_the_artifact_cannot_have_are_refused(
+    words: tuple[str, str], code: str, toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_serve([str(toy), "--dry-run", *words]) == 1
+    assert f"LLMC-{code}" in capsys.readouterr().err
+
+
 def test_a_gpu_is_asked_through_its_tool_alone(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from llmc_runtime.format.nearest import nearest
 from llmc_runtime.ignored_options import by_flag
 from llmc_runtime.option_type import Option, of_command
 from llmc_runtime.option_type import options_of as declared
+from llmc_runtime.server.dotted_flags import join_dotted
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.server_options import Options, serve_options, serve_parser
 
@@ -53,7 +54,7 @@ def read(argv: Sequence[str], prog: str = "llmc-serve") -> Settings:
     Raises LlmcError E648 if the file cannot be used, and E665 if it needs a package.
     """
     parser, known = serve_parser(prog), serve_options()
-    arguments = [_with_dashes(argument) for argument in argv]
+    arguments = _joined(parser, known, [_with_dashes(argument) for argument in argv])
     _check_known(parser, known, arguments)
     defaults = {"model": None, **{name: option.unset for name, option in known.items()}, "ignored_flags": []}
     args = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(defaults)))
@@ -147,6 +148,16 @@ def _with_dashes(argument: str) -> str:
     return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
+def _joined(parser: argparse.ArgumentParser, known: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
+    """Join flags such as --speculative-config.method; exits if they contradict each other."""
+    objects = {flag for option in known.values() if option.takes_json for flag in option.spellings}
+    objects |= {flag for flag, row in by_flag().items() if row.values == "1"}
+    try:
+        return join_dotted(arguments, objects.__contains__)
+    except ValueError as e:
+        parser.error(str(e))
+
+
 def _check_known(parser: argparse.ArgumentParser, known: Mapping[str, Option], arguments: Sequence[str]) -> None:
     """Exit with a suggestion if a flag is unknown."""
     flags = [flag for option in known.values() for flag in (*option.spellings, *option.negations)]
@@ -198,7 +209,7 @@ def _option_value(path: Path, key: object, option: Option, value: Any, parser: a
 
 
 def _as_flags(path: Path, key: str, option: Option, value: Any) -> list[str]:
-    if isinstance(value, dict) and (option.metavar or "").endswith("JSON"):
+    if isinstance(value, dict) and option.takes_json:
         value = json.dumps(value)
     flag, texts = option.spellings[0], _texts(path, key, value, many=bool(option.many))
     return [flag, *texts] if option.many == "+" and texts else [f"{flag}={text}" for text in texts]

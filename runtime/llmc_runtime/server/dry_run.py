@@ -12,12 +12,13 @@ from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.device.device import kv_share
-from llmc_runtime.engine.loader import limits_of, snapshots_of
+from llmc_runtime.engine.loader import limits_of, snapshots_of, speculation_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import plan_kv
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.program import FILL, FIRST
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
@@ -29,22 +30,22 @@ def report_of(options: Options) -> dict[str, Any]:
     """Return the report with the keys "model", "artifact", "target", "memory", "kv", "limits", "server", "fits", "why".
 
     "fits" is None if it is unknown: the model is not compiled, or no GPU is visible. Raises the LlmcErrors of opening
-    an artifact, E204, E612 and E649.
+    an artifact, and those of options that do not fit it (E201, E204, E206, E207, E612) and of TLS (E649).
     """
-    engine = options.engine
-    replaced = {name: engine.get(name) for name in ("generation_config", "override_generation_config")}
+    known = {name: value for name, value in options.engine.items() if name in EngineOptions.__dataclass_fields__}
+    engine = EngineOptions(options.model, **known)
+    defaults = engine.generation_config, engine.override_generation_config
     report: dict[str, Any] = {"model": options.model, "names": list(names_of(options))}
     folder = Path(options.model)
     if is_id(options.model) or (is_source(folder) and not is_artifact(folder)):
-        generation_of({}, *replaced.values())
+        generation_of({}, *defaults)
         why = f"it is compiled on the first start; llmc compile {options.model} --dry-run reports more"
         report |= {"compiled": False, "fits": None, "why": why}
     else:
         artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
-        names = ("target", "dtype", "task", "deterministic", "data_parallel_size", "tensor_parallel_size")
-        named = {name: engine[name] for name in names if name in engine}
-        EngineOptions(options.model, **named).check_artifact(artifact.manifest)
-        generation_of(artifact.manifest.generation, *replaced.values())
+        engine.check_artifact(artifact.manifest)
+        generation_of(artifact.manifest.generation, *defaults)
+        _check_drafts(artifact, engine)
         report |= {"compiled": True, **_artifact(artifact, options)}
     if options.tls is not None:
         options.tls.context()
@@ -95,6 +96,13 @@ def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
     if report["data_parallel_size"] > 1:
         lines.append(f"  engines   {report['data_parallel_size']}, each with this KV cache and these limits")
     return lines
+
+
+def _check_drafts(artifact: Artifact, engine: EngineOptions) -> None:
+    """Raise LlmcError E204 or E206 if the artifact cannot draft tokens as requested."""
+    roles = {program.role for program in artifact.programs}
+    drafts = max((program.drafts for program in artifact.programs), default=0)
+    speculation_of(engine.speculate, drafts, rows=int(FIRST in roles), head=FIRST in roles and FILL not in roles)
 
 
 def _count(number: int, noun: str) -> str:
