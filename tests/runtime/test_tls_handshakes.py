@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import shutil
 import socket
@@ -84,5 +85,57 @@ def test_failed_handshakes_leave_nothing(sent: bytes, pem: Path) -> None:
         with asyncio.Runner(loop_factory=ServerLoop) as runner:
             runner.run(main())
         assert left() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ending", ["client", "server", "abort"])
+@pytest.mark.parametrize("encrypted", [True, False], ids=["tls", "plain"])
+def test_closed_connections_leave_nothing(encrypted: bool, ending: str, pem: Path) -> None:
+    """Their transports are freed without a collection, however the connection ends."""
+
+    def left() -> int:
+        return sum(issubclass(type(one), asyncio.Transport) for one in gc.get_objects())
+
+    class Answer(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(data)
+            if ending != "client":
+                (self.transport.abort if ending == "abort" else self.transport.close)()
+
+    def ask(address: tuple[str, int]) -> None:
+        with socket.create_connection(address) as link:
+            if not encrypted:
+                link.sendall(b"x")
+                link.recv(1)
+                return
+            trusting = ssl.create_default_context(cafile=pem / "cert.pem")
+            with trusting.wrap_socket(link, server_hostname="localhost") as secured:
+                secured.sendall(b"x")
+                secured.recv(1)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        listening = socket.create_server(("127.0.0.1", 0))
+        context = Tls(pem / "cert.pem", pem / "key.pem").context() if encrypted else None
+        async with await loop.create_server(Answer, sock=listening, ssl=context):
+            before = left()
+            for _ in range(3):
+                with contextlib.suppress(OSError):  # of a connection that is aborted
+                    await asyncio.to_thread(ask, listening.getsockname())
+            end = loop.time() + 10
+            while left() > before and loop.time() < end:
+                await asyncio.sleep(0.02)
+            assert left() == before
+
+    gc.collect()
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+            runner.run(main())
     finally:
         gc.enable()

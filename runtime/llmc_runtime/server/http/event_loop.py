@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -89,6 +90,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
         fd = sock.fileno()
         self.fair.add_handshake(fd)
         transport = super()._make_ssl_transport(sock, *args, **options)  # type: ignore[misc]
+        _uncycle(self._transports[fd])  # type: ignore[attr-defined]
         self._handshakes[transport] = None
         options["waiter"].add_done_callback(partial(self._end_handshake, transport, fd))
         while len(self._handshakes) > self.handshakes_allowed():
@@ -99,11 +101,28 @@ class ServerLoop(asyncio.SelectorEventLoop):
         protocol._ssl_buffer_view = memoryview(protocol._ssl_buffer)
         return transport
 
+    def _make_socket_transport(self, sock: socket.socket, *args: Any, **options: Any) -> Any:
+        """Extend asyncio's method."""
+        transport = super()._make_socket_transport(sock, *args, **options)  # type: ignore[misc]
+        _uncycle(transport)
+        return transport
+
     def _end_handshake(self, transport: Any, fd: int, waiter: asyncio.Future[None]) -> None:
         self._handshakes.pop(transport, None)
         self.fair.end_handshake(fd)
         if not waiter.cancelled() and (error := waiter.exception()) is not None:
             self.call_soon(_release, error)  # after it was raised where the loop waits for the handshake
+
+
+def _uncycle(transport: Any) -> None:
+    """Make a socket transport's callback a weak one: asyncio's is a method of the transport, also after an abort."""
+    method = weakref.WeakMethod(transport._read_ready_cb)
+
+    def read_ready() -> None:
+        if (live := method()) is not None:
+            live()
+
+    transport._read_ready_cb = read_ready
 
 
 def _release(error: BaseException) -> None:
