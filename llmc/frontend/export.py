@@ -96,6 +96,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
         cause = f"transformers refuses {source.folder / 'config.json'}: {' '.join(str(e).split())[:200]}"
         raise Diagnostic("E302", cause, "correct config.json") from e
     alibi.check_config(text)
+    rope_interface.check_parameters(getattr(text, "rope_parameters", None))
     if not pools and getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         why = "tokens of its prompts attend to later ones (use_bidirectional_attention)"
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)

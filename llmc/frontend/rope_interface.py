@@ -15,6 +15,11 @@ Plan = tuple[str, float, str, torch.dtype | None]  # buffer, scaling, layout, dt
 
 KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 
+NUMBERS = frozenset(
+    ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+     "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")
+)  # fmt: skip
+
 # How a module arranges h frequencies in the columns of its tables.
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
     {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
@@ -29,6 +34,23 @@ def check_config(config: dict[str, Any]) -> None:
     for name in _rope_types(config.get("rope_scaling")) + _rope_types(config.get("rope_parameters")):
         if name not in KNOWN:
             raise Diagnostic("E306", f"config.json: rope type {name!r} is unknown", f"known types: {', '.join(KNOWN)}")
+
+
+def check_parameters(entry: Any) -> None:
+    """Check the `rope_parameters` of a loaded config, which may have entries by kind of layer.
+
+    Raises Diagnostic E306 for an older rope type that this model does not have, E302 for a text instead of a number.
+    """
+    if not isinstance(entry, dict):
+        return
+    kind = entry.get("rope_type")
+    if isinstance(kind, str) and kind not in KNOWN:
+        cause = f"config.json: this model_type has no rope type {kind!r}"
+        raise Diagnostic("E306", cause, f"known types: {', '.join(KNOWN)}")
+    for key, value in entry.items():
+        if key in NUMBERS and isinstance(value, str | bool | list | dict):
+            raise Diagnostic("E302", f"config.json: {key} of the rope is {value!r:.60}, not a number", "correct it")
+        check_parameters(value)
 
 
 def _rope_types(entry: Any) -> list[str]:
