@@ -1,4 +1,4 @@
-"""Routes of vLLM and OpenAI that the server lacks, and what to use instead: the message of a 404."""
+"""Routes of other servers (vLLM, OpenAI, Ollama, TGI) that this one lacks, and what to use instead, for a 404."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _ADAPTERS = "adapters are not supported: merge them into the weights, and compil
 _TEXT = "prompts are text"
 _IDS = "use /v1/completions, which takes token ids"
 _BATCHES = "send the requests of a file one by one"
+_OLLAMA = "Ollama's API is not served: use "
 _MOVED = "with an admin key, use "
 
 # path -> what to use instead, or why there is nothing like it
@@ -25,6 +26,11 @@ OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
         "/sleep": _SLEEP, "/wake_up": _SLEEP, "/is_sleeping": _SLEEP,
         "/v1/load_lora_adapter": _ADAPTERS, "/v1/unload_lora_adapter": _ADAPTERS,
         "/v1/completions/render": "use /tokenize", "/v1/chat/completions/render": "use /tokenize",
+        "/api/chat": f"{_OLLAMA}/v1/chat/completions", "/api/generate": f"{_OLLAMA}/v1/completions",
+        "/api/tags": f"{_OLLAMA}/v1/models", "/api/show": f"{_OLLAMA}/v1/models", "/api/version": f"{_OLLAMA}/version",
+        "/api/embed": f"{_OLLAMA}/v1/embeddings", "/api/embeddings": f"{_OLLAMA}/v1/embeddings",
+        "/generate_stream": "use /v1/completions with stream", "/embed": "use /v1/embeddings",
+        "/v1/moderations": "use /classify, with a model that classifies",
         "/inference/v1/generate": _IDS, "/generate": _IDS,
         "/v1/batches": _BATCHES, "/v1/files": _BATCHES,
         "/collective_rpc": "engine processes take no calls",
