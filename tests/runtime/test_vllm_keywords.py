@@ -188,6 +188,7 @@ def test_sampling_parameters_without_an_effect_are_ignored() -> None:
         "spaces_between_special_tokens": True, "logits_processors": [], "output_kind": 0,
     }  # fmt: skip
     assert SamplingParams(max_tokens=3, seed=1, **harmless) == SamplingParams(max_tokens=3, seed=1)
+    assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)  # type: ignore[call-arg]
     assert StructuredOutputsParams(regex="a", disable_fallback=True) == StructuredOutputsParams(regex="a")  # type: ignore[call-arg]
 
 

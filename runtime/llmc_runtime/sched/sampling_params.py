@@ -156,6 +156,8 @@ class SamplingParams(metaclass=KeywordChecks):
     @classmethod
     def without_unknown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords that are parameters. Raises LlmcError E648 or TypeError for others with an effect."""
+        if "best_of" in values and values["best_of"] == values.get("n", 1):
+            values = {name: value for name, value in values.items() if name != "best_of"}
         return known_keywords(cls, values, OF_SAMPLING)
 
     def clone(self) -> SamplingParams:
