@@ -14,11 +14,7 @@ constexpr int TILES = TOKENS / 4;  // of 4 tokens, for one instruction each; sum
 constexpr int ENTRY = GROUP < COLUMNS ? GROUP : COLUMNS < 256 ? COLUMNS : 256;  // columns of a scale of x
 constexpr int X_ENTRIES = COLUMNS / ENTRY;
 static_assert(ENTRY <= 256, "a sum of an entry is below 2^27, and a warp has an entry at once");
-// Shared memory: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the sums of
-// squares of the warps and of the block [WARPS + 1][TOKENS], the scales and sums of x [WARPS][X_ENTRIES][TOKENS][2], the
-// slots [WARPS][DEPTH], and two barriers. Tokens pass through the first part.
-constexpr int TOTALS_AT = 2 * WARPS * SUMS, SQUARES_AT = TOTALS_AT + UNITS * SUMS;  // floats
-constexpr int X_SUMS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
+// Shared memory has the scales and sums of x [WARPS][X_ENTRIES][TOKENS][2] at X_SUMS_AT.
 constexpr int SLOTS_AT = X_SUMS_AT + WARPS * X_ENTRIES * TOKENS * 2;
 constexpr int BARRIERS_AT = SLOTS_AT + WARPS * DEPTH * SLOT_BYTES / 4;
 
@@ -218,9 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   float* squares = shared + SQUARES_AT;
   float2* x_sums = (float2*)(shared + X_SUMS_AT) + warp * (X_ENTRIES * TOKENS);
   const unsigned written = shared_address(shared + BARRIERS_AT);
-  launch_dependents();
-  for (int u = 0; u < DEPTH; u++) copy_unit(p, u, u);
-  if (threadIdx.x < 2) barrier_init(written + 8 * threadIdx.x, WARPS);
+  start_units(p, written);
   Gains gains;
   gains.load(p);
   wait_for_previous();

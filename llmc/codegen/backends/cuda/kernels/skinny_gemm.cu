@@ -19,11 +19,7 @@
 // OTHERS and the function `epilogue`.
 
 constexpr int TILES = TOKENS / 8;  // of 8 tokens, for one instruction each; sums are [TILES][STRIP][8]
-// Shared memory: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the sums of
-// squares of the warps and of the block [WARPS + 1][TOKENS], the sums of x [WARPS][ENTRIES][TOKENS], the slots
-// [WARPS][DEPTH], and two barriers. Tokens pass through the first part.
-constexpr int TOTALS_AT = 2 * WARPS * SUMS, SQUARES_AT = TOTALS_AT + UNITS * SUMS;  // floats
-constexpr int X_SUMS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
+// Shared memory has the sums of x [WARPS][ENTRIES][TOKENS] at X_SUMS_AT.
 constexpr int SLOTS_AT = X_SUMS_AT + WARPS * ENTRIES * TOKENS, BARRIERS_AT = SLOTS_AT + WARPS * DEPTH * SLOT_BYTES / 4;
 
 // The gain of a norm at the columns of a thread: 8 columns of each block of columns of its warp.
@@ -211,9 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   float* x_sums = shared + X_SUMS_AT + warp * (ENTRIES * TOKENS);
   const unsigned written = shared_address(shared + BARRIERS_AT);
   const Masks masks;
-  launch_dependents();
-  for (int u = 0; u < DEPTH; u++) copy_unit(p, u, u);
-  if (threadIdx.x < 2) barrier_init(written + 8 * threadIdx.x, WARPS);
+  start_units(p, written);
   Gains gains;
   gains.load(p);
   wait_for_previous();

@@ -15,6 +15,12 @@ constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for t
 constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
 constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
 
+// Shared memory, in floats: the sums of two strips [2][WARPS][SUMS], all sums of the block [UNITS][SUMS], with NORMED the
+// sums of squares of the warps and of the block [WARPS + 1][TOKENS], then the kernel's sums of x, the slots [WARPS][DEPTH],
+// and two barriers. Tokens pass through the first part.
+constexpr int TOTALS_AT = 2 * WARPS * SUMS, SQUARES_AT = TOTALS_AT + UNITS * SUMS;
+constexpr int X_SUMS_AT = SQUARES_AT + (NORMED ? (WARPS + 1) * TOKENS : 0);
+
 struct Problem {
   const bf16* x;                // [m][K]
   const bf16* gain;             // [K], or null
@@ -49,6 +55,13 @@ __device__ inline void copy_unit(const Problem& p, int u, int to) {
       }
   }
   commit_copies();
+}
+
+// Starts to copy the first units, and initializes the barriers at the address `written`, at which all warps arrive.
+__device__ inline void start_units(const Problem& p, unsigned written) {
+  launch_dependents();
+  for (int u = 0; u < DEPTH; u++) copy_unit(p, u, u);
+  if (threadIdx.x < 2) barrier_init(written + 8 * threadIdx.x, WARPS);
 }
 
 // A copied unit as the thread 4 g + q needs it: codes, and scales and zero points of the rows g and g + 8.
