@@ -96,6 +96,14 @@ def attend(query, attention: PagedAttention, pool: KeyPool, scale, pages, begin,
 
 
 @triton.jit
+def query_heads(attention: PagedAttention, token, kv_head, ROWS: tl.constexpr):
+    """Return token * HEADS + each query head that shares a key head, [ROWS], and whether it exists or is padding."""
+    GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
+    member = tl.arange(0, ROWS)
+    return token.to(tl.int64) * attention.HEADS + kv_head * GROUP + member, member < GROUP
+
+
+@triton.jit
 def attend_token(
     attention: PagedAttention, page_table_ptr, head, exists, kv_head, pages, begin, end, length, KEYS: tl.constexpr
 ):
@@ -151,10 +159,8 @@ def paged_decode(
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS_PER_TILE), end, attention.PAGE)
     if TABLES_SETTLED:
         wait_for_previous(DEPENDENT_LAUNCH)
-    GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
     HEAD_DIM: tl.constexpr = attention.HEAD_DIM
-    member = tl.arange(0, QUERY_ROWS)
-    head, exists = token.to(tl.int64) * attention.HEADS + kv_head * GROUP + member, member < GROUP
+    head, exists = query_heads(attention, token, kv_head, QUERY_ROWS)
     state, value_scale = attend_token(
         attention, page_table_ptr, head, exists, kv_head, first_pages, begin, end, length, KEYS_PER_TILE
     )

@@ -7,7 +7,7 @@ a single token, each for one key head.
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.decode_attention import add_sinks, attend_token, key_range
+from llmc.codegen.backends.triton.kernels.decode_attention import add_sinks, attend_token, key_range, query_heads
 from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.online_softmax import softmax_mean
 from llmc.codegen.backends.triton.kernels.paged_kv import PagedAttention, load_pages, store_rows
@@ -21,10 +21,8 @@ def attend_single(attention: PagedAttention, out_ptr, row, token, kv_head, ROWS:
     begin, end = key_range(length, attention.WINDOW, attention.PAGE, 0)
     page_table_ptr = attention.page_table_ptr + row.to(tl.int64) * attention.table_width
     first_pages = load_pages(page_table_ptr, begin + tl.arange(0, KEYS), end, attention.PAGE)
-    GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
     HEAD_DIM: tl.constexpr = attention.HEAD_DIM
-    member = tl.arange(0, ROWS)
-    head, exists = token.to(tl.int64) * attention.HEADS + kv_head * GROUP + member, member < GROUP
+    head, exists = query_heads(attention, token, kv_head, ROWS)
     state, value_scale = attend_token(
         attention, page_table_ptr, head, exists, kv_head, first_pages, begin, end, length, KEYS
     )
