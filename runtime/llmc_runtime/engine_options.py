@@ -32,6 +32,7 @@ MAX_ITL_MS = 60_000
 TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
 SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # limits that a compile fixes
+_AUTO = ("auto", "-1", -1)  # of vLLM, for the longest sequence that fits
 MP, RAY = "mp", "ray"  # launchers of the ranks of an engine
 _SERVE, _RUN, _BOTH = ("serve",), ("run",), ("serve", "run")
 _COMPILE = ("serve", "compile")
@@ -50,6 +51,17 @@ def _integer(code: str, low: int = 0, high: int = 0) -> Any:
         raise LlmcError(code, f"{name} = {value!r:.60} is not allowed", f"set {name} to {allowed}")
 
     return check
+
+
+def _length(name: str, value: Any) -> int | None:
+    """Return a number of tokens, None for auto and -1."""
+    automatic = isinstance(value, str | int) and value in _AUTO
+    checked: int | None = None if automatic else _integer("E204")(name, value)
+    return checked
+
+
+def _parse_length(text: str) -> int | None:
+    return None if text.strip() in _AUTO else count(text)
 
 
 def _seed(name: str, value: Any) -> int:
@@ -109,8 +121,8 @@ class EngineOptions(metaclass=KeywordChecks):
         check=_integer("E201"), engine=True,
     )  # fmt: skip
     max_model_len: int | None = option(
-        None, "maximum length of a sequence in tokens (default: the model's)", commands=_COMPILE, read=count,
-        metavar="N", check=_integer("E204"), engine=True,
+        None, "maximum length of a sequence in tokens (default, auto or -1: the model's)", commands=_COMPILE,
+        read=_parse_length, metavar="N", check=_length, engine=True,
     )  # fmt: skip
     max_num_seqs: int | None = option(
         None, "maximum number of sequences that run at a time", commands=_SERVE, read=positive, metavar="N",

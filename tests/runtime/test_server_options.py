@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime.cli import main_serve
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.ignored_options import IGNORED, REFUSED, check_ignored
 from llmc_runtime.server.config import options_of, read
@@ -183,6 +184,13 @@ def test_they_may_stand_in_the_file_too(tmp_path: Path) -> None:
 def test_tokens_may_have_a_unit(text: str, tokens: int, tmp_path: Path) -> None:
     args = read(["m", "--max-model-len", text, "--config", config(tmp_path, f"max-num-batched-tokens: {text}")]).args
     assert args.max_model_len == args.max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize("text", ["auto", "-1"])
+def test_the_longest_sequence_may_be_named(text: str, tmp_path: Path) -> None:
+    assert read(["m", "--max-model-len", text]).args.max_model_len is None
+    assert read(["m", "--config", config(tmp_path, f"max-model-len: {text}")]).args.max_model_len is None
+    assert EngineOptions("m", max_model_len=text).max_model_len is None  # type: ignore[arg-type]
 
 
 def test_underscores_are_dashes() -> None:
