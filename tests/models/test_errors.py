@@ -162,28 +162,6 @@ def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
     assert trace(config(tmp_path, auto_map=custom, num_hidden_layers=1)).facts.architecture == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize("entry", [{"rope_scaling": {"type": "wobbly", "factor": 2.0}}, rope("wobbly", factor=2.0)])
-def test_rope_type(entry: dict[str, Any], tmp_path: Path) -> None:
-    fails("E306", "'wobbly'", "llama3", do=lambda: trace(config(tmp_path, **entry)))
-
-
-@pytest.mark.parametrize("name", ["mrope", "su"])
-def test_an_older_rope_type_of_other_models(name: str, tmp_path: Path) -> None:
-    """Only the models that were published with these names map them to newer ones."""
-    scaling = {"type": name, "mrope_section": [4, 2, 2], "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    fails("E306", repr(name), "known types", do=lambda: trace(config(tmp_path, rope_scaling=scaling)))
-
-
-@pytest.mark.parametrize("value", ["2.0", True, [2.0]])
-def test_numbers_of_a_rope(value: Any, tmp_path: Path) -> None:
-    fails("E302", "factor of the rope", "number", do=lambda: trace(config(tmp_path, **rope("linear", factor=value))))
-
-
-def test_positions(tmp_path: Path) -> None:
-    dynamic = config(tmp_path, **rope("dynamic", factor=4.0))
-    fails("E306", "dynamic", "256", "512", do=lambda: trace(dynamic, max_positions=512))
-
-
 def case_config(name: str, folder: Path, **kw: Any) -> Path:
     case = BY_NAME[name]
     (folder / "config.json").write_text(json.dumps({"model_type": case.model_type, **case.config, **kw}))
