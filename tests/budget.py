@@ -131,7 +131,8 @@ COMMON: tuple[Row, ...] = (
         "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
         "{queue_seconds} while more wait; {handshakes} step of a TLS handshake in an iteration, and "
         "{tls_overhead} of TLS besides the data",
-        "{hello} of a TLS handshake, {head} of a head, {body} of a body, of each connection",
+        "{hello} of a TLS handshake, {head} of a head, {body} of a body, of each connection; the kernel's table of "
+        "descriptors has its final size from the start",
         "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
         "besides {uncounted} for each, and {unsent_kernel} for each in the kernel",
         "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,23 @@ def test_25_connections_without_a_key(small: Target) -> None:
         for link in links:
             link.close()
     small.steady("silent connections")
+
+
+def test_25_descriptors_are_allocated_at_the_start(small: Target) -> None:
+    """Doubling the table of descriptors while connections arrive would stop the event loop for up to 25 ms."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("the size of the table is read from /proc")
+
+    def table_size() -> int:
+        status = Path(f"/proc/{small.process.pid}/status").read_text()
+        return int(status.partition("FDSize:")[2].split()[0])
+
+    before = table_size()
+    links = occupied(small, b"", 2 * MOST)
+    assert table_size() == before >= MOST + 192  # as set_descriptor_limit needs
+    for link in links:
+        link.close()
+    small.steady("the table of descriptors")
 
 
 def test_25_large_heads_that_do_not_end(small: Target) -> None:

@@ -24,7 +24,12 @@ from llmc_runtime.defaults import described
 from llmc_runtime.server.admin import dump_on_quit
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK, Limits, key_id
-from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS, ConnectionLimit, set_descriptor_limit
+from llmc_runtime.server.http.connection_limit import (
+    MAX_CONNECTIONS,
+    ConnectionLimit,
+    allocate_descriptors,
+    set_descriptor_limit,
+)
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
@@ -131,6 +136,7 @@ async def serve_over(
     sys.setswitchinterval(_SWITCH_SECONDS)
     say = startup_printer(options.log_format)
     connections = set_descriptor_limit(options.max_connections)
+    allocate_descriptors(connections)
     if connections < MAX_CONNECTIONS and options.max_connections is None:
         say(f"at most {connections} connections: ulimit -n allows no more")
     prepared = asyncio.get_running_loop().run_in_executor(None, prepare_checks)  # while the engine opens
