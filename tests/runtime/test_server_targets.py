@@ -53,6 +53,34 @@ def test_targets_in_absolute_form_are_the_paths_that_they_name(server: Served) -
     assert send(server, "http://evil.test/health", "", version="1.0") == (421, "invalid_host")
 
 
+def test_long_targets_are_refused_before_they_are_decoded(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    long = "/v1/models/" + "%2f" * 3000
+    assert send(server, long[:8000], "Host: localhost\r\n" + MINE) == (404, "model_not_found")
+    assert send(server, long, "Host: localhost\r\n") == (414, "target_too_long")  # also without a key
+    assert send(server, long * 7, "Host: localhost\r\n") == (414, "target_too_long")  # also without its end
+    head = f"GET {long} HTTP/1.1\r\nHost: localhost\r\n{MINE}\r\n"
+    first = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{MINE}Content-Type: application/json\r\n"
+    for before in (
+        "",
+        f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{MINE}\r\n",
+        f"{first}Content-Length: 2\r\n\r\n{{}}",
+    ):
+        with socket.create_connection((host, int(port)), timeout=20) as link:
+            link.sendall((before + head).encode())
+            received = b""
+            while part := link.recv(1 << 16):
+                received += part
+        assert received.count(b"HTTP/1.1 414 ") == 1 and b"HTTP/1.1 404" not in received, before
+
+
+def test_long_queries_are_refused_before_they_are_decoded(server: Served) -> None:
+    for path in ("/v1/responses/resp_x", "/v1/responses/resp_x/input_items"):
+        assert send(server, f"{path}?x={'%2f' * 300}", "Host: localhost\r\n" + MINE) == (404, "response_not_found")
+        assert send(server, f"{path}?{'a=b&' * 300}", "Host: localhost\r\n" + MINE) == (400, "query_too_long")
+    assert send(server, f"/admin/trace?{'a=b&' * 300}", "Host: localhost\r\n" + THEIRS) == (400, "query_too_long")
+
+
 def test_targets_of_other_servers_are_refused(server: Served) -> None:
     for target, head in (
         ("http://evil.test/health", "Host: localhost\r\n"), ("http://localhost/health", "Host: evil.test\r\n"),

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio.to_thread
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,6 +30,7 @@ from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import ApiError, not_found, unavailable
 from llmc_runtime.server.http.replies import as_error, as_json, catch_errors, while_connected
+from llmc_runtime.server.http.request_target import query_of
 from llmc_runtime.server.requests.parse import parse
 from llmc_runtime.server.server_options import LOG_LEVELS
 from llmc_runtime.server.serving import Serving
@@ -88,14 +88,14 @@ class Admin:
     @catch_errors
     async def trace(self, request: Request) -> Response:
         """GET /admin/trace?seconds=N: record the engine's loop for N seconds, in the trace event format."""
-        seconds = _trace_seconds(request.query_params.get("seconds"))
+        seconds = _trace_seconds(query_of(request).get("seconds"))
         try:
             rows = await while_connected(request.receive, self.serving.llm.record(seconds))
         except LlmcError as e:
             if e.code == "E660" and self.serving.llm.is_running:
                 raise ApiError(e.cause, status=409, code="already_recording") from None
             raise unavailable("the engine is not running", "engine_unavailable") from None
-        text = await anyio.to_thread.run_sync(lambda: json.dumps(document(rows)))
+        text = await asyncio.to_thread(lambda: json.dumps(document(rows)))
         headers = {"Content-Disposition": 'attachment; filename="llmc-trace.json"', "Cache-Control": "no-store"}
         return Response(text, headers=headers, media_type="application/json")
 

@@ -15,7 +15,7 @@ from llmc_runtime.server.requests.parse import check_lengths
 from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
-_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 431, 500, 503, 504)
+_ERRORS = (400, 401, 404, 408, 413, 414, 415, 421, 429, 431, 500, 503, 504)
 _REF = "#/components/schemas/{name}"
 _HEADERS = ("X-Request-Id", "Retry-After", "retry-after-ms", "x-should-retry", "WWW-Authenticate")
 _HEADERS_OF = MappingProxyType({401: (0, 4), 429: (0, 1, 2), 500: (0, 3), 503: (0, 1, 2), 504: (0, 3)})  # by status

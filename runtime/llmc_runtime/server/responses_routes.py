@@ -12,6 +12,7 @@ from llmc_runtime.server.api_routes import INPUT_TOKENS
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
+from llmc_runtime.server.http.request_target import query_of
 from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.responses_request import InputTokensRequest, references_of, to_responses_request
 from llmc_runtime.server.stored_responses import StoredResponse, separated
@@ -62,7 +63,7 @@ class ResponsesRoutes(Endpoint):
         if request.method == "DELETE":
             self.serving.stored.delete(request.scope["llmc.key"], name)
             return as_json({"id": name, "object": "response", "deleted": True})
-        if request.query_params.get("stream") not in (None, "false"):
+        if query_of(request).get("stream") not in (None, "false"):
             cause = "stream: stored responses are not streamed"
             raise ApiError(cause, param="stream", code="unsupported_parameter")
         return self._sent(request, self._stored(request).document())
@@ -70,7 +71,7 @@ class ResponsesRoutes(Endpoint):
     @catch_errors
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/ID/input_items: the response's own input, a page at a time."""
-        query = request.query_params
+        query = query_of(request)
         limit, order, after = query.get("limit", str(LISTED)), query.get("order", "desc"), query.get("after")
         if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
             raise ApiError(f"limit: 1 to {MAX_LISTED}", param="limit")

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import unquote
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llmc_runtime.server.http.errors import ApiError
+
+MAX_QUERY = 1 << 10  # bytes; 8 KiB of fields would take 3 ms to decode
 
 
 def normalize_root(root: str) -> str:
     """Return a root path with a leading slash and without a trailing one; "" if it is empty."""
     return "/" + root.strip("/") if root.strip("/") else ""
+
+
+def query_of(request: Request) -> Mapping[str, str]:
+    """Return the fields of the query. Raises ApiError 400 if it is too long."""
+    if len(request.scope["query_string"]) > MAX_QUERY:
+        raise ApiError(f"the query has more than {MAX_QUERY} bytes; send fewer fields", code="query_too_long")
+    return request.query_params
 
 
 class NormalizeTarget:
