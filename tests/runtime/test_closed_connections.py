@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import socket
 import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("starlette")
+from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.lingering_close import LingerCount, Lingering
 from llmc_runtime.server.protocol import HttpConnection
 
-from tests.runtime.served import served
+from tests.runtime.served import Served, served
 from tests.runtime.test_server_load import until
 from tests.runtime.test_server_shed import BODY, Link, head, occupy, own_loop
 
@@ -33,6 +37,54 @@ def test_closed_connections_are_freed_without_the_garbage_collector(own_loop: bo
             occupy(server).close()  # its answer is cut off
             gone = (HttpConnection, Lingering, asyncio.Transport)
             until(lambda: not any(issubclass(type(one), gone) for one in gc.get_objects()))
+        finally:
+            gc.enable()
+
+
+CHAT = [{"role": "user", "content": "x"}]
+IMPOSSIBLE = {"structured_outputs": {"regex": "(("}, "max_tokens": 2}
+REQUESTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "response": ("/v1/responses", {"input": "x", "max_output_tokens": 3}, 200),
+    "streamed response": ("/v1/responses", {"input": "x", "max_output_tokens": 3, "stream": True}, 200),
+    "response with log-probabilities": (
+        "/v1/responses",
+        {"input": "x", "max_output_tokens": 3, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}, 200,
+    ),
+    "long response": ("/v1/responses", {"input": "x" * 5000}, 400),
+    "long prompt of a large body": ("/v1/completions", {"prompt": "x" * 40_000}, 400),
+    "large chat": ("/v1/chat/completions", {"messages": CHAT * 500, "user": "y" * 40_000}, 400),
+    "impossible grammar": ("/v1/completions", {"prompt": "x", **IMPOSSIBLE}, 400),
+    "impossible grammar, streamed": ("/v1/completions", {"prompt": "x", "stream": True, **IMPOSSIBLE}, 400),
+    "impossible grammar of two prompts": ("/v1/completions", {"prompt": ["x", "y"], **IMPOSSIBLE}, 400),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def storing() -> Iterator[Served]:
+    with served(own_loop=True, store=1 << 20) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_leave_nothing_to_the_garbage_collector(storing: Served, name: str) -> None:
+    """A full collection is rare and long: what it has to free fills the memory, and delays the streams of others."""
+    path, fields, status = REQUESTS[name]
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    host, port = storing.url.removeprefix("http://").split(":")
+    for collect in (True, False):  # the first request starts what stays
+        gc.collect()
+        if not collect:
+            gc.disable()
+        try:
+            with socket.create_connection((host, int(port)), timeout=60) as link:
+                link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                received = b""
+                while part := link.recv(1 << 16):
+                    received += part
+            assert received.startswith(b"HTTP/1.1 %d " % status), received
+            if not collect:
+                until(lambda: not any(issubclass(type(one), (HttpConnection, Call)) for one in gc.get_objects()))
         finally:
             gc.enable()
 

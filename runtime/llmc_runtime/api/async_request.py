@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +80,7 @@ class AsyncRequestState(RequestState):
             if self._kind != "delta" and self.parts[0].num_scored > _MAX_INLINE:
                 await asyncio.to_thread(getattr, self.parts[0], "prompt_logprobs")
             if self.error is not None:
-                raise self.error
+                raise copy(self.error)  # the frames to which a raised error refers have this object
             if self._kind == "final_only":
                 self._open.clear()
                 return self.output()

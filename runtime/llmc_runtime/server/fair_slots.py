@@ -63,6 +63,8 @@ class FairSlots:
             if isinstance(e, TimeoutError):
                 raise self._refusal() from None
             raise
+        finally:
+            del waiter  # its exception refers to this frame
 
     def release(self, key: str) -> None:
         """Return a slot."""

@@ -39,6 +39,9 @@ async def _merged(sources: list[Updates]) -> Updates:
         for task in (starting, *tasks):
             task.cancel()
         await asyncio.gather(starting, *tasks, return_exceptions=True)
+        item = None  # an error refers to this frame, and those in the queue to the frames that refer to it
+        while not queue.empty():
+            queue.get_nowait()
 
 
 async def _start(sources: list[Updates], queue: Items, tasks: list[asyncio.Task[None]]) -> None:

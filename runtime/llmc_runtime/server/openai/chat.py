@@ -19,10 +19,9 @@ from llmc_runtime.server.openai.generation_response import (
     Choice,
     GenerationResponse,
     Scores,
-    clamped,
     prompt_logprobs,
-    token_text,
 )
+from llmc_runtime.server.openai.message_tokens import TokenScores
 from llmc_runtime.server.requests.request_fields import ChatRequest
 from llmc_runtime.server.requests.sampling_fields import of_chat
 from llmc_runtime.server.tool_calls.message import Delta, MessageParser, is_cut, joined
@@ -181,21 +180,12 @@ class ChatResponse(GenerationResponse[ChatRequest]):
     def _logprobs(self, tokens: list[int], rows: Sequence[Row | None]) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        content = self._content(tokens, rows)
+        content = self._token_scores().content(tokens, rows)
         return {"content": Lazy(content) if len(tokens) > 1 else list(content), "refusal": None}
 
-    def _content(self, tokens: list[int], rows: Sequence[Row | None]) -> Iterator[dict[str, Any]]:
-        count, as_id = self._request.top_logprobs or 0, bool(self._request.return_tokens_as_token_ids)
-        for token, row in zip(tokens, rows, strict=True):
-            assert row is not None  # generated tokens always have a row
-            ranked = sorted(row.items(), key=lambda item: item[1].rank)
-            top = [self._candidate(t, row, as_id) for t, item in ranked if item.rank <= count][:count]
-            yield {**self._candidate(token, row, as_id), "top_logprobs": top}
-
-    def _candidate(self, token: int, row: Row, as_id: bool) -> dict[str, Any]:
-        item = row[token]
-        raw = self._serving.prompting.raw(token, token_text(token, item))
-        return {"token": token_text(token, item, as_id), "logprob": clamped(item), "bytes": list(raw)}
+    def _token_scores(self) -> TokenScores:
+        request = self._request
+        return TokenScores(self._serving.prompting, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids))
 
 
 def _choice(index: int, delta: dict[str, Any]) -> dict[str, Any]:

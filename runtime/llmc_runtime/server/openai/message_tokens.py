@@ -6,10 +6,11 @@ import codecs
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmc_runtime.logprobs import Row
 from llmc_runtime.outputs import CompletionOutput
-from llmc_runtime.server.openai.generation_response import token_text
+from llmc_runtime.server.openai.generation_response import clamped, token_text
 from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.tool_calls.message import Delta
 
@@ -28,6 +29,36 @@ class ScoredToken:
         row = self.rows[self.index]
         assert row is not None  # generated tokens always have a row
         return row
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Makes the JSON of the log-probabilities of tokens, `top` alternatives each; `as_id`: tokens are shown as ids.
+
+    It does not refer to the response: one with log-probabilities that are made later would refer to itself, and be
+    kept until a garbage collection.
+    """
+
+    prompting: Prompting
+    top: int
+    as_id: bool
+
+    def content(self, tokens: Sequence[int], rows: Sequence[Row | None]) -> Iterator[dict[str, Any]]:
+        """Yield the entries of generated tokens, which always have a row."""
+        for token, row in zip(tokens, rows, strict=True):
+            assert row is not None
+            yield self.entry(token, row)
+
+    def entry(self, token: int, row: Row) -> dict[str, Any]:
+        """Return the entry of a token."""
+        ranked = sorted(row.items(), key=lambda item: item[1].rank)
+        top = [self._candidate(other, row) for other, item in ranked if item.rank <= self.top][: self.top]
+        return {**self._candidate(token, row), "top_logprobs": top}
+
+    def _candidate(self, token: int, row: Row) -> dict[str, Any]:
+        item = row[token]
+        raw = self.prompting.raw(token, token_text(token, item))
+        return {"token": token_text(token, item, self.as_id), "logprob": clamped(item), "bytes": list(raw)}
 
 
 @dataclass

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmc_runtime.server.http.lazy_json import Lazy
-from llmc_runtime.server.openai.message_tokens import ScoredToken
+from llmc_runtime.server.openai.message_tokens import ScoredToken, TokenScores
 from llmc_runtime.server.requests.responses_request import encoded_reasoning
 from llmc_runtime.server.tool_calls.message import Delta
 
 Event = dict[str, Any]
-Entry = Callable[[ScoredToken, bool], dict[str, Any]]  # of a token's log-probabilities; True: with the texts' bytes
+
+
+class NumberedEvents:
+    """Makes events of a type, each with the next sequence number."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __call__(self, name: str, /, **fields: Any) -> Event:
+        """Return an event."""
+        return {"type": name, "sequence_number": next(self._numbers), **fields}
 
 
 class OutputItems:
     """The items of one output: reasoning, messages and function calls.
 
-    `event` makes an event of a type with a sequence number, and `entry` the JSON of a token's log-probabilities. With
-    `encrypted`, reasoning items also have the field encrypted_content.
+    `event` makes the events, and `scores` the JSON of log-probabilities. With `encrypted`, reasoning items also have
+    the field encrypted_content.
     """
 
-    def __init__(self, event: Callable[..., Event], entry: Entry, encrypted: bool) -> None:
+    def __init__(self, event: NumberedEvents, scores: TokenScores, encrypted: bool) -> None:
         self.items: list[dict[str, Any]] = []  # complete, except for the last one while it is open
-        self._event, self._entry, self._encrypted = event, entry, encrypted
+        self._event, self._scores, self._encrypted = event, scores, encrypted
         self._texts: list[str] | None = None  # of the last item, while it is open
         self._tokens: list[ScoredToken] = []  # of its text, with log-probabilities
 
@@ -76,7 +87,7 @@ class OutputItems:
 
     def _logprobs(self, *, with_bytes: bool) -> Lazy | list[Event]:
         """Return the log-probabilities of the last item, which can be encoded repeatedly."""
-        return Lazy(_Entries(self._tokens, self._entry, with_bytes)) if self._tokens else []
+        return Lazy(_Entries(self._tokens, self._scores, with_bytes)) if self._tokens else []
 
     def _extend(self, kind: str, text: str, tokens: Sequence[ScoredToken] = ()) -> Iterator[Event]:
         """Add text to an item of this kind, which is opened unless it is open."""
@@ -97,7 +108,7 @@ class OutputItems:
             yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
         else:
             self._tokens += tokens
-            logprobs = [self._entry(token, False) for token in tokens]
+            logprobs = list(_Entries(tokens, self._scores, with_bytes=False))
             yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)
 
     def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
@@ -112,13 +123,19 @@ class OutputItems:
 
 
 class _Entries:
-    """The log-probabilities of tokens, which are made whenever they are read."""
+    """The log-probabilities of tokens, which are made whenever they are read. Events have no bytes, but content parts
+    do."""
 
-    def __init__(self, tokens: Sequence[ScoredToken], entry: Entry, with_bytes: bool) -> None:
-        self._tokens, self._entry, self._with_bytes = tokens, entry, with_bytes
+    def __init__(self, tokens: Sequence[ScoredToken], scores: TokenScores, with_bytes: bool) -> None:
+        self._tokens, self._scores, self._with_bytes = tokens, scores, with_bytes
 
     def __iter__(self) -> Iterator[Event]:
-        return (self._entry(token, self._with_bytes) for token in self._tokens)
+        for token in self._tokens:
+            entry = self._scores.entry(token.id, token.row)
+            if not self._with_bytes:
+                for item in (entry, *entry["top_logprobs"]):
+                    del item["bytes"]
+            yield entry
 
 
 def without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

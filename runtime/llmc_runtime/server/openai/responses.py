@@ -14,7 +14,7 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.replies import named_event
 from llmc_runtime.server.openai.message_tokens import ScoredToken
 from llmc_runtime.server.openai.named_events import NamedEventsResponse
-from llmc_runtime.server.openai.response_items import OutputItems, without_logprobs
+from llmc_runtime.server.openai.response_items import NumberedEvents, OutputItems, without_logprobs
 from llmc_runtime.server.requests.responses_request import (
     ENCRYPTED,
     Earlier,
@@ -49,8 +49,8 @@ class ResponsesResponse(NamedEventsResponse):
         else:
             chat = to_chat(request, [], [])
         super().__init__(serving, chat, replace(call, repeats=_REPEATS) if request.stream else call, job)
-        self._count = 0  # events so far
-        self._output = OutputItems(self._event, self._entry, ENCRYPTED in (request.include or ()))
+        self._event = NumberedEvents()
+        self._output = OutputItems(self._event, self._token_scores(), ENCRYPTED in (request.include or ()))
 
     def _earlier(self) -> bytes:
         """See ChatResponse. Nothing keeps these bytes: they may be many, and are not counted."""
@@ -77,24 +77,12 @@ class ResponsesResponse(NamedEventsResponse):
         events = self._event("error", **code, param=error.param), self._event("response.failed", response=response)
         return b"".join(map(named_event, events))
 
-    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
-        self._count += 1
-        return {"type": name, "sequence_number": self._count - 1, **fields}
-
     def _opening(self) -> Iterator[dict[str, Any]]:
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._document("in_progress"))
 
     def _take(self, delta: Delta, tokens: Sequence[ScoredToken]) -> Iterator[dict[str, Any]]:
         return self._output.take(delta, tokens)
-
-    def _entry(self, token: ScoredToken, with_bytes: bool) -> dict[str, Any]:
-        """Return the log-probabilities of a token. Events have no bytes, but content parts do."""
-        (entry,) = self._content([token.id], [token.row])
-        if not with_bytes:
-            for item in (entry, *entry["top_logprobs"]):
-                del item["bytes"]
-        return entry
 
     def _closing(self, finish: str, stop: int | str | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         status = "incomplete" if finish == "length" else "completed"

@@ -218,8 +218,13 @@ class OffloadedJob:
         self._pool.lanes.release(self._key)
 
     async def _run(self, work: Any) -> Any:
-        self._work = self._pool.run_background(self._within(work))
-        return await asyncio.shield(self._work)
+        task = self._work = self._pool.run_background(self._within(work))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done():
+                self._work = None  # its error refers to the frames of the request, and these to this object
+            del task
 
     async def _within(self, work: Any) -> Any:
         """Return the result of the work; the process is ended if it takes too long."""
