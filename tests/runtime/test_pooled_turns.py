@@ -130,7 +130,7 @@ def test_scores_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooled, "time", SimpleNamespace(perf_counter=clock, time=lambda: 0.0))
     server = FakeServing()
     found = run(lambda: reranked(server, ["x"] * 300, called()).complete())
-    assert len(found["results"]) == 300 and server.encoding.count == 300
+    assert len(list(found["results"].items)) == 300 and server.encoding.count == 300
 
 
 def test_the_documents_of_a_large_body_are_charged_to_their_key() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -107,6 +108,48 @@ async def test_one_source_is_started_in_an_iteration_of_the_event_loop() -> None
         pass
     counting.cancel()
     assert len(set(starts)) == len(starts) == 20
+
+
+@run
+async def test_a_few_sources_end_in_an_iteration_when_a_reader_leaves() -> None:
+    """A client may leave several requests of 128 prompts, each of which takes the event loop time."""
+    iteration, ends = 0, list[int]()
+
+    async def source() -> Updates:
+        try:
+            while True:
+                yield 0, output(0)
+                await asyncio.sleep(0)
+        finally:
+            ends.append(iteration)
+
+    async def count() -> None:
+        nonlocal iteration
+        while True:
+            iteration += 1
+            await asyncio.sleep(0)
+
+    for again in (False, True):  # the reader is cancelled once more while the sources end
+        ends.clear()
+        counting = asyncio.ensure_future(count())
+
+        async def read() -> None:
+            async for _ in merged([source() for _ in range(100)]):
+                pass
+
+        reading = asyncio.ensure_future(read())
+        while iteration % 1000 < 150:
+            await asyncio.sleep(0)
+        reading.cancel()
+        if again:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        counting.cancel()
+        iteration = 1000
+        assert reading.cancelled() and len(ends) == 100
+        assert again or max(Counter(ends).values()) <= 16
 
 
 @run

@@ -70,12 +70,12 @@ class PooledResponse:
             return self._list(outputs, Lazy(_classes(pooling, params, outputs), small=False))
         scores = await self._scores(pooling, params, outputs)
         if isinstance(request, ScoreRequest):
-            data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-            return self._list(outputs, data)
+            data = ({"index": i, "object": "score", "score": score} for i, score in enumerate(scores))
+            return self._list(outputs, Lazy(data))
         assert isinstance(request, RerankRequest)
         return {
             "id": call.id, "model": serving.names[0], "usage": _usage(outputs),
-            "results": _ranked(request, scores, prompts[-len(scores) :]),
+            "results": Lazy(_ranked(request, scores, prompts[-len(scores) :]), small=False),
         }  # fmt: skip
 
     async def _prompts(self, pooling: Pooling) -> list[Prompt]:
@@ -175,13 +175,10 @@ def _scored(
     yield from (similarity(a, b) for a, b in zip(firsts, pooled[-seconds:], strict=True))
 
 
-def _ranked(request: RerankRequest, scores: Sequence[float], documents: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Return the best documents, the best one first; among equals, the earlier one."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]
-    results: list[dict[str, Any]] = []
-    for i in order:
+def _ranked(request: RerankRequest, scores: Sequence[float], documents: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+    """Yield the best documents, the best one first; among equals, the earlier one."""
+    for i in sorted(range(len(scores)), key=lambda i: -scores[i])[: request.top_n]:
         result: dict[str, Any] = {"index": i, "relevance_score": scores[i]}
         if request.return_documents is not False:
             result["document"] = {"text": documents[i].text}
-        results.append(result)
-    return results
+        yield result

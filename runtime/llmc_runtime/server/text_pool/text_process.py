@@ -14,6 +14,7 @@ from llmc_runtime.server.text_pool import text_messages as m
 
 _REAP = 0.005  # seconds between checks for the end of a process
 _BUFFER = 1 << 20  # size of the socket's buffers in bytes
+_SENT = 256 << 10  # bytes sent at a time: while the process reads, one call of the system sends as much as it is given
 _END_SECONDS = 10.0  # between the end of the link and the end of the process, on a busy machine
 
 
@@ -58,7 +59,9 @@ class TextProcess(LinkedProcess):
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._link, m.HEAD.pack(kind, len(payload)))
-            await loop.sock_sendall(self._link, payload)
+            for begin in range(0, len(payload), _SENT):
+                await loop.sock_sendall(self._link, memoryview(payload)[begin : begin + _SENT])
+                await asyncio.sleep(0)
         except OSError:
             raise Ended from None
 
