@@ -65,7 +65,18 @@ class Figures:
     last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST))
 
     def faults(self, lenient: float = 1.0) -> list[str]:
-        """Return the faults of a run as texts; `lenient` multiplies the limits of time."""
+        """Return the faults of a run as texts, those of time last; `lenient` multiplies the limits of time."""
+        found = list[str]()
+        for process, held in self.after.items():
+            grown = held - self.before.get(process, 0)
+            if grown > GROWTH:
+                found.append(f"process {process[0]} keeps {grown >> 20} MiB more")
+        if self.golden[0] != self.golden[1]:
+            found.append(f"the golden prompt was answered {self.golden[1]!r:.300}, before {self.golden[0]!r:.300}")
+        return found + self.ended + self.odd + self._of_windows(lenient)
+
+    def _of_windows(self, lenient: float) -> list[str]:
+        """Return what was slow, and refusals of others."""
         most = lenient * max(FLOOR_ITL, TIMES_ITL * self.quiet["itl"]["p99_ms"])
         over = [one["itl"]["p99_ms"] for one in self.windows if one["itl"]["p99_ms"] > most]
         found = [f"ITL p99 {over} ms, at most {most:.0f}"] if len(over) > 1 or (over and len(self.windows) == 1) else []
@@ -81,13 +92,7 @@ class Figures:
             for name in INNOCENT:
                 bad = {k: n for k, n in one[name]["statuses"].items() if k.split()[0] not in ("200", "429", "503")}
                 found += [f"a small {name} of another key got {bad}"] if bad else []
-        for process, held in self.after.items():
-            grown = held - self.before.get(process, 0)
-            if grown > GROWTH:
-                found.append(f"process {process[0]} keeps {grown >> 20} MiB more")
-        if self.golden[0] != self.golden[1]:
-            found.append(f"the golden prompt was answered {self.golden[1]!r:.300}, before {self.golden[0]!r:.300}")
-        return found + self.ended + self.odd
+        return found
 
 
 def odd(made: Shot, got: Answer) -> str:
