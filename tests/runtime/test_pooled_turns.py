@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -112,6 +114,61 @@ def test_few_prompts_are_started_in_an_iteration() -> None:
 
     found = run(work)
     assert found.starts_in.total() == 4 * 64 and max(found.starts_in.values()) <= serving._STARTS
+
+
+def test_a_few_prompts_end_in_an_iteration_when_a_client_leaves() -> None:
+    async def work() -> Counter[int]:
+        server, ends = FakeServing(), Counter[int]()
+
+        async def pool(*_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+            try:
+                await asyncio.Event().wait()
+                yield RequestOutput("r", None, [], [], True)
+            finally:
+                ends[server.iteration] += 1
+
+        server.llm.pool, call = pool, called()
+        counting = asyncio.ensure_future(server.counting())
+        pooled_run.reserve(server, call, 64)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(pooled_run.run(server, [Prompt([5])] * 64, 0, "", call))  # type: ignore[arg-type]
+        while server.iteration < 100:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        counting.cancel()
+        assert running.cancelled() and not server.admission.open_sequences
+        return ends
+
+    ends = run(work)
+    assert ends.total() == 64 and max(ends.values()) <= 16
+
+
+def test_the_first_error_ends_all_prompts_and_leaves_nothing_to_the_garbage_collector() -> None:
+    calls = list[Any]()
+
+    async def work() -> None:
+        server, call = FakeServing(), called()
+
+        async def pool(prompt: Prompt, *_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+            await asyncio.sleep(0)
+            if prompt.ids == [6]:
+                raise ApiError("refused")
+            await asyncio.Event().wait()
+            yield RequestOutput("r", None, [], [], True)
+
+        server.llm.pool = pool
+        calls.append(weakref.ref(call))
+        pooled_run.reserve(server, call, 3)  # type: ignore[arg-type]
+        with pytest.raises(ApiError, match="refused"):
+            await pooled_run.run(server, [Prompt([5]), Prompt([6]), Prompt([6])], 0, "", call)  # type: ignore[arg-type]
+        assert not server.admission.open_sequences
+
+    gc.disable()
+    try:
+        run(work)
+        assert calls[0]() is None
+    finally:
+        gc.enable()
 
 
 def reranked(server: FakeServing, texts: list[str], call: Call) -> Any:

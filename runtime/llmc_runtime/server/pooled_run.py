@@ -15,6 +15,7 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics
 from llmc_runtime.server.serving import Serving
+from llmc_runtime.server.updates import end_tasks
 
 MAX_OPEN = 64  # prompts of one request that wait or run at a time
 
@@ -49,19 +50,21 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
             record.take(output)
             outputs[index] = output
 
+    tasks, failed = list[asyncio.Task[None]](), None
     try:
         slot.resize(sum(len(prompt.ids) for prompt in prompts), 0)
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(_open(serving, len(prompts))):
-                tasks.create_task(work())
-    except ExceptionGroup as group:
-        error = _first(group)
+        tasks += [asyncio.ensure_future(work()) for _ in range(_open(serving, len(prompts)))]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((task for task in tasks if task.done() and task.exception() is not None), None)
+        if failed is not None:
+            failed.result()
+    except Exception as error:
         record.fail(error.code if isinstance(error, ApiError) else None)
-        raise error from None
-    except ApiError as error:
-        record.fail(error.code)
         raise
     finally:
+        await end_tasks(tasks)
+        tasks.clear()
+        failed = None  # its error refers to this frame
         call.resources.release_slot()
     return [output for output in outputs if output is not None]
 
@@ -79,11 +82,3 @@ def _open(serving: Serving, count: int) -> int:
     """Return how many of `count` prompts wait or run at a time: at most what the queue accepts of one key."""
     admission = serving.admission
     return min(count, MAX_OPEN, admission.sequences, admission.per_key or MAX_OPEN)
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """Return the first error of a group."""
-    error: Exception = group
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -38,13 +38,13 @@ async def _merged(sources: list[Updates]) -> Updates:
             else:
                 yield item
     finally:
-        await _ended([starting, *tasks])
+        await end_tasks([starting, *tasks])
         item = None  # an error refers to this frame, and those in the queue to the frames that refer to it
         while not queue.empty():
             queue.get_nowait()
 
 
-async def _ended(tasks: list[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: list[asyncio.Task[None]]) -> None:
     """Cancel the tasks, a few in an iteration of the event loop, and wait until they have ended."""
     waiting = tasks[::-1]
     try:
