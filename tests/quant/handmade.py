@@ -237,7 +237,7 @@ def write(
     out: Tensors = {}
     for name, p in sorted(model.named_parameters()):
         p.data = p.data.to(torch.bfloat16).float()
-        if p.ndim == 3 and encode(name) is None:
+        if p.ndim == 3 and ".experts." in name and encode(name) is None:
             _experts(out, name, p, encode)
         else:
             _tensor(out, name, p, encode)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models.kit import prompts, relative_error
+from models.recurrent_cases import BAMBA
 from quant.make import common
 from quant.test_compiled import compiled, scored
 from quant.test_decode import opened
@@ -58,6 +59,33 @@ def test_parts_of_a_row_keep_its_scale(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(common, "BASES", {**common.BASES, **bases})
     for _, graph in parts(made(CASES[name], tmp_path / "model").folder, 80, (2,)):
         assert sum(n.op.name == "all_reduce" for n in graph.nodes) >= 2
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("gptq-dynamic", (1, 16)), ("awq-plain-modules", (1, 16)), ("fp8-odd-tiles", (40, 8)), ("fp8-experts", (32, 8))],
+)
+def test_parts_inside_of_a_block_repeat_its_scale(
+    name: str, block: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """80 columns of an MLP, or 24 of an expert, are no whole groups or tiles."""
+    sizes = common.SMALL | HEADS | {"head_dim": 64, "intermediate_size": 160}
+    routed = common.BASES["qwen3_moe"][1] | sizes | {"moe_intermediate_size": 48}
+    monkeypatch.setattr(
+        common, "BASES", {**common.BASES, "llama": ("llama", sizes), "qwen3_moe": ("qwen3_moe", routed)}
+    )
+    for _, graph in parts(made(CASES[name], tmp_path / "model").folder, 80, (2,)):
+        assert block in {tuple(n.attrs["block"]) for n in graph.nodes if n.op.name == "assemble"}
+
+
+@pytest.mark.drawn
+def test_parts_of_a_recurrent_layer_cut_its_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product in front of a recurrence computes gates, channels and steps, which begin inside of a tile."""
+    monkeypatch.setattr(common, "BASES", {**common.BASES, "llama": ("bamba", BAMBA | {"num_hidden_layers": 2})})
+    for _, graph in parts(made(CASES["fp8-odd-tiles"], tmp_path / "model").folder, 80, (2,)):
+        heads = {int(n.operands[2].type.shape[1]) for n in graph.nodes if n.op.name == "linear_recurrence"}
+        assert heads == {BAMBA["mamba_n_heads"] // 2}
 
 
 @pytest.mark.drawn

@@ -15,6 +15,7 @@ from llmc.ir.signature import Mismatch
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
 from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
+from llmc.passes.lower.finer_blocks import cuttable
 from llmc.passes.lower.shard_heads import prepare
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split
@@ -184,6 +185,7 @@ class _Sharding:
             x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)
         part = D(RANK) if s.parts == self.ranks else (D(RANK) + 1).ceildiv(self.ranks // s.parts) - 1
         start = offset + width * part
+        x = cuttable(b, x, s.axis, (start, start + width))
         return b.slice(x, axis=s.axis, start=start, stop=start + width)
 
     def _padded(self, b: Builder, x: Value, axis: int, offset: Dim, size: Dim, zeros: Dim) -> Value:

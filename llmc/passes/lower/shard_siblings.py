@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from llmc.ir.dim import D
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.passes.base import Ctx
+from llmc.passes.lower.finer_blocks import can_be_finer, cuttable
 from llmc.passes.lower.shard_rules import CONVS, is_elementwise
 
 
@@ -18,6 +19,11 @@ class Cut(NamedTuple):
     start: Any
     stop: Any
     step: int
+
+    @property
+    def ends(self) -> tuple[Dim, ...]:
+        """The elements in front of which a tensor is cut: any, if elements are left out."""
+        return (self.start, self.stop) if self.step == 1 else (self.start, self.stop, D(1))
 
 
 def separate(g: Graph, ctx: Ctx) -> int:
@@ -52,8 +58,9 @@ def _separable(g: Graph, v: Value, cuts: list[Cut], readers: list[Node]) -> bool
         return False
     axis = cuts[0].axis
     if n.op.name == "linear":
-        ends = {end for cut in cuts for end in (cut.start, cut.stop)} - {D(0), v.type.shape[axis]}
-        return axis == v.type.rank - 1 and all(n.operands[1].type.can_cut(0, end) for end in ends)
+        weight, ends = n.operands[1], {end for cut in cuts for end in cut.ends} - {D(0), v.type.shape[axis]}
+        cuts_weight = can_be_finer(weight, 0) or all(weight.type.can_cut(0, end) for end in ends)
+        return axis == v.type.rank - 1 and cuts_weight
     if n.op.name == "concat":
         return n.attrs["axis"] % v.type.rank == axis and all(_operand_of(n, cut) is not None for cut in cuts)
     computed = [(x, at) for x, at in _parts_of(n, axis) if not _is_weight(x)]
@@ -147,6 +154,7 @@ class _Parts:
         return self.g.input(f"{v.name}.{cut.start}", kind)
 
     def _slice(self, v: Value, cut: Cut) -> Value:
+        v = cuttable(self.b, v, cut.axis, cut.ends)
         part: Value = self.b.slice(v, **cut._asdict())
         return part
 
