@@ -92,7 +92,7 @@ def _compare(name: str, settings: Mapping[str, Any], source: str, known: Mapping
             last_place, last_key, last_value = values[-1]
             if _plain(value) != _plain(last_value):
                 where = f"{last_place} has " if last_place != place else "and "
-                cause = f"{place} has {key} = {str(value)[:80]!r}; {where}{last_key} = {str(last_value)[:80]!r}"
+                cause = f"{place} has {key} = {value!r:.80}; {where}{last_key} = {last_value!r:.80}"
                 raise Diagnostic("E340", cause, "download the checkpoint again; its files must be of one revision")
 
 

@@ -208,7 +208,7 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
     """An integer of a quantization_config; raises Diagnostic E340 if it is missing or another type."""
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a number", AGAIN)
+        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {value!r:.80}, not an integer", AGAIN)
     return value
 
 
@@ -216,7 +216,7 @@ def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]
     """A table of a quantization_config, empty if it is missing; raises Diagnostic E340 for another type."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}, not a table", AGAIN)
+        raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {value!r:.80}, not a table", AGAIN)
     return value
 
 

@@ -79,6 +79,14 @@ def test_files_that_contradict_one_another(tmp_path: Path) -> None:
     fails("E340", "quantization_config.json", "bits", "quantize_config.json has", do=lambda: open_source(at))
 
 
+def test_text_in_place_of_a_number(tmp_path: Path) -> None:
+    """An error shows what differs, quotation marks."""
+    at = folder("gptq-4bit", tmp_path / "alone", {"quantize_config.json": GPTQ | {"bits": "4"}}, keep=False)
+    fails("E340", "bits = '4', not an integer", do=lambda: decoder(at))
+    at = folder("gptq-4bit", tmp_path / "both", {"quantize_config.json": GPTQ | {"bits": "4"}}, keep=True)
+    fails("E340", "has bits = '4'", "has bits = 4", do=lambda: open_source(at))
+
+
 def test_unreadable(tmp_path: Path) -> None:
     at = folder("gptq-4bit", tmp_path / "model", {}, keep=False)
     (at / "quantize_config.json").write_text("[4]")
