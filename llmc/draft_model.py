@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     _check(job.model, located.folder, traced)
     draft_options = replace(o, draft="", speculate=0, layers=None, max_model_len=traced.facts.max_positions)
     draft_job = type(job)(located, job.output, draft_options, job.registry, job.target, job.force, Quiet())
-    drafts, checkpoint = draft_job.opened(stack) if packed else (draft_job.trace(), None)
+    with _names_the_draft():
+        drafts, checkpoint = draft_job.opened(stack) if packed else (draft_job.trace(), None)
     for note in draft_job.summary.notes:
         if not note.startswith("sampling defaults"):  # requests are sampled with those of the model
             job.note(f"draft model: {note}")
@@ -87,6 +89,15 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     job.ir.append(("with-draft", show(traced.module)))
     job.done("draft", f"{drafts.facts.architecture}, {len(graph.nodes)} nodes, {drafts.facts.dtype}")
     return checkpoint
+
+
+@contextmanager
+def _names_the_draft() -> Iterator[None]:
+    """Prepend to the cause of a Diagnostic that it is about the draft model."""
+    try:
+        yield
+    except Diagnostic as e:
+        raise Diagnostic(e.code, f"draft model: {e.cause}", e.remedy) from e
 
 
 def _check(model: Path, draft: Path, traced: Any) -> None:

@@ -15,13 +15,15 @@ from llmc_runtime.sched import draft_methods
 
 NGRAM, OFF = "ngram", "off"
 SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL, "eagle": EAGLE})  # names of METHOD[:K] that differ
+LOOKUPS = (NGRAM, f"[{NGRAM}]", "ngram_gpu")  # vLLM's names of prompt lookup, as a method or as a model
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
+MODEL, RANKS = "model", "draft_tensor_parallel_size"
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 # The keys of vLLM's JSON by method; those that draft on the host have no options but the number of tokens.
 KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         NGRAM: ("method", TOKENS, LOW, HIGH),
-        **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", "model", TOKENS, "draft_tensor_parallel_size")),
+        **dict.fromkeys((DRAFT_MODEL, EAGLE, MTP), ("method", MODEL, TOKENS, RANKS)),
     }
 )
 _COMPILED = "the draft model or head was compiled into the artifact by llmc compile --draft"
@@ -44,7 +46,13 @@ REFUSED: Mapping[str, str] = MappingProxyType(
             ),
             _SUFFIXES,
         ),
-        **dict.fromkeys(("rejection_sample_method", "draft_sample_method", "acceptance_method"), _SAMPLING),
+        **dict.fromkeys(
+            (
+                "rejection_sample_method", "draft_sample_method", "acceptance_method", "synthetic_acceptance_rate",
+                "synthetic_acceptance_rates", "synthetic_acceptance_length",
+            ),
+            _SAMPLING,
+        ),
         "disable_by_batch_size": "the number of drafts follows from measured step times, down to 0",
         "disable_padded_drafter_batch": "drafts are not padded",
         "parallel_drafting": "tokens are drafted one after another",
@@ -53,6 +61,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )  # fmt: skip
 DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
+_MAX_RANKS = 1 << 10
 _REMEDY = (
     f"use {NGRAM}, {', '.join(draft_methods.OURS)}, draft, eagle or mtp, with :K for K drafted tokens, or JSON such as"
     f' {{"method": "{NGRAM}", "{TOKENS}": 4}}'
@@ -80,9 +89,10 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     mapping = _of_text(name, value) if isinstance(value, str) else value
     if not isinstance(mapping, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
-    method = mapping.get("method", NGRAM if not mapping.get("model") else DRAFT_MODEL)
-    if isinstance(method, str) and method.endswith(f"_{MTP}") and not drafts_on_host(method):
-        method = MTP  # vLLM's deepseek_mtp, glm4_moe_mtp and others
+    _check_model(name, mapping)
+    method = _method_of(mapping)
+    if method == NGRAM and mapping.get(MODEL) in (None, *LOOKUPS):
+        mapping = {key: value for key, value in mapping.items() if key != MODEL}
     if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
         cause = f"{name}: the method {method!r:.40} is not supported"
         remedy = (
@@ -103,6 +113,35 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     out[HIGH] = _count(name, mapping, HIGH, mapping.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
+
+
+def _check_model(name: str, mapping: Mapping[str, Any]) -> None:
+    """Raise LlmcError E201 if the model is no text, or its number of ranks no number."""
+    model = mapping.get(MODEL)
+    if model is not None and not isinstance(model, str):
+        cause = f"{name}: {MODEL} = {model!r:.40} is not allowed"
+        raise LlmcError("E201", cause, f"use a text, or leave it out: {_COMPILED}")
+    _count(name, mapping, RANKS, None, _MAX_RANKS)
+
+
+def _method_of(mapping: Mapping[str, Any]) -> Any:
+    """Return the method; if there is none, the one that vLLM infers from the model's name."""
+    method = mapping.get("method")
+    if method is None:
+        model = str(mapping.get(MODEL) or NGRAM)
+        method = model if model in LOOKUPS else _kind_of(model.lower())
+    if not isinstance(method, str) or drafts_on_host(method):
+        return method
+    if method in LOOKUPS:
+        return NGRAM
+    return MTP if method.endswith(f"_{MTP}") else method  # vLLM's deepseek_mtp, glm4_moe_mtp and others
+
+
+def _kind_of(model: str) -> str:
+    """Return the method that drafts with a model of this name, in lower case."""
+    if EAGLE in model:
+        return EAGLE
+    return "eagle" if "eagle-" in model else DRAFT_MODEL  # "eagle": the first version of EAGLE, which is not supported
 
 
 def drafts_on_host(method: str) -> bool:

@@ -15,8 +15,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
+from multiprocessing import Pool
 from typing import Any
 
 from llmc_runtime.engine.engine import Engine
@@ -364,13 +364,17 @@ def summary(episode: Episode) -> Counter[str]:
 
 
 def run(seed: int, steps: int, jobs: int, depth: int | None) -> Iterator[Counter[str]]:
-    """Yield the statistics of each job. Raises the first SimulationFailure."""
+    """Yield the statistics of each job. Raises the first SimulationFailure, and ends the other jobs then."""
     if jobs == 1:
         yield simulate(seed, steps, depth=depth)
         return
-    with ProcessPoolExecutor(jobs) as pool:
-        share = -(-steps // jobs)
-        yield from pool.map(simulate, range(seed, seed + jobs), [share] * jobs, [jobs] * jobs, [depth] * jobs)
+    with Pool(jobs) as pool:
+        arguments = [(seed + job, -(-steps // jobs), jobs, depth) for job in range(jobs)]
+        yield from pool.imap_unordered(_simulate, arguments)
+
+
+def _simulate(arguments: tuple[int, int, int, int | None]) -> Counter[str]:
+    return simulate(*arguments)
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,11 +36,11 @@ CONFIG = SchedulerConfig(
 ENOUGH = 20  # drafts
 
 
-def run(seed: int, delay: int, crowd: int) -> Counter[str]:
+def run(seed: int, delay: int, crowd: int, config: SchedulerConfig = CONFIG) -> Counter[str]:
     """Run requests, up to `crowd` at a time; check each token and end. Return how many drafts were verified."""
     rng, seen = random.Random(seed), Counter[str]()
-    device = make_device(CONFIG, rng=random.Random(seed))
-    engine = Engine(Scheduler(CONFIG, lambda: 7), device, grace=0.0)
+    device = make_device(config, rng=random.Random(seed))
+    engine = Engine(Scheduler(config, lambda: 7), device, grace=0.0)
     verifies = Speculation.drafts
 
     def drafts(self: Speculation, request: Request, room: int) -> int:
@@ -52,11 +53,11 @@ def run(seed: int, delay: int, crowd: int) -> Counter[str]:
         for number in range(0, 60, crowd):
             live = {}
             for name in map(str, range(number, number + rng.randint(1, crowd))):
-                guide = Wandering(CONFIG.vocab_size, lambda: rng.randint(0, delay))
+                guide = Wandering(config.vocab_size, lambda: rng.randint(0, delay))
                 params = SamplingParams(max_tokens=60, temperature=rng.choice((0.0, 1.0)), seed=rng.randrange(99))
                 request = Request(name, rng.choices(range(64), k=rng.randint(1, 30)), params, guide=guide)
                 engine.add(request)
-                live[name] = Expected(request, CONFIG, guided=True)
+                live[name] = Expected(request, config, guided=True)
             while engine.has_work():
                 for delta in engine.step():
                     check(live[delta.id], delta)
@@ -93,6 +94,18 @@ def test_the_tokens_of_the_oracle(delay: int, crowd: int) -> None:
     """Also if masks are late, and if others begin to run beside, so that lookup ends."""
     seen = runs(delay, crowd)
     assert seen["looked up"] > ENOUGH and seen["head"] > 0
+
+
+def test_masks_of_earlier_drafts_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guides look at the drafts of every second plan. It verifies none of them, and the next plan other ones."""
+
+    def drafts(self: Speculation, request: Request, room: int) -> int:
+        return max(0, min(room, request.num_drafts)) if self.plans % 2 else 0
+
+    monkeypatch.setattr(Speculation, "drafts", drafts)
+    monkeypatch.setattr(Speculation, "wants", True)
+    monkeypatch.setattr(Speculation, "looks", lambda self, request, room: room if self.plans % 2 else 0)
+    run(SEED, 0, 3, replace(CONFIG, speculation=SpeculationConfig(4, 1, 3)))
 
 
 def more_than_were_found(right: Any) -> Any:

@@ -143,6 +143,41 @@ def test_keys_of_the_draft_model_in_vllms_json(method: str) -> None:
         check_speculate("speculate", {"method": method, "draft_tensor": 2})
 
 
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("ngram", "ngram"),
+        ("[ngram]", "ngram"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("meta-llama/Llama-3.2-1B", "draft_model"),
+        (None, "ngram"),
+    ],
+)
+def test_a_method_that_vllm_infers_from_the_model(model: str | None, method: str) -> None:
+    found = check_speculate("speculate", {"model": model, "num_speculative_tokens": 3})
+    assert found is not None and (found["method"], found["num_speculative_tokens"]) == (method, 3)
+
+
+def test_names_of_prompt_lookup() -> None:
+    lookup = check_speculate("speculate", "ngram:3")
+    for more in ({"method": "ngram", "model": "[ngram]"}, {"method": "[ngram]"}, {"method": "ngram_gpu"}):
+        assert check_speculate("speculate", {"num_speculative_tokens": 3, **more}) == lookup
+
+
+def test_values_of_the_keys_without_effect_are_checked() -> None:
+    """The first version of EAGLE is not EAGLE-3."""
+    for more, code, cause in (
+        ({"method": "eagle3", "draft_tensor_parallel_size": "two"}, "E201", "draft_tensor_parallel_size = 'two'"),
+        ({"method": "draft_model", "draft_tensor_parallel_size": 0}, "E201", "draft_tensor_parallel_size = 0"),
+        ({"method": "draft_model", "model": 5}, "E201", "model = 5 is not allowed"),
+        ({"method": "ngram", "model": "meta-llama/Llama-3.2-1B"}, "E201", "unknown key 'model'"),
+        ({"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}, "E206", "the method 'eagle' is not supported"),
+    ):
+        with pytest.raises(LlmcError, match=cause) as caught:
+            check_speculate("speculate", {"num_speculative_tokens": 3, **more})
+        assert caught.value.code == code and caught.value.remedy
+
+
 @pytest.mark.parametrize("key", REFUSED)
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "eagle3", "mtp"])
 def test_keys_of_vllm_that_are_not_supported_are_refused_by_name(method: str, key: str) -> None:
@@ -150,4 +185,4 @@ def test_keys_of_vllm_that_are_not_supported_are_refused_by_name(method: str, ke
         check_speculate("speculate", {"method": method, "num_speculative_tokens": 2, key: 4})
     assert caught.value.code == "E206" and f"leave it out; {method} has the keys method" in str(caught.value)
     with pytest.raises(LlmcError, match="unknown key"):
-        check_speculate("speculate", {"method": method, f"{key}s": 4})
+        check_speculate("speculate", {"method": method, f"{key}_": 4})

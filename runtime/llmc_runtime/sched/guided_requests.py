@@ -201,17 +201,15 @@ def take_drafts(
 
 def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anything: bytes) -> RowMasks:
     """Return the masks of the tokens that a step samples for a request; `mask` is that of the first one."""
-    assert request.guide is not None
     count, more = 1 + work.drafts, max(work.propose, proposals if request.may_draft else 0)
-    ahead = [mask_after or anything for mask_after in request.guide.masks_ahead()[: work.drafts]]
+    ahead = [mask_after or anything for mask_after in request.masks_ahead()[: work.drafts]]
     masks = [mask, *ahead, *[anything] * (work.drafts - len(ahead))]
     return RowMasks(work.row, len(request.tokens), masks, count + more if more else 0)
 
 
 def _masked(request: Request, work: Work, mask: bytes) -> int | None:
     """Return how many tokens of an open step are sampled with their masks; None for all, as far as they can come."""
-    assert request.guide is not None
-    ahead = request.guide.masks_ahead()
+    ahead = request.masks_ahead()
     known = len(ahead)
     if known >= work.drafts or not (ahead[-1] if ahead else mask):
         return None

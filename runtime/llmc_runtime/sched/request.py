@@ -113,7 +113,13 @@ class Request:
     @property
     def verifiable(self) -> int:
         """The number of drafts that a step can verify now, if it has a guide and all its tokens are known."""
-        return 0 if self.guide is None or not self.may_draft else len(self.guide.masks_ahead())
+        return len(self.masks_ahead()) if self.may_draft else 0
+
+    def masks_ahead(self) -> Sequence[bytes]:
+        """Return the known masks after the first of its drafts. Those of a guide that has not looked at these drafts
+        are the masks after other tokens.
+        """
+        return () if self.guide is None or not self.masks_requested else self.guide.masks_ahead()
 
     def take_drafts(self, drafts: Sequence[int]) -> None:
         """Set the tokens that are drafted after its last one."""
