@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 from llmc_runtime.format.row_abi import MAX_DRAFTS
-from llmc_runtime.speculate_option import DRAFTED
+from llmc_runtime.sched.draft_methods import OURS
+from llmc_runtime.speculate_option import DRAFTED, KEYS, NGRAM, SHORT
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
 from llmc.draft_head import add_head
+from llmc.draft_mtp import MTP
 from llmc.draft_tokens import check_tokens
+from llmc.frontend.eagle_config import EAGLE, is_head
 from llmc.ir.graph import Graph
 from llmc.ir.text import show
 from llmc.ir.weight_eval import WeightSource
@@ -42,18 +45,33 @@ class DraftSource:
 def with_draft(o: Options) -> Options:
     """Return the options with a number of drafted tokens if there is a draft model.
 
-    Raises Diagnostic E421 for a number that is not supported, and E360 if the weights are packed later, which is
-    supported for one model only.
+    Raises Diagnostic E421 for a number that is not supported, and E360 if the draft is not the name of a model, or if
+    the weights are packed later, which is supported for one model only.
     """
     if not 0 <= o.speculate <= MAX_DRAFTS:
         cause = f"--speculate {o.speculate} is not a number of drafted tokens"
         raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
     if not o.draft:
         return o
+    _check_source(o.draft)
     if o.weights == "none":
         cause = "--draft with --weights none: weights can be packed later for one model only"
         raise Diagnostic("E360", cause, "compile with the weights of both models")
     return replace(o, speculate=o.speculate or DRAFTED, reuse=False)
+
+
+def _check_source(draft: str) -> None:
+    """Raise Diagnostic E360 if the option --draft names a method of --speculate instead of a model."""
+    method, colon, path = draft.partition(":")
+    if draft == MTP or (colon and path and f"{method}:" == EAGLE) or Path(draft).exists():
+        return
+    if method == NGRAM or method in OURS:
+        cause = f"--draft {draft}: the method {method} needs no draft model"
+        raise Diagnostic("E360", cause, "compile with --speculate K, and start with --speculate " + method)
+    if method in (*KEYS, *SHORT):
+        cause = f"--draft {draft} does not name what drafts"
+        remedy = f"use the folder or hub id of a smaller model, {EAGLE}PATH with that of an EAGLE-3 head, or {MTP}"
+        raise Diagnostic("E360", cause, remedy)
 
 
 def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
@@ -101,10 +119,12 @@ def _names_the_draft() -> Iterator[None]:
 
 
 def _check(model: Path, draft: Path, traced: Any) -> None:
-    """Raise Diagnostic E360 for another vocabulary or tokenizer, or a shorter context."""
+    """Raise Diagnostic E360 for a head, another vocabulary or tokenizer, or a shorter context."""
     from llmc.frontend.tokenizer_files import check_tokenizer
     from llmc.frontend.trace_model import limits_of
 
+    if is_head(draft):
+        raise Diagnostic("E360", f"{draft} is an EAGLE-3 head, not a model", f"use --draft {EAGLE}{draft}")
     vocab, positions = limits_of(draft)
     facts = traced.facts
     if vocab != facts.vocab_size:

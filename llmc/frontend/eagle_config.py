@@ -47,11 +47,20 @@ class HeadConfig:
         return numbers
 
 
+def is_head(folder: Path) -> bool:
+    """Return whether a folder's config.json is that of an EAGLE-3 head. Raises Diagnostic E302 if it cannot be read."""
+    return _is_count(_draft_vocab(read_config(folder)))
+
+
+def _draft_vocab(config: Mapping[str, Any]) -> Any:
+    decoder = config.get(_SPECULATORS, config)
+    return config.get("draft_vocab_size", decoder.get("draft_vocab_size") if isinstance(decoder, Mapping) else None)
+
+
 def read_head(folder: Path) -> HeadConfig:
     """Read a head's config.json. Raises Diagnostic E302 if it cannot be read, and E360 if it is another model's."""
     config = read_config(folder)
-    decoder = config.get(_SPECULATORS, config)
-    vocab = config.get("draft_vocab_size", decoder.get("draft_vocab_size") if isinstance(decoder, Mapping) else None)
+    decoder, vocab = config.get(_SPECULATORS, config), _draft_vocab(config)
     if not isinstance(decoder, Mapping) or not _is_count(vocab):
         cause = f"{folder / 'config.json'} is not that of an EAGLE-3 head: it has no draft_vocab_size"
         raise Diagnostic("E360", cause, "use --draft MODEL for a draft model, or an EAGLE-3 head")

@@ -15,6 +15,7 @@ from llmc_runtime.server.openai.generation_response import Usage
 from models.cases import FURTHER, LISTED, Case
 from models.kit import save
 from models.test_speculation import DEMO, NAMES, SMALL_DEMO, eager, quiet, requests, results  # noqa: F401
+from safetensors.torch import load_file, save_file
 
 from llmc.driver import compile_model
 from llmc.options import Options
@@ -149,6 +150,23 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(LlmcError, match=text) as caught:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, **more))
         assert caught.value.code == "E360" and caught.value.remedy
+    for draft, text in (
+        ("suffix", "the method suffix needs no draft model"),
+        ("ngram:3", "the method ngram needs no draft model"),
+        ("eagle:", "does not name what drafts"),
+        ("eagle3:folder", "does not name what drafts"),
+        ("draft:folder", "does not name what drafts"),
+        ("mtp:2", "does not name what drafts"),
+    ):
+        with pytest.raises(LlmcError, match=text) as caught:
+            compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, draft=draft))
+        assert caught.value.code == "E360" and caught.value.remedy
+    save(case, tmp_path / "lacks")
+    weights = tmp_path / "lacks" / "model.safetensors"
+    save_file({n: x for n, x in load_file(weights).items() if "gate_proj" not in n}, weights, {"format": "pt"})
+    with pytest.raises(LlmcError, match=r"draft model: .* lacks tensors") as caught:
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, draft=str(weights.parent)))
+    assert caught.value.code == "E323"
     with pytest.raises(LlmcError, match="--speculate 33"):
         wrong = Options(cache=CACHE, draft=str(tmp_path / "model"), speculate=33)
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", wrong)

@@ -196,6 +196,9 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="reads hidden states of 32") as caught:
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=f"eagle:{tmp_path / 'hidden'}"))
     assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
+    with pytest.raises(LlmcError, match="good is an EAGLE-3 head, not a model") as caught:
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=str(tmp_path / "good")))
+    assert caught.value.code == "E360" and f"--draft eagle:{tmp_path / 'good'}" in caught.value.remedy
     for method, rows, head in (("eagle3", 4, False), ("draft_model", 4, True), ("eagle3", 0, False)):
         with pytest.raises(LlmcError, match="the artifact has none") as caught:
             speculation_of({"method": method, "num_speculative_tokens": 2}, 4, rows, head)

@@ -15,6 +15,7 @@ from llmc_runtime.sched.speculation import Speculation
 
 from llmc.driver import compile_model
 from llmc.options import Options
+from tests.runtime.deferred_device import defer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 SIBLING, HEAD = DEMO.parent / "demo-model-small", DEMO.parent / "demo-model-head"
@@ -96,9 +97,20 @@ def plain(artifacts: dict[str, Path]) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["single", "overlap"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_tokens(artifacts: dict[str, Path], plain: dict[str, list[Any]], method: str) -> None:
-    """In one batch, and with a cache so small that requests are preempted."""
+def test_the_same_tokens(
+    artifacts: dict[str, Path],
+    plain: dict[str, list[Any]],
+    method: str,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one batch, and with a cache so small that requests are preempted; with steps that overlap, in which masks come
+    after the logits (open steps), and without.
+    """
+    if overlap:
+        defer(monkeypatch)
     want = plain["eagle" if method.startswith("eagle") else "draft"]
     with LLM(path_of(artifacts, method), say=lambda text: None, speculate=method) as llm:
         assert run(llm, CASES) == want

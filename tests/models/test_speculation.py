@@ -26,6 +26,7 @@ from models.kit import save
 from llmc.artifact.write import write_artifact
 from llmc.driver import compile_model
 from llmc.options import Options
+from tests.runtime.deferred_device import defer
 
 NAMES = ("qwen3", *(pytest.param(name, marks=pytest.mark.drawn) for name in ("llama", "gemma2", "gpt2")))
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -145,6 +146,22 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "speculate": 4}
     compile_model(SMALL_DEMO, path, Options(cache=CACHE, reuse=False, dtype="float32", **limits))
     return path
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("method", [None, "ngram:4", pytest.param("suffix:4", marks=pytest.mark.slow)])
+def test_overlapping_steps_change_nothing(demo: Path, method: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampled, with preemption: a step is launched before the one before it has run."""
+    prompts, params = requests(8)
+    with LLM(demo, say=quiet, threads=1) as plain:
+        want = results(plain, prompts, params)
+    defer(monkeypatch)
+    page = json.loads((demo / "manifest.json").read_text())["kv"]["bytes_per_page"]
+    with LLM(demo, say=quiet, speculate=method, kv_cache_memory_bytes=12 * page) as llm:
+        assert results(llm, prompts, params) == want
+        stats = llm.stats()
+        assert llm.engine.executor.device.most_in_flight == 2 or method == "suffix:4"
+        assert stats["num_preemptions"] > 0 and (method is None or stats["spec_decode_num_draft_tokens"] > 0)
 
 
 @pytest.fixture
