@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 from llmc_runtime.format.row_abi import MAX_DRAFTS
-from llmc_runtime.sched.draft_methods import OURS
-from llmc_runtime.speculate_option import DRAFTED, KEYS, NGRAM, SHORT
+from llmc_runtime.speculate_option import DRAFTED, KEYS, NGRAM, SHORT, drafts_on_host
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
@@ -65,7 +64,7 @@ def _check_source(draft: str) -> None:
     method, colon, path = draft.partition(":")
     if draft == MTP or (colon and path and f"{method}:" == EAGLE) or Path(draft).exists():
         return
-    if method == NGRAM or method in OURS:
+    if method == NGRAM or drafts_on_host(method):
         cause = f"--draft {draft}: the method {method} needs no draft model"
         raise Diagnostic("E360", cause, "compile with --speculate K, and start with --speculate " + method)
     if method in (*KEYS, *SHORT):

@@ -213,7 +213,7 @@ def speculation_of(
     number = option[TOKENS]
     if not compiled or (number or 1) > compiled:
         limit = f"at most {compiled} drafted tokens" if compiled else "no drafted tokens"
-        cause = f"speculate asks for {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
+        cause = f"speculate requests {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
         draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
         remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
@@ -222,7 +222,7 @@ def speculation_of(
     if option["method"] != NGRAM:
         if not rows or (option["method"] in _HEADS) != head:
             source, flag = NEEDS[option["method"]]
-            cause = f"speculate asks for drafts of {source}, and the artifact has none"
+            cause = f"speculate requests drafts of {source}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
         low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
         name = _HEADS.get(option["method"], "")
