@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from multiprocessing import Pool
 from typing import Any
@@ -369,12 +370,8 @@ def run(seed: int, steps: int, jobs: int, depth: int | None) -> Iterator[Counter
         yield simulate(seed, steps, depth=depth)
         return
     with Pool(jobs) as pool:
-        arguments = [(seed + job, -(-steps // jobs), jobs, depth) for job in range(jobs)]
-        yield from pool.imap_unordered(_simulate, arguments)
-
-
-def _simulate(arguments: tuple[int, int, int, int | None]) -> Counter[str]:
-    return simulate(*arguments)
+        job = partial(simulate, steps=-(-steps // jobs), stride=jobs, depth=depth)
+        yield from pool.imap_unordered(job, range(seed, seed + jobs))
 
 
 def main() -> int:
@@ -393,10 +390,9 @@ def main() -> int:
     except SimulationFailure as failure:
         print(failure, file=sys.stderr)
         return 1
-    seconds = time.monotonic() - start
     print(", ".join(f"{count} {name}" for name, count in total.items()))
     cpu = sum(os.times()[:4])
-    print(f"{seconds:.1f} s, {cpu:.1f} s of CPU, {1e6 * cpu / total['steps']:.0f} us of CPU a step")
+    print(f"{time.monotonic() - start:.1f} s, {cpu:.1f} s of CPU, {1e6 * cpu / total['steps']:.0f} us of CPU a step")
     return 0
 
 
