@@ -62,12 +62,13 @@ def agree(one: Output, other: Output) -> bool:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
-    """With prompt lookup, suffix matching, and the model itself as its draft model."""
+    """With prompt lookup, suffix matching, and a draft model of the same architecture with other weights."""
     case: Case = CASES[name]
     print(f"SEED={SEED}")
     save(case, tmp_path / "model", SEED)
+    save(case, tmp_path / "draft", SEED + 1)
     methods = ["suffix", NGRAM] if name in RECURRENT_NAMES else ["suffix", NGRAM, "draft"]
-    draft = str(tmp_path / "model") if "draft" in methods else ""
+    draft = str(tmp_path / "draft") if "draft" in methods else ""
     length = min(case.trace.get("max_positions", 96), 96)
     options = Options(**LIMITS, max_model_len=length, speculate=DRAFTS, draft=draft)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
@@ -80,7 +81,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
         different = [i for i, (one, other) in enumerate(zip(want, found, strict=True)) if not agree(one, other)]
         print(f"{name}, {method}: {right} of {drafts} drafts accepted")
         assert not different, f"{method}: outputs {different}"
-        assert drafts > 0 and right > 0
+        assert 0 < right and (right < drafts or method == "suffix")
 
 
 def test_ties_are_the_only_difference() -> None:
