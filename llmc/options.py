@@ -61,8 +61,8 @@ class Options:
         None, choices=("auto", GENERATE, *TASKS),
     )  # fmt: skip
     pooling: str = _artifact(
-        "auto", "token whose state is the embedding: last, or the first (cls); or mean for the mean of all (auto: from "
-        "the model's files)", str, None, choices=("auto", *KINDS),
+        "auto", "hidden state that is the embedding: that of the last token (last), of the first (cls), or the mean of "
+        "all (mean) (auto: from the model's files)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(
@@ -70,8 +70,7 @@ class Options:
     )  # fmt: skip
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     tensor_parallel_size: int = _artifact(
-        1, "number of ranks that the model is divided over: processes that compute together, each on a GPU of its "
-        "own or on CPUs (1)",
+        1, "number of ranks over which the model is divided; each is a process, on a GPU of its own or on CPUs (1)",
     )  # fmt: skip
     speculate: int = _artifact(
         0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",
@@ -84,7 +83,7 @@ class Options:
     )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
     weights: str = _artifact(
-        "packed", "weights of the artifact: packed (default), random:SEED, or none", str, "KIND", commands=("compile",)
+        "packed", "weights of the artifact: packed, random:SEED, or none (packed)", str, "KIND", commands=("compile",)
     )
     quant: str = _artifact(
         NONE, "recipe that quantises the weights of matrix products (none: as the checkpoint has them)", str, None,
@@ -102,7 +101,7 @@ class Options:
         False, "use only kernels whose results have the same bits in every batch and every chunk of a prompt", None,
         None, commands=("compile",),
     )  # fmt: skip
-    layers: int | None = _artifact(None, "number of layers to compile for a quick build, from the first (all)")
+    layers: int | None = _artifact(None, "number of layers to compile, from the first, for a quick build (all)")
     tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")
     reuse: bool = option(

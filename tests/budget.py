@@ -1,6 +1,6 @@
 """The budget of the server: for every route, header and request field, what bounds the work that it causes.
 
-docs/security.md shows it as tables, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
+docs/security.md shows it as lists, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
 name of LIMITS, so that the page has the value of the constant; `where` names the modules of llmc_runtime that enforce a
 row. tests/test_budget.py walks the server's description and fails for a field without a row.
 """
@@ -111,7 +111,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: `of` are routes ("GET /health"), or paths of fields ("tools[].function.name")."""
+    """One entry of a list: `of` are routes ("GET /health"), or paths of fields ("tools[].function.name")."""
 
     of: tuple[str, ...]
     cpu: str
@@ -130,17 +130,16 @@ _COMPARED = "one comparison"
 # What holds for every connection and request, whatever the route.
 COMMON: tuple[Row, ...] = (
     Row(("a connection",),
-        "{read} are read at a time; accepting takes {accept_seconds} in an iteration of the event loop, "
-        "{queue_seconds} while more wait; {handshakes} step of a TLS handshake in an iteration, and "
-        "{tls_overhead} of TLS besides the data",
-        "{hello} of a TLS handshake, {head} of a head, {body} of a body, of each connection; the kernel's table of "
+        "{read} are read at a time; per iteration of the event loop, accepting connections takes {accept_seconds}, or "
+        "{queue_seconds} while more wait, and {handshakes} step of a TLS handshake is taken; a client that sends more "
+        "than {tls_overhead} of TLS overhead is disconnected",
+        "per connection: {hello} of a TLS handshake, {head} of a head, {body} of a body; the kernel's table of "
         "descriptors has its final size from the start",
-        "a client that takes nothing for {write_seconds} is disconnected; {unsent} wait for all slow clients together, "
-        "besides {uncounted} for each, and {unsent_kernel} for each in the kernel",
+        "unsent data: {unsent} for all clients together, not counting {uncounted} of each, and {unsent_kernel} of "
+        "each in the kernel; a client that reads nothing for {write_seconds} is disconnected",
         "{connections} connections (`--max-connections`), idle ones for 15 s (`--timeout-keep-alive`) or until a new "
-        "one takes their place, {handshake_seconds} for a TLS handshake; one of several keys has at most "
-        "{request_share} times as many open requests as it "
-        "leaves to others",
+        "one takes their place; {handshake_seconds} for a TLS handshake; if there are several keys, each has at most "
+        "{request_share} times as many open requests as there are connections left for others",
         ("server.protocol", "server.http.connection_limit", "server.http.light_connections",
          "server.http.fair_selector", "server.http.event_loop", "server.http.tls", "server.http.request_shares")),
     Row(("the head of a request",), "{header_count} headers, {lines} lines, matched in linear time",
@@ -161,25 +160,27 @@ COMMON: tuple[Row, ...] = (
         "{unparsed}", "431", NONE,
         ("server.protocol", "server.http.line_patterns")),
     Row(("a body",),
-        "over {short_body} one in an iteration of the event loop; over {small_body} in a text process: {text_cpu} of "
-        "CPU time, {containers} objects and lists, {values} values; nesting of {depth} levels",
+        "of bodies over {short_body}, one is parsed per iteration of the event loop; those over {small_body} are "
+        "parsed in "
+        "a text process, with {text_cpu} of CPU time; {containers} objects and lists, {values} values, nesting of "
+        "{depth} levels",
         _BODY + "; {text_memory} for a text process; {bodies} for all unfinished bodies over {free_body}, which keys "
         "share",
         "400, 408, 413 or 503", "{body_seconds} to arrive; {text_processes} text processes, in which keys take turns: "
-        "{lane_waiting} jobs wait, {lane_seconds} each",
+        "{lane_waiting} jobs wait, up to {lane_seconds} each",
         ("server.http.auth", "server.http.body_budget", "server.fair_slots", "server.requests.parse",
         "server.text_pool.pool",
          "server.text_pool.text_worker")),
     Row(("all fields but the prompt",), "decoded once more in the event loop", "{fields} of JSON", "400", NONE,
         ("server.text_pool.jobs",)),
-    Row(("a field that is not known",), "a look at its name, after decoding", "the body's limit",
-        "counted, not answered", NONE, ("server.requests.parse",)),
+    Row(("an unknown field",), "its name is looked up after decoding", "the body's limit",
+        "none: it is counted", NONE, ("server.requests.parse",)),
     Row(("the queue",), "refused from the head, before the body is read; {skipped} of a refused body are dropped",
         "{queued} sequences wait (`--max-num-queued-reqs`), and their tokens (`--max-num-queued-tokens`)",
         "503 with Retry-After",
         "{queue_wait} of estimated wait (`--max-queue-wait`); a share for each key, `--max-num-reqs-per-key`",
         ("server.operations.admission", "server.load_shedding")),
-    Row(("the log",), "a line for each request, written by a thread", "{log_lines} lines wait, later ones are dropped",
+    Row(("the log",), "a line per request, written by a thread", "{log_lines} waiting lines; further ones are dropped",
         NONE, NONE, ("server.http.request_log",)),
 )  # fmt: skip
 
@@ -198,7 +199,8 @@ ROUTES: tuple[Row, ...] = (
          "POST /classify"),
         "the tokens of all prompts, which the scheduler shares among keys; a text that belongs to many pairs is "
         "tokenized in a text process; scores are computed in steps of 1 ms",
-        "the KV cache of the admitted sequences; 4 bytes a number, also of embeddings behind scores",
+        "the KV cache of the admitted sequences; 4 bytes per number, also for embeddings from which scores are "
+        "computed",
         _ANSWERED, "the queue's limits on tokens; {pooled_open} prompts of a request wait or run at a time; {starts} "
         "start in an iteration of the event loop, in which keys take turns",
         ("server.pooled_run", "server.pooled_prompts", "server.openai.pooled", "server.operations.admission",
@@ -238,8 +240,8 @@ ROUTES: tuple[Row, ...] = (
 )  # fmt: skip
 
 FIELDS: tuple[Row, ...] = (
-    Row(("header X-Request-Id", "path name"), "a match of 128 characters; a comparison", "the head's limit",
-        "echoed if it is valid", NONE, ("server.http.auth", "server.serving")),
+    Row(("header X-Request-Id", "path name"), "one match of 128 characters, or one comparison", "the head's limit",
+        "repeated if it is valid", NONE, ("server.http.auth", "server.serving")),
     Row(("header X-Request-Timeout", "query seconds"), "a number of at most 20 digits", NONE,
         "504 after that time", "at most {timeout}, and `--request-timeout`; {trace_seconds} for a trace",
         ("server.http.durations", "server.serving", "server.admin")),
@@ -253,9 +255,9 @@ FIELDS: tuple[Row, ...] = (
         "{texts} at a time of one key",
         ("server.prompting", "server.serving")),
     Row(("messages", "input", "instructions", "system"),
-        "rendered in a thread, {template_seconds}, beside those of other keys; {parts} parts, {earlier_calls} earlier "
-        "calls",
-        "{messages} messages; {template_size} of rendered text; of a model that pools {inputs} inputs", NONE,
+        "rendered in a thread for up to {template_seconds}, at the same time as those of other keys; {parts} parts, "
+        "{earlier_calls} earlier calls",
+        "{messages} messages; {template_size} of rendered text; for a model that pools, {inputs} inputs", NONE,
         "the resulting prompt",
         ("server.requests.request_fields", "server.prompting", "server.tool_calls.history", "text.chat_template")),
     Row(("text_1", "text_2", "query"),
@@ -283,15 +285,16 @@ FIELDS: tuple[Row, ...] = (
         ("server.requests.responses_request", "server.requests.messages_request")),
     Row(("documents", "documents[].text", "chat_template_kwargs", "reasoning_effort", "reasoning.effort",
          "output_config.effort"),
-        "as messages: the template's time",
+        "like messages, within the template's time",
         "{documents} documents ({inputs} to rerank), {template_kwargs} variables, {word}", NONE, "the resulting prompt",
         ("server.requests.request_fields", "text.chat_template")),
     Row(("tools", "tools[].type", "tools[].function", "tools[].function.name", "tools[].function.description",
          "tools[].function.parameters", "tools[].function.parameters.type", "tools[].function.strict", "tools[].name",
          "tools[].description", "tools[].parameters", "tools[].parameters.type", "tools[].strict",
          "tools[].input_schema", "tools[].input_schema.type"),
-        "their size is known before anything else; a forced or strict call makes a grammar, of at "
-        "most {made} characters with its parts, in one of {text_threads} threads, and compiles it, as response_format",
+        "their size is checked first; for an enforced or strict call, one of {text_threads} threads generates a "
+        "grammar of "
+        "at most {made} characters (including its parts), which is compiled like response_format",
         "{tools} tools, {tool_bytes} together", "{calls} calls if they are enforced", "the resulting prompt",
         ("server.requests.request_fields", "server.tool_calls.definitions", "server.tool_calls.grammar",
         "server.tool_calls.response_plan")),
@@ -306,10 +309,11 @@ FIELDS: tuple[Row, ...] = (
          "text.format", "text.format.type", "text.format.name", "text.format.description", "text.format.schema",
          "text.format.strict", "output_format", "output_format.type", "output_format.schema", "output_config.format",
          "output_config.format.type", "output_config.format.schema"),
-        "its size before its contents; compiling: {grammar_cpu} of CPU time; an output: {output_cpu} and 20 ms for "
-        "each token, {token_cpu} for one",
-        "{form_bytes}; {grammar_memory} for a grammar process, {tenant_memory} for those of a key",
-        "white space of one character between parts",
+        "its size is checked before its contents; CPU time: {grammar_cpu} to compile it, {output_cpu} plus 20 ms "
+        "per token "
+        "for an output, {token_cpu} for a single token",
+        "{form_bytes}; {grammar_memory} per grammar process, {tenant_memory} for all of a key",
+        "at most one character of white space between parts",
         "{grammar_slots} compilations at a time, {grammar_lane} of one key, {grammar_workers} processes; 503 after "
         "{grammar_queue}",
         ("server.requests.sampling_fields", "sched.structured_outputs", "grammar.limits", "grammar.grammar_worker",
@@ -319,35 +323,38 @@ FIELDS: tuple[Row, ...] = (
          "structured_outputs.disable_any_whitespace",
          "structured_outputs.disable_additional_properties", "structured_outputs.whitespace_pattern", "guided_json",
          "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
-        "as response_format", "{form_bytes}; {choices} choices", "as the grammar allows, at most `max_tokens`",
-        "as response_format", ("server.requests.request_fields", "sched.structured_outputs", "grammar.limits")),
-    Row(("n", "best_of"), "each output is a sequence of its own", "KV of each output; the prompt's is shared",
+        "like response_format", "{form_bytes}; {choices} choices", "what the grammar allows, at most `max_tokens`",
+        "like response_format", ("server.requests.request_fields", "sched.structured_outputs", "grammar.limits")),
+    Row(("n", "best_of"), "each output is a sequence of its own", "KV cache of each output; that of the prompt is "
+        "shared",
         "{n} outputs, {outputs} with all prompts", "each output is a sequence in the queue",
         ("sched.sampling_params", "server.serving", "server.operations.admission")),
     Row(("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"),
-        "the model's length", "KV of so many tokens",
-        "so many tokens an output", "counted for admission before the start",
+        "the model's length", "KV cache of that many tokens",
+        "that many tokens per output", "counted for admission before the start",
         ("sched.sampling_params", "sched.scheduler_config",
         "server.operations.admission")),
-    Row(("logprobs", "top_logprobs", "prompt_logprobs"), "{logprobs} alternatives a token",
-        "packed: 12 bytes an alternative", "the route's limit",
-        "a scored token of a prompt counts {score_weight}; answers of all requests have a budget of bytes",
+    Row(("logprobs", "top_logprobs", "prompt_logprobs"), "{logprobs} alternatives per token",
+        "packed: 12 bytes per alternative", "the route's limit",
+        "a scored prompt token counts as {score_weight} tokens; responses of all requests share a budget of bytes",
         ("sched.sampling_params", "sched.packed_logprobs", "server.requests.response_size",
         "server.operations.admission")),
-    Row(("echo", "return_token_ids", "return_tokens_as_token_ids", "return_token_strs"), "once a token", NONE,
+    Row(("echo", "return_token_ids", "return_tokens_as_token_ids", "return_token_strs"), "one conversion per "
+        "token", NONE,
         "the prompt and its ids once more for each output", NONE, ("server.openai.completions", "server.app")),
     Row(("stop", "stop_sequences", "include_stop_str_in_output"),
         "a search of {stop_bytes} around each new token for each string",
-        "{stops} strings of {stop_bytes}", "ends it", NONE,
+        "{stops} strings of {stop_bytes}", "ends the output", NONE,
         ("server.requests.request_fields", "sched.sampling_params", "text.output_text")),
-    Row(("stop_token_ids", "ignore_eos", "skip_special_tokens"), "set look-ups", "{stop_ids} ids", "ends it", NONE,
+    Row(("stop_token_ids", "ignore_eos", "skip_special_tokens"), "set look-ups", "{stop_ids} ids", "ends the "
+        "output", NONE,
         ("server.requests.request_fields", "sched.sampling_params")),
     Row(("logit_bias",), "added on the device", "{biases} ids", NONE, NONE,
     ("server.requests.request_fields", "sched.sampling_params")),
     Row(("allowed_token_ids",), "one mask for all outputs, made by the front end",
-        "{allowed} ids; a bit an id of the vocabulary", NONE, NONE,
+        "{allowed} ids; one bit per id of the vocabulary", NONE, NONE,
         ("server.requests.request_fields", "engine.input_processor", "sched.token_guide")),
-    Row(("bad_words",), "tokenized in a thread once a request, of {text_threads} in which keys take turns; "
+    Row(("bad_words",), "tokenized once per request, in one of {text_threads} threads that keys use in turn; "
         "bytes are compared after each token",
         "{bad_words} words, {bad_word_bytes} together", NONE, NONE,
         ("server.requests.request_fields", "sched.sampling_params", "sched.token_guide")),
@@ -355,13 +362,15 @@ FIELDS: tuple[Row, ...] = (
          "seed"), "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.sampling_params",)),
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
         "at most one event for each token and output; slow readers get fewer, larger ones",
-        "one state an output, {held} a token, which count as unsent of a slow client once all are generated",
-        "about 200 bytes an event besides the text", NONE, ("server.http.replies", "engine.output_processor")),
+        "one state per output, {held} per token; for a slow client, they count as unsent data once all tokens are "
+        "generated",
+        "about 200 bytes per event in addition to the text", NONE, ("server.http.replies", "engine.output_processor")),
     Row(("truncate_prompt_tokens", "truncation_side"),
         "the whole prompt is tokenized, at most {listed} tokens, or as many as the context has", "the body's limit",
         NONE, "the kept tokens are counted", ("server.requests.sampling_fields", "server.prompting")),
-    Row(("priority", "cache_salt", "service_tier"), "a comparison; a hash a page; none", "{salt}", NONE,
-        "with `--scheduling-policy priority`, a priority orders the requests of a key, and is no claim against others",
+    Row(("priority", "cache_salt", "service_tier"), "`priority`: a comparison; `cache_salt`: a hash per page; "
+        "`service_tier`: nothing", "{salt}", NONE,
+        "with `--scheduling-policy priority`, a priority orders only the requests of its key",
         ("server.requests.request_fields", "server.serving")),
     Row(("add_special_tokens", "add_generation_prompt", "continue_final_message", "include_reasoning"), "flags", NONE,
         NONE, NONE, ("server.requests.request_fields",)),

@@ -1,4 +1,4 @@
-"""The budget of docs/security.md covers every part of a request; `python tests/test_budget.py` writes its tables."""
+"""The budget of docs/security.md covers every part of a request; `python tests/test_budget.py` writes its lists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from llmc_runtime.server.app import Endpoints
 from llmc_runtime.server.http.auth import Limits
 from llmc_runtime.server.openapi import description
 
-from tests.budget import COMMON, FIELDS, LIMITS, ROUTES, Row
+from tests.budget import COMMON, FIELDS, LIMITS, NONE, ROUTES, Row
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "security.md"
 BEGIN = "<!-- written by tests/test_budget.py: -->"
@@ -48,26 +49,37 @@ def shown(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """A cell, its limits filled in."""
+    """A text, its limits filled in."""
     return re.sub(r"\{([a-z_]+)\}", lambda match: shown(match[1]), text)
 
 
-def table(head: str, rows: Sequence[Row], code: bool) -> Iterator[str]:
-    """Rows as Markdown."""
-    yield f"| {head} | CPU | memory | answer | queue and time | where |"
-    yield "|---|---|---|---|---|---|"
+PARTS = ("CPU", "memory", "response", "queue and time")
+
+
+def wrapped(text: str, indent: int) -> str:
+    """An item of a list, in lines of at most 120 columns."""
+    lead, joined = " " * indent, re.sub("`[^`]+`", lambda match: match[0].replace(" ", "\0"), text)  # not within code
+    more = {"initial_indent": lead + "- ", "subsequent_indent": lead + "  "}
+    return textwrap.fill(joined, 120, break_long_words=False, break_on_hyphens=False, **more).replace("\0", " ")
+
+
+def items(head: str, rows: Sequence[Row], code: bool) -> Iterator[str]:
+    """Rows as a list in Markdown, with a heading."""
+    yield f"### {head}\n"
     for row in rows:
-        names = [f"`{one}`" for one in row.of] if code else row.of
-        where = ", ".join(f"`{one}`" for one in row.where)
-        cells = (filled(cell) for cell in (row.cpu, row.memory, row.answer, row.queue))
-        yield f"| {', '.join(names)} | {' | '.join(cells)} | {where} |"
+        names = [f"`{name}`" for name in row.of] if code else row.of
+        yield wrapped(", ".join(names), 0)
+        for part, text in zip(PARTS, (row.cpu, row.memory, row.answer, row.queue), strict=True):
+            if text != NONE:
+                yield wrapped(f"{part}: {filled(text)}", 4)
+        yield wrapped(f"modules: {', '.join(f'`{name}`' for name in row.where)}", 4)
     yield ""
 
 
-def tables() -> str:
+def lists() -> str:
     """Return the text between BEGIN and END."""
-    lines = [BEGIN, "", *table("every request", COMMON, False), *table("route", ROUTES, True)]
-    return "\n".join([*lines, *table("parameter or field", FIELDS, True), END])
+    lines = [BEGIN, "", *items("Every request", COMMON, False), *items("Routes", ROUTES, True)]
+    return "\n".join([*lines, *items("Parameters and fields", FIELDS, True), END])
 
 
 def routes(document: Mapping[str, Any]) -> set[str]:
@@ -169,7 +181,7 @@ def test_the_page_has_the_budget_and_the_numbers_of_the_constants() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page.count(BEGIN) == page.count(END) == 1
     written = page[page.index(BEGIN) : page.index(END) + len(END)]
-    assert written == tables(), "run: python tests/test_budget.py"
+    assert written == lists(), "run: python tests/test_budget.py"
 
 
 def test_sizes_are_shown_in_their_units() -> None:
@@ -179,4 +191,4 @@ def test_sizes_are_shown_in_their_units() -> None:
 
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(text[: text.index(BEGIN)] + tables() + text[text.index(END) + len(END) :], encoding="utf-8")
+    PAGE.write_text(text[: text.index(BEGIN)] + lists() + text[text.index(END) + len(END) :], encoding="utf-8")

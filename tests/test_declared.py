@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,32 +54,38 @@ def parameters() -> Iterator[str]:
         yield f"| `{one.name}` | {' | '.join(cells)} |"
 
 
-def flags_of(one: Option, *commands: str) -> str:
+def flags_of(one: Option, *commands: str, argument: str = "") -> str:
     """The flags of these commands, as the docs have them."""
     found = (*one.spellings, *one.negations) if set(commands) & set(one.commands) else ()
-    return ", ".join(f"`{flag}`" for flag in found)
+    return ", ".join(f"`{flag}{argument}`" for flag in found)
+
+
+def described(name: str, default: Any, text: str) -> str:
+    """An option as an item of a list. A default that the text does not have follows it."""
+    value = f"{default >> 20}M" if isinstance(default, int) and default >= 1 << 20 else shown(default)
+    if value not in ("none", "false") and not re.search(rf"\((default: )?{re.escape(value)}[:;)]|default", text):
+        text += f". Default: `{value}`"
+    item = f"- {name}: {text}"
+    return textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def engine_options() -> Iterator[str]:
-    """The table of the engine's options, and of AsyncLLM's own."""
-    yield "| keyword | `llmc-run`, `llmc run` | `llmc-serve` | default | what it is |"
-    yield "|---|---|---|---|---|"
+    """The list of the engine's options, and of AsyncLLM's own."""
     for one in options_of(EngineArgs).values():
-        flags = f"{flags_of(one, 'run', 'compile')} | {flags_of(one, 'serve')}"
-        yield f"| `{one.name}` | {flags} | {shown(one.default)} | {one.text} |"
+        run, serve = flags_of(one, "run", "compile"), flags_of(one, "serve")
+        flags = run if run == serve else f"only `llmc-serve`: {serve}" if serve else f"not `llmc-serve`: {run}"
+        yield described(f"`{one.name}`" + (f" ({flags})" if flags else ""), one.default, one.text)
 
 
-def serve_table() -> Iterator[str]:
-    """The table of llmc-serve's own options."""
-    yield "| flag, key of the file | values | default | what it is |"
-    yield "|---|---|---|---|"
+def server_options() -> Iterator[str]:
+    """The list of llmc-serve's own options."""
     engine = options_of(EngineOptions).values()
     for one in serve_options().values():
         if one in engine or not one.file:
             continue
-        values = ", ".join(map(str, one.choices)) if one.choices else one.metavar or ("" if one.read else "switch")
-        cells = flags_of(one, "serve"), values.replace("|", " or "), shown(one.unset), one.text
-        yield f"| {' | '.join(cells)} |"
+        choices = f". Values: {', '.join(f'`{choice}`' for choice in one.choices)}" if one.choices else ""
+        argument = f" {one.metavar.replace('|', ' or ')}" if one.metavar and not one.choices else ""
+        yield described(flags_of(one, "serve", argument=argument), one.unset, one.text + choices)
 
 
 def vllm_flags() -> Iterator[str]:
@@ -90,16 +97,16 @@ def vllm_flags() -> Iterator[str]:
         if row.harmless is None:
             what = "ignored"
         else:
-            what = "rejected" + (
-                f", except {', '.join(f'`{one}`' for one in row.harmless[:3])}" if row.harmless else ""
-            )
+            allowed = [f"`{value}`" if value else "an empty text" for value in row.harmless]
+            what = "rejected" + (f", except {', '.join(allowed[:5])}" if allowed else "")
+            what += f", ..., {allowed[-1]}" if len(allowed) > 5 else ""
         yield f"| {flags} | {what}: {row.reason} |"
 
 
 TABLES = {
     ("running.md", "sampling parameters"): parameters,
     ("running.md", "engine options"): engine_options,
-    ("serving.md", "server options"): serve_table,
+    ("serving.md", "server options"): server_options,
     ("vllm.md", "vLLM's flags"): vllm_flags,
     ("vllm.md", "vLLM's Python API"): vllm_names.python_api,
     ("vllm.md", "vLLM's endpoints"): vllm_names.endpoints,
@@ -256,7 +263,7 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.server.server_options import serve_parser
 from llmc_runtime.server.config import options_of, read
 from llmc.completion import script
-from tests.test_declared import engine_options, serve_table
+from tests.test_declared import engine_options, server_options
 def refusal(make):
     try:
         return str(make())
@@ -277,7 +284,7 @@ print(json.dumps({
     "printed": [name in read(["m"]).describe(False) for name in ("most-cats", "greeting")],
     "message": message, "back": EngineOptions.of_message("m", message).most_cats,
     "completed": [word in completion for word in ("--most-cats", "--greeting", "hello bye")],
-    "docs": [row for row in (*engine_options(), *serve_table()) if "most_cats" in row or "greeting" in row],
+    "docs": [row for row in (*engine_options(), *server_options()) if "most_cats" in row or "greeting" in row],
 }))
 """
 
@@ -295,8 +302,8 @@ def test_a_new_option_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "default": [None, "hello"], "file": [7, "bye"], "run": 2, "printed": [True] * 2, "message": {"most_cats": 3},
         "back": 3, "completed": [True] * 3,
         "docs": [
-            "| `most_cats` | `--most-cats` | `--most-cats` | none | a new one |",
-            "| `--greeting` | hello, bye | hello | another one |",
+            "- `most_cats` (`--most-cats`): a new one",
+            "- `--greeting`: another one. Values: `hello`, `bye`. Default: `hello`",
         ],
     }  # fmt: skip
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmc.frontend.model_folder import TESTED
 from llmc.ir.dtype import DTYPES
 from llmc.ir.example import op_example
 from llmc.ir.opdef import REQUIRED, Attr, OpDef
@@ -101,6 +102,10 @@ def test_the_reference_names_everything_that_a_declaration_has() -> None:
 def test_the_text_form_names_every_dtype() -> None:
     line = next(s for s in (DOCS / "ir.md").read_text().splitlines() if "dtypes:" in s)
     assert set(line.partition("dtypes:")[2].strip(" |").split()) == set(DTYPES)
+
+
+def test_the_readme_has_the_number_of_tested_model_types() -> None:
+    assert f"[{len(TESTED)} model types](docs/models.md)" in (DOCS.parent / "README.md").read_text()
 
 
 if __name__ == "__main__":

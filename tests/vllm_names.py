@@ -1,4 +1,4 @@
-"""vLLM's names and those of this project, as tables of docs/vllm.md; `python tests/test_declared.py` writes them.
+"""vLLM's names and those of this project, as parts of docs/vllm.md; `python tests/test_declared.py` writes them.
 
 The lists name what vLLM 0.25 has. Whether llmc has them is determined from the code.
 """
@@ -6,6 +6,7 @@ The lists name what vLLM 0.25 has. Whether llmc has them is determined from the 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from unittest.mock import Mock
 
@@ -52,36 +53,42 @@ METRICS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def rows(names: Mapping[str, str], here: set[str]) -> Iterator[str]:
-    """A row for each name: the same here, or the remark. An empty remark of a missing name repeats the one above."""
-    remark = ""
+def table(head: str, names: Mapping[str, str], here: set[str]) -> Iterator[str]:
+    """Return the names that are the same here as a sentence, and the others with their remarks as a table.
+
+    An empty remark of a missing name repeats the one before it.
+    """
+    same, others, remark = [], dict[str, list[str]](), ""
     for name, text in names.items():
         remark = text or remark
-        yield f"| `{name}` | {'the same' if name in here else f'no: {remark}'} |"
+        (same if name in here else others.setdefault(remark, [])).append(f"`{name}`")
+    yield from textwrap.wrap(f"The same: {', '.join(same)}.", 120, break_long_words=False, break_on_hyphens=False)
+    yield ""
+    yield f"| missing {head} | use instead, or reason |"
+    yield "|---|---|"
+    yield from (f"| {', '.join(missing)} | {remark} |" for remark, missing in others.items())
 
 
 def python_api() -> Iterator[str]:
-    """The table of classes, and of the methods of LLM."""
+    """The classes, and the methods of LLM."""
     import llmc_runtime
 
     methods = {name for name in dir(llmc_runtime.LLM) if not LLM_METHODS.get(name, "").startswith("raises")}
-    yield "| class of vLLM | here |"
-    yield "|---|---|"
-    yield from rows(CLASSES, set(llmc_runtime.__all__))
+    yield "Classes:"
     yield ""
-    yield "| method of `LLM` | here |"
-    yield "|---|---|"
-    yield from rows(LLM_METHODS, methods)
+    yield from table("class", CLASSES, set(llmc_runtime.__all__))
+    yield ""
+    yield "Methods of `LLM`:"
+    yield ""
+    yield from table("method", LLM_METHODS, methods)
 
 
 def endpoints() -> Iterator[str]:
-    """The table of routes."""
+    """The routes."""
     from llmc_runtime.server.other_routes import OTHER_ROUTES
 
-    yield "| route of vLLM | here |"
-    yield "|---|---|"
     remarks = {path: re.sub(r"/\w[\w./]*", r"`\g<0>`", OTHER_ROUTES.get(path, "")) for path in ENDPOINTS}
-    yield from rows(remarks, served_routes())
+    yield from table("route", remarks, served_routes())
 
 
 def served_routes() -> set[str]:
@@ -92,10 +99,8 @@ def served_routes() -> set[str]:
 
 
 def metrics() -> Iterator[str]:
-    """The table of metrics, without prefixes and suffixes."""
-    yield "| metric of vLLM | here |"
-    yield "|---|---|"
-    yield from rows(METRICS, exported())
+    """The metrics, without prefixes and suffixes."""
+    yield from table("metric", METRICS, exported())
 
 
 def exported() -> set[str]:

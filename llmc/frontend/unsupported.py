@@ -159,9 +159,10 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise Diagnostic E303 (not a text generation model) or E307 (weights quantised by MLX), by config.json."""
+    """Raise Diagnostic E303 (not a text generation model) or E307 (quantised in an unknown way), by config.json."""
     if "quantization" in config and "quantization_config" not in config:
-        raise Diagnostic("E307", f"{where} contains weights quantised by MLX, which are not supported", FLOAT)
+        cause = f"quantization in config.json of {where} has no bits and group_size, as that of MLX has"
+        raise Diagnostic("E307", cause, FLOAT)
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
         for end, description in HEADS.items():

@@ -36,7 +36,10 @@ Term = tuple[tuple[Atom, ...], int]
 
 @dataclass(frozen=True)
 class Dim:
-    """A sum of terms, each a pair (sorted atoms, coefficient). Terms are sorted and their coefficients are not zero."""
+    """A symbolic size: a sum of terms in normal form.
+
+    Each term is a pair (sorted atoms, coefficient). Terms are sorted and their coefficients are not zero.
+    """
 
     terms: tuple[Term, ...]
 

@@ -202,7 +202,8 @@ def _add_sampling(group: Any) -> None:
     for parameter in PARAMETERS.values():
         if parameter.flags:
             more = parameter.values.argument or {}
-            group.add_argument(*parameter.flags, dest=parameter.name, default=None, help=parameter.text, **more)
+            text = parameter.text + ("; may be repeated" if more.get("action") == "append" else "")
+            group.add_argument(*parameter.flags, dest=parameter.name, default=None, help=text, **more)
     _add_options(group, "run", "chats and sampling")
 
 

@@ -86,7 +86,7 @@ def described(generation: Mapping[str, Any], config: str | None, override: Mappi
     source = f"the model's {_FILE}" if config in (None, AUTO) else f"{config}/{_FILE}"
     sources = [source] * (config != NEUTRAL and not set(names) <= set(override or ()))
     sources += ["--override-generation-config"] * bool(override)
-    disable = "" if config == NEUTRAL else f"; --generation-config {NEUTRAL} disables the model's"
+    disable = "" if config == NEUTRAL else f"; --generation-config {NEUTRAL} ignores them"
     return f"sampling defaults: {', '.join(texts)} (from {' and '.join(sources)}{disable})"
 
 

@@ -133,13 +133,13 @@ class EngineOptions(metaclass=KeywordChecks):
         engine=True,
     )  # fmt: skip
     target_itl_ms: float | None = option(
-        None, "target duration in milliseconds of steps in which some requests decode and others compute their "
-        "prompts: prompts are cut into chunks that fit, by measured step times; 0: no target (default: 20; none with "
-        "--max-num-batched-tokens, and for LLM)", commands=_SERVE, read=float, metavar="MS",
+        None, "target duration in milliseconds of steps that compute prompts beside decoding requests; prompts are cut "
+        "into chunks that fit, by measured step times; 0: no target (default: 20; with --max-num-batched-tokens, and "
+        "in LLM, no target)", commands=_SERVE, read=float, metavar="MS",
         check=_number(0, MAX_ITL_MS, optional=True), engine=True,
     )  # fmt: skip
     threads: int | None = option(
-        None, "number of CPU threads, of each rank (default: physical cores)", commands=_BOTH, read=positive,
+        None, "number of CPU threads of each rank (default: physical cores)", commands=_BOTH, read=positive,
         metavar="N", check=_integer("E201", 1, MAX_THREADS), engine=True,
     )  # fmt: skip
     data_parallel_size: int = option(
@@ -148,8 +148,8 @@ class EngineOptions(metaclass=KeywordChecks):
         flags=("--data-parallel-size", "-dp"), read=positive, metavar="N", check=_engines, engine=True,
     )  # fmt: skip
     tensor_parallel_size: int | None = option(
-        None, "number of ranks, processes that compute together: that of the artifact (default), or of the "
-        "compilation of a folder", commands=_BOTH, flags=("--tensor-parallel-size", "-tp"), read=positive,
+        None, "number of ranks, the processes that compute each step together: the artifact's (default), or the number "
+        "for which a folder is compiled", commands=_BOTH, flags=("--tensor-parallel-size", "-tp"), read=positive,
         metavar="N", check=_integer("E201", 1, MAX_RANKS),
     )  # fmt: skip
     distributed_executor_backend: str = option(
@@ -170,15 +170,15 @@ class EngineOptions(metaclass=KeywordChecks):
         commands=_SERVE, read=int, metavar="N", check=_integer("E201", 0, 1 << 20), engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
-        "fcfs", "order in which waiting requests run: by arrival (fcfs) or by their priority, smaller first",
+        "fcfs", "order of waiting requests: fcfs (by arrival; default) or priority (smaller values first)",
         commands=_SERVE, choices=("fcfs", "priority"), engine=True,
     )  # fmt: skip
     speculate: Mapping[str, Any] | str | None = option(
-        None, "draft tokens that a step verifies: ngram or ngram:K (prompt lookup, K tokens), suffix or suffix:K (what "
-        "followed in the text and in earlier outputs), draft or draft:K (a model compiled with --draft), eagle or "
-        "mtp (a head compiled with --draft), the method of an installed package, off (default), or vLLM's "
-        "JSON, such as "
-        '{"method": "ngram", "num_speculative_tokens": 4}. The model is compiled with --speculate K',
+        None, "method of speculative decoding, with the maximum number of drafted tokens K: ngram[:K] (prompt lookup), "
+        "suffix[:K] (text that followed earlier in this and other outputs), draft[:K] (a draft model), eagle[:K] or "
+        "mtp[:K] (a head or layer), the method of an installed package, off (default), or vLLM's JSON, such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}. Needs an artifact compiled with --speculate K; for draft, '
+        "eagle and mtp, with --draft",
         commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
         metavar="METHOD[:K] or JSON", check=check_speculate, engine=True,
     )  # fmt: skip
@@ -216,7 +216,7 @@ class EngineOptions(metaclass=KeywordChecks):
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "check of the weights' hashes at startup (--no-verify: none)", commands=_RUN,
+        True, "whether to check the weights' hashes at startup; --no-verify skips the check", commands=_RUN,
         flags=("--no-verify",), read=None, check=_switch, engine=True,
     )  # fmt: skip
     canary: bool = option(
@@ -233,7 +233,7 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
     heartbeat_timeout: float = option(
         HEARTBEAT_TIMEOUT, "seconds without a heartbeat after which the process of an engine or of a rank counts as "
-        "hung; five times as long while it is runnable but gets no processor", check=_number(0.1), engine=True,
+        "hung; five times as many while it is runnable but gets no CPU time", check=_number(0.1), engine=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -349,7 +349,7 @@ class EngineArgs(EngineOptions):
         3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_number(0)
     )
     restart_delay: float = option(
-        0.5, "seconds before the first restart; doubled for each further one", check=_number(0)
+        0.5, "seconds before the first restart of the engine process; doubled for each further one", check=_number(0)
     )
     max_restart_delay: float | None = option(
         None,

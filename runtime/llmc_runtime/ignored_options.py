@@ -64,13 +64,13 @@ _STATES = "states of recurrent layers are float32, and --state-snapshots sets ho
 _NO_CODE = "the server runs no code from outside"
 _READ = "weights are read from the artifact's own files"
 _HOST = "nothing is moved between device and host"
-_TASK = "use --task embed or classify: how a folder is compiled, or what an artifact must be for"
+_TASK = "use --task generate, embed or classify"
 _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _GRAMMARS = "llguidance compiles all grammars; set options of a grammar in the request's structured_outputs"
 
 IGNORED = (
     _switch("--enable-chunked-prefill --no-enable-chunked-prefill", _CHUNKS),
-    _switch("--async-scheduling --no-async-scheduling", "the next step is always planned while a step runs"),
+    _switch("--async-scheduling --no-async-scheduling", "on GPUs, the next step is always planned while a step runs"),
     _switch("--disable-hybrid-kv-cache-manager --no-disable-hybrid-kv-cache-manager", "all pages are of one kind"),
     _switch("--enforce-eager", _AHEAD),
     IgnoredFlags("--cuda-graph-sizes --cudagraph-capture-sizes", _AHEAD, "+"),
@@ -102,7 +102,7 @@ IGNORED = (
     IgnoredFlags("--max-loras --max-lora-rank --max-cpu-loras --lora-dtype", "adapters are not supported"),
     _switch("--fully-sharded-loras", "adapters are not supported"),
     IgnoredFlags("--download-dir --code-revision", "nothing is downloaded while serving"),
-    _switch("--disable-log-requests", "texts are logged only with --enable-log-requests"),
+    _switch("--disable-log-requests", "prompts are logged only with --enable-log-requests"),
     _switch("--enable-auto-tool-choice --exclude-tools-when-tool-choice-none", "always on"),
     _switch("--enable-reasoning", "reasoning is always separated if the model marks it"),
     _switch("--disable-log-stats", "statistics are at /metrics"),
@@ -125,7 +125,9 @@ IGNORED = (
     _switch("--enable-sleep-mode", "sleep mode is not supported; a start takes seconds"),
     _switch("--enable-request-id-headers", "responses always have X-Request-Id"),
     _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
-    _switch("--enable-server-load-tracking --disable-fastapi-docs", "the server has nothing like it"),
+    _switch(
+        "--enable-server-load-tracking --disable-fastapi-docs", "/load always works, and there are no pages of FastAPI"
+    ),
     _switch("--disable-custom-all-reduce", "collectives are kernels of the artifact"),
     IgnoredFlags("--allowed-local-media-path --allowed-media-domains", "prompts are text"),
     IgnoredFlags("--hf-token", "models are downloaded with the token in HF_TOKEN, or that of `hf auth login`"),
@@ -159,7 +161,7 @@ REFUSED = (
     _refused("--calculate-kv-scales", "compile with --kv-cache-dtype fp8 --calibrate FILE", values=""),
     _refused("--pooler-config --override-pooler-config", "fixed at compile time: llmc compile --pooling KIND", "{}"),
     _refused("--enable-prompt-embeds", "prompts are text or token ids", values=""),
-    _refused("--additional-config", "it is for plugins of other platforms", "{}"),
+    _refused("--additional-config", "there are no plugins of platforms that would read it", "{}"),
     _refused("--kv-transfer-config", "the KV cache stays in one engine"),
     _refused("--kv-events-config --ec-transfer-config", "the KV cache stays in one engine", "{}"),
     _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),

@@ -275,7 +275,7 @@ def test_an_artifact_on_the_CPU_target_gives_what_LLM_gives(toy: Path) -> None:
         for prompt, params, output in zip(prompts, wanted, got):
             (want,) = llm.generate(prompt, params, use_tqdm=False)
             assert output.outputs == want.outputs
-    assert lines[0].startswith("opening ") and lines[:2] == [lines[2], f"{lines[3]}, prompts in steps of 20 ms"]
+    assert lines[0].startswith("opening ") and lines[:2] == [lines[2], f"{lines[3]}, target of prompt steps: 20 ms"]
 
 
 def test_structured_outputs_are_compiled_by_the_engine_process() -> None:

@@ -123,7 +123,8 @@ def _check(g: Graph, outputs: int, pools: bool) -> None:
     for n in g.nodes:
         if n.op.name in PROMPT_OPS and g.name == DRAFT:
             cause = "the draft model has recurrent layers, whose state cannot be taken back when drafts are rejected"
-            raise Diagnostic("E435", cause, "draft with a model that has attention only, or with --draft ngram", node=n)
+            remedy = "use a draft model without recurrent layers, or prompt lookup (compile with --speculate K)"
+            raise Diagnostic("E435", cause, remedy, node=n)
         if n.op.name not in ATTENTION:
             continue
         if not (n.attrs.get("causal", True) or pools):

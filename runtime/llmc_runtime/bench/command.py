@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import IO, Any
 
 from llmc_runtime.bench.table import table
@@ -18,6 +18,10 @@ _WHAT = {
     "latency": "latency of one batch in seconds, and of a step in milliseconds; prefix caching is off by default",
     "start": "time from the start of a process to its first token in seconds",
 }.items()
+# Of `latency` as in vLLM's, so that no batch profits from earlier ones.
+_CHANGED: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"latency": {"enable_prefix_caching": {"default": False, "text": "reuse the KV cache of common prefixes (off)"}}}
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,9 +35,7 @@ def parser() -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=text, description=text)
         modules[name].arguments(p.add_argument)
         if name != "serve":
-            engine_arguments.arguments(p)
-        if name == "latency":
-            p.set_defaults(enable_prefix_caching=False)  # as in vLLM's, so that no batch profits from earlier ones
+            engine_arguments.arguments(p, _CHANGED.get(name, {}))
     return ap
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,12 +21,15 @@ _ENGINE = (
 )  # fmt: skip
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the model, options of its engine as they are declared, and those of the report."""
+def arguments(parser: argparse.ArgumentParser, changed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the model, options of its engine, and those of the report.
+
+    `changed` has fields of `Option` that differ from the declaration, by the name of the option.
+    """
     add = parser.add_argument
     add("model", metavar="MODEL", help="an artifact, or a Hugging Face folder or id (compiled on first use)")
     for name in _ENGINE:
-        options_of(EngineOptions)[name].add_to(parser)
+        replace(options_of(EngineOptions)[name], **changed.get(name, {})).add_to(parser)
     add("--output-json", type=Path, metavar="FILE", help="file for the report as JSON (default: none)")
     add("--json", action="store_true", help="print the report as JSON instead of a table")
 

@@ -134,7 +134,7 @@ def _summary(
         ranks,
         str(capacity),
         "no prefix caching" if manifest.recurrent and not config.prefix_caching else "",
-        f"prompts in steps of {1e3 * config.target_itl:g} ms" if config.target_itl else "",
+        f"target of prompt steps: {1e3 * config.target_itl:g} ms" if config.target_itl else "",
         f"up to {speculation.num_tokens} drafted tokens ({speculation.method})" if speculation else "",
         device.upload_summary,
     )
@@ -212,8 +212,10 @@ def speculation_of(
         return None
     number = option[TOKENS]
     if not compiled or (number or 1) > compiled:
-        limit = f"at most {compiled} drafted tokens" if compiled else "no drafted tokens"
-        cause = f"speculate requests {number or 'some'} drafted tokens; the artifact was compiled for {limit}"
+        if compiled:
+            cause = f"speculate requests {number} drafted tokens, and the artifact was compiled for at most {compiled}"
+        else:
+            cause = "speculate: the artifact was compiled without --speculate, and verifies no drafted tokens"
         draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
         remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
@@ -222,7 +224,7 @@ def speculation_of(
     if option["method"] != NGRAM:
         if not rows or (option["method"] in _HEADS) != head:
             source, flag = NEEDS[option["method"]]
-            cause = f"speculate requests drafts of {source}, and the artifact has none"
+            cause = f"speculate: the method {option['method']} needs {source}, and the artifact has none"
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
         low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
         name = _HEADS.get(option["method"], "")

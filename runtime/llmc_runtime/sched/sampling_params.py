@@ -53,7 +53,7 @@ class SamplingParams(metaclass=KeywordChecks):
     """
 
     n: int = parameter(
-        1, integers(1, MAX_N, unit="outputs"), "number of outputs; 1 if greedy. Output i uses the seed + i"
+        1, integers(1, MAX_N, unit="outputs"), "number of outputs; must be 1 if greedy. Output i uses the seed + i"
     )
     temperature: float = parameter(
         1.0, numbers(0, 100), "sampling temperature, at least 0.01; 0 is greedy (top_p, top_k and min_p are then off)",
@@ -90,15 +90,15 @@ class SamplingParams(metaclass=KeywordChecks):
         0, integers(0, unit="tokens"), "minimum number of tokens to generate, up to max_tokens", flag=True
     )
     stop: str | Iterable[str] | None = parameter(
-        (), strings(MAX_STOP_STRINGS, MAX_STOP_BYTES, single=True), "strings before which the output ends", flag=True,
-        engine=False,
+        (), strings(MAX_STOP_STRINGS, MAX_STOP_BYTES, single=True),
+        "strings that end the output, which does not contain them", flag=True, engine=False,
     )  # fmt: skip
     stop_token_ids: Iterable[int] | None = parameter((), token_ids(STOPS), "token ids at which the output ends")
     ignore_eos: bool = parameter(False, flag(), "continue after the model's end-of-sequence token", flag=True)
     include_stop_str_in_output: bool = parameter(False, flag(), "include the stop string in the output", engine=False)
     logprobs: int | None = parameter(
-        None, _LOGPROBS, "log-probabilities of each output token and of this many most likely ones", flag=True,
-        request=False,
+        None, _LOGPROBS, "number of most likely tokens whose log-probabilities are returned, beside the output token's "
+        "own", flag=True, request=False,
     )  # fmt: skip
     skip_special_tokens: bool = parameter(True, flag(), "omit special tokens from the text", engine=False)
     detokenize: bool = parameter(
@@ -113,11 +113,9 @@ class SamplingParams(metaclass=KeywordChecks):
     )
     bad_words: Iterable[str] | None = parameter(
         (), strings(MAX_BAD_WORDS, MAX_STOP_BYTES, total=MAX_BAD_WORD_BYTES, visible=True),
-        "strings that are not generated, with or without a space before them", engine=False,
+        "strings that are never generated, with or without a space before them", engine=False,
     )  # fmt: skip
-    prompt_logprobs: int | None = parameter(
-        None, _LOGPROBS, "log-probabilities of each prompt token and of this many most likely ones"
-    )
+    prompt_logprobs: int | None = parameter(None, _LOGPROBS, "as logprobs, for each token of the prompt")
     structured_outputs: StructuredOutputsParams | None = parameter(
         None, instance(StructuredOutputsParams), "the required form of the text; min_tokens is then 0", request=False
     )

@@ -157,7 +157,7 @@ class Guard:
             raise ApiError(cause, status=431, code="headers_too_large")
         if not scope.get("http_version", "1.1").startswith("1."):
             close = {"Connection": "close"}
-            raise ApiError("the server speaks HTTP/1.1", status=505, code="http_version", headers=close)
+            raise ApiError("only HTTP/1.0 and HTTP/1.1 are supported", status=505, code="http_version", headers=close)
         if len(headers) < len(raw):
             _check_single(raw)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
