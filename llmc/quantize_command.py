@@ -21,9 +21,9 @@ def add_arguments(p: CommandParser) -> None:
     """Add the arguments of the command."""
     p.add_argument("model", help="Hugging Face folder, or owner/name@revision")
     add_output(p, "new folder of the quantised checkpoint")
-    schemes = "; ".join(f"{r.name}: {r.summary}" for r in RECIPES.values())
-    unchanged = f"{schemes}; none: weights stay as they are (with --kv-cache-dtype fp8)"
-    p.add_argument(*reversed(QUANT_FLAGS), dest="scheme", required=True, choices=(*RECIPES, NONE), help=unchanged)
+    schemes = ", ".join(f"{r.name} ({r.summary})" for r in RECIPES.values())
+    text = f"format and algorithm of the weights: {schemes}, or none (as they are, with --kv-cache-dtype fp8)"
+    p.add_argument(*reversed(QUANT_FLAGS), dest="scheme", required=True, choices=(*RECIPES, NONE), help=text)
     p.add_argument(
         "--group-size", type=positive, metavar="N", help="columns that share a scale (int8: all; 4 bits: 128)"
     )
