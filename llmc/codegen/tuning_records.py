@@ -89,6 +89,8 @@ class Tuning:
         Tokens and rows are equivalent for a node that depends on one of them only: a decode step of 512 rows has the
         products of a step with 512 tokens.
         """
+        if not self.records:
+            return {}
         text, sizes = node_text(node), sizes_of(node, env)
         close = self._close(text, target, dict(sizes))
         if close or len(sizes) != 1:
@@ -99,7 +101,7 @@ class Tuning:
 
     def _close(self, text: str, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
         """The times of the node with this text at the measured sizes nearest to `env`; empty if they are not close."""
-        points = self.records.get((machine(target), text)) if self.records else None
+        points = self.records.get((machine(target), text))
         if not points:
             return {}
         sizes = min(points, key=lambda p: (_distance(p, env), p))

@@ -143,6 +143,31 @@ def test_a_few_prompts_end_in_an_iteration_when_a_client_leaves() -> None:
     assert ends.total() == 64 and max(ends.values()) <= 16
 
 
+def test_a_request_that_is_cancelled_twice_releases_its_slot() -> None:
+    async def work() -> None:
+        server, call, released = FakeServing(), called(), asyncio.Event()
+
+        async def pool(*_: Any, **__: Any) -> AsyncIterator[RequestOutput]:
+            try:
+                await asyncio.Event().wait()
+                yield RequestOutput("r", None, [], [], True)
+            finally:
+                await released.wait()
+
+        server.llm.pool = pool
+        pooled_run.reserve(server, call, 64)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(pooled_run.run(server, [Prompt([5])] * 64, 0, "", call))  # type: ignore[arg-type]
+        for _ in range(2):
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert server.admission.open_sequences
+            running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert running.cancelled() and not server.admission.open_sequences
+
+    run(work)
+
+
 def test_the_first_error_ends_all_prompts_and_leaves_nothing_to_the_garbage_collector() -> None:
     calls = list[Any]()
 

@@ -62,10 +62,12 @@ async def run(serving: Serving, prompts: Sequence[Prompt], priority: int, salt: 
         record.fail(error.code if isinstance(error, ApiError) else None)
         raise
     finally:
-        await end_tasks(tasks)
-        tasks.clear()
-        failed = None  # its error refers to this frame
-        call.resources.release_slot()
+        try:
+            await end_tasks(tasks)
+        finally:
+            tasks.clear()
+            failed = None  # its error refers to this frame
+            call.resources.release_slot()
     return [output for output in outputs if output is not None]
 
 
