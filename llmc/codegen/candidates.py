@@ -119,7 +119,7 @@ def _scheduled(
     offered = kernel.schedules(node, target)
     if not offered:
         raise ValueError("schedules returned no schedule; return [{}] if there is nothing to choose")
-    times = [tuning.lookup(node, kernel.name, schedule, target, env) for schedule in offered]
+    times = tuning.lookup(node, kernel.name, offered, target, env)
     leads = all(us is None for us in times) and kernel.leads(node, target, env)
     for schedule, us in zip(offered, times, strict=True):
         order = order_of(kernel, node, schedule, target) if target.deterministic else ""
@@ -146,6 +146,6 @@ def refusals(
 
 def is_fastest(kernel: Kernel, n: Node, target: Target, env: Mapping[str, int], tuning: Tuning) -> bool:
     """Return whether a schedule of the kernel is the fastest measured one of a node at the sizes `env`."""
-    times = (tuning.lookup(n, kernel.name, s, target, env) for s in kernel.schedules(n, target))
+    times = tuning.lookup(n, kernel.name, kernel.schedules(n, target), target, env)
     fastest = min((us for us in times if us is not None), default=math.inf)
     return fastest < math.inf and fastest <= tuning.fastest(n, target, env)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -69,15 +69,21 @@ class Tuning:
     name: str = ""
 
     def lookup(
-        self, node: Node, kernel: str, schedule: Schedule, target: Target, env: Mapping[str, int] = NO_SIZES
-    ) -> float | None:
-        """Return the measured microseconds of a kernel and schedule for a node, at sizes `env`, or None.
+        self,
+        node: Node,
+        kernel: str,
+        schedules: Sequence[Schedule],
+        target: Target,
+        env: Mapping[str, int] = NO_SIZES,
+    ) -> list[float | None]:
+        """Return the measured microseconds of a kernel for a node, at sizes `env`, with each schedule, or None.
 
         Uses the nearest measured sizes if they are close: at half or twice the rows, the best tile of a product was up
         to 2.8 times slower than the best one there (bench/cost_rule.py). All candidates of a node are compared at the
         same sizes. The node must not have a kernel choice yet.
         """
-        return self._nearest(node, target, env).get((kernel, schedule_text(schedule)))
+        times = self._nearest(node, target, env)
+        return [times.get((kernel, schedule_text(s))) if times else None for s in schedules]
 
     def fastest(self, node: Node, target: Target, env: Mapping[str, int] = NO_SIZES) -> float:
         """Return the smallest time measured for a node at these sizes; infinity if there is none."""

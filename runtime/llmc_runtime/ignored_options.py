@@ -87,7 +87,7 @@ IGNORED = (
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
     _switch("--worker-use-ray --engine-use-ray --ray-workers-use-nsight", "see --distributed-executor-backend"),
     IgnoredFlags("--data-parallel-backend", "--distributed-executor-backend selects what starts ranks"),
-    _switch("--use-v2-block-manager --disable-async-output-proc", "there is one of its kind, which is always on"),
+    _switch("--use-v2-block-manager --disable-async-output-proc", "the engine has one implementation of it"),
     IgnoredFlags(
         "--num-scheduler-steps --num-lookahead-slots --scheduler-delay-factor", "steps are planned one by one"
     ),

@@ -75,7 +75,9 @@ def test_measurements_decide(tmp_path: Path) -> None:
     node.choice = {}
     Select().run(m, Ctx(OPS, target, load().kernels))
     assert node.choice == {"kernel": "cpu/rows"}
-    assert Tuning.load(path).lookup(node, "cpu/rows", {}, load().target("cpu:x86-64-v3")) is None, "of another machine"
+    assert Tuning.load(path).lookup(node, "cpu/rows", [{}], load().target("cpu:x86-64-v3")) == [None], (
+        "of another machine"
+    )
     for bad in ("not json", json.dumps({"us": 1})):
         path.write_text(bad)
         with pytest.raises(Diagnostic, match="line 1"):

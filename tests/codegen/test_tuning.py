@@ -55,14 +55,14 @@ def test_exact_sizes_hold_and_then_close_ones(tmp_path: Path) -> None:
     tuning = Tuning.load(path)
 
     def found(rows: int) -> list[float | None]:
-        return [tuning.lookup(linear, "k", s, sm_90(), {"R": rows, "T": 1}) for s in (A, B)]
+        return tuning.lookup(linear, "k", (A, B), sm_90(), {"R": rows, "T": 1})
 
     assert found(1) == [3.0, 4.0]
     assert found(64) == found(48) == found(90) == [9.0, 6.0]
     assert found(2) == found(32) == found(128) == [None, None], "what is best at other sizes is no measure"
-    assert tuning.lookup(linear, "other", A, sm_90(), {"R": 1}) is None
-    assert tuning.lookup(linear, "k", A, sm_80(), {"R": 1}) is None, "of another machine"
-    assert Tuning().lookup(linear, "k", A, sm_90()) is None
+    assert tuning.lookup(linear, "other", [A], sm_90(), {"R": 1}) == [None]
+    assert tuning.lookup(linear, "k", [A], sm_80(), {"R": 1}) == [None], "of another machine"
+    assert Tuning().lookup(linear, "k", [A], sm_90()) == [None]
 
 
 def test_tokens_and_rows_are_equivalent_for_a_node_that_has_one_of_them(tmp_path: Path) -> None:
@@ -75,11 +75,11 @@ def test_tokens_and_rows_are_equivalent_for_a_node_that_has_one_of_them(tmp_path
         [record(of_tokens, "k", A, sm_90(), 5.0, {"T": 512}), record(spans, "k", A, sm_90(), 7.0, {"T": 8, "R": 4})],
     )
     tuning = Tuning.load(path)
-    assert tuning.lookup(of_rows, "k", A, sm_90(), {"R": 512, "T": 1}) == 5.0
-    assert tuning.lookup(of_rows, "k", A, sm_90(), {"R": 1, "T": 512}) is None
-    assert tuning.lookup(spans, "k", A, sm_90(), {"T": 4, "R": 8}) is None, "two sizes keep their names"
+    assert tuning.lookup(of_rows, "k", [A], sm_90(), {"R": 512, "T": 1}) == [5.0]
+    assert tuning.lookup(of_rows, "k", [A], sm_90(), {"R": 1, "T": 512}) == [None]
+    assert tuning.lookup(spans, "k", [A], sm_90(), {"T": 4, "R": 8}) == [None], "two sizes keep their names"
     save(path, [record(of_rows, "k", A, sm_90(), 4.0, {"R": 512})])
-    assert Tuning.load(path).lookup(of_rows, "k", A, sm_90(), {"R": 512}) == 4.0, "its own record comes first"
+    assert Tuning.load(path).lookup(of_rows, "k", [A], sm_90(), {"R": 512}) == [4.0], "its own record comes first"
 
 
 def test_a_file_is_sorted_and_a_second_measurement_replaces_the_first(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ class Serving:
             each = [fitted(params, context - length) for length in lengths]
         size = size_of(request, params, lengths, self._tokens(each, lengths), call.repeats)
         if not limited and size.total > self.max_answer:  # shorten the outputs
-            each = [cut(iterator, size, self.max_answer, params.n * len(prompts)) for iterator in each]
+            each = [cut(fitted_params, size, self.max_answer, params.n * len(prompts)) for fitted_params in each]
             size = replace(size, tokens=self._tokens(each, lengths))
         check_size(request, size, self.max_answer)
         if size.reserved:

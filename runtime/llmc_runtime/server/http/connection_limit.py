@@ -192,7 +192,7 @@ def set_descriptor_limit(requested: int | None) -> int:
 
 
 def allocate_descriptors(connections: int) -> None:
-    """Grow the kernel's table of this process's descriptors to the size that so many connections need.
+    """Grow the kernel's table of this process's descriptors to the size that `connections` need.
 
     Linux doubles a full table, and the thread that opens the descriptor then waits 10 to 25 ms for the other processors
     (an RCU grace period). In the event loop, that would delay the tokens of all streams.

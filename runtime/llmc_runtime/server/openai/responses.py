@@ -27,7 +27,7 @@ from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 from llmc_runtime.server.tool_calls.message import Delta
 
-# a stream has a message in deltas, and in the last events of its text, its part, its item and the response
+# A stream has a message in deltas, and in the last events of its text, its part, its item and the response.
 _REPEATS = 5
 
 
