@@ -144,12 +144,13 @@ def test_switches_that_are_off_are_ignored() -> None:
 def test_keys_of_an_object_may_be_flags() -> None:
     words = ["m", "--speculative-config.method", "ngram", "--speculative_config.num_speculative_tokens=3"]
     words += ["--limit-mm-per-prompt.image", "2", "--compilation-config.pass_config.enable_fusion", "true"]
+    words += ["-cc.mode", "3"]
     args = read([*words, "--structured-outputs-config.backend", "xgrammar"]).args
     assert args.speculate == {"method": "ngram", "num_speculative_tokens": 3}
     assert [values for _, values in args.ignored_flags] == [
-        ['{"image": 2}'], ['{"pass_config": {"enable_fusion": true}}'], ['{"backend": "xgrammar"}'],
+        ['{"image": 2}'], ['{"pass_config": {"enable_fusion": true}}'], ['{"mode": 3}'], ['{"backend": "xgrammar"}'],
     ]  # fmt: skip
-    assert len(check_ignored(args.ignored_flags)) == 3
+    assert len(check_ignored(args.ignored_flags)) == 4
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,8 @@ def test_keys_of_an_object_may_be_flags() -> None:
         (["--hf-overrides.a", "1", "--hf-overrides", "{}"], "--hf-overrides is given as a whole and by its keys"),
         (["--hf-overrides.a", "1", "--hf-overrides.a", "2"], "--hf-overrides.a is given twice"),
         (["--hf-overrides.a", "1", "--hf-overrides.a.b", "2"], "--hf-overrides.a.b contradicts an earlier flag"),
-        (["--hf-overrides.a"], "unknown option --hf-overrides.a"),
+        (["--hf-overrides.a"], "--hf-overrides.a needs a value"),
+        (["--hf-overrides.a", "--port", "1"], "--hf-overrides.a needs a value"),
         (["--port.x", "1"], "unknown option --port.x"),
         (["--no-enable-lora.x", "1"], "unknown option --no-enable-lora.x"),
     ],

@@ -11,7 +11,8 @@ def join_dotted(arguments: Sequence[str], takes_object: Callable[[str], bool]) -
     """Return the arguments with the keys of each flag joined to one JSON object, at the place of its first key.
 
     A value is JSON if it can be parsed, else text. Dashes in keys are underscores. `takes_object` decides which flags
-    take an object; others are unchanged. Raises ValueError if an object is given twice, in whole and by keys.
+    take an object; others are unchanged. Raises ValueError if a value is missing, or if an object is given twice, in
+    whole and by keys.
     """
     joined: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
@@ -24,9 +25,11 @@ def join_dotted(arguments: Sequence[str], takes_object: Callable[[str], bool]) -
             break
         name, equals, value = argument.partition("=")
         flag, dot, path = name.partition(".")
-        if not (dot and path and flag.startswith("--") and takes_object(flag) and (equals or rest)):
+        if not (dot and path and takes_object(flag)):
             joined.append(argument)
             continue
+        if not equals and (not rest or rest[0].startswith("--")):
+            raise ValueError(f"{name} needs a value")
         if flag not in objects:
             objects[flag], places[flag] = {}, len(joined)
             joined.append(flag)
