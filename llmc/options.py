@@ -66,7 +66,8 @@ class Options:
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(
-        None, "maximum number of sequences in one step (CPU: 16, GPU: 512, or 256 with recurrent layers)"
+        None, "maximum number of sequences in one step (CPU: 16, GPU: 512, or 256 with recurrent layers or "
+        "--deterministic)"
     )  # fmt: skip
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     tensor_parallel_size: int = _artifact(

@@ -22,6 +22,7 @@ from llmc.ir.text import parse as parse_ir
 from llmc.options import FILES, MAX_LIMITS, Options, add_options, read_options
 from llmc.quantized_compile import unread_codes
 from llmc.targets.cpu_targets import x86_64_v3
+from llmc.targets.deterministic import deterministic
 from llmc.targets.gpu_targets import sm_90
 
 
@@ -101,4 +102,5 @@ def test_models_with_recurrent_layers_run_fewer_sequences_by_default(node: str, 
     text = f"sym T in [1, 64]\ngraph @main({inputs}) {{\n  %y = {node} : bf16[T, 8]\n  return %y\n}}\n"
     main = parse_ir(text, OPS).graphs["main"]
     assert default_rows(sm_90(), main) == rows
+    assert default_rows(deterministic(sm_90(), 0), main) == 256
     assert default_rows(x86_64_v3(), main) == x86_64_v3().rows

@@ -8,6 +8,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
 GPUS = ("sm_80", "sm_90")  # for whose matrix instructions Triton kernels declare an order of sums
+ROWS = 256  # default maximum of sequences in a step: kernels have one order of sums, measured up to this batch size
 # Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
 BY_TOKENS = ("fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized", "split-recurrence")
 
@@ -28,4 +29,4 @@ def deterministic(target: Target, speculate: int) -> Target:
     without = "".join(f", without {name}" for name in BY_TOKENS if name in target.pipeline)
     pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
     pipeline = pipeline.replace("fuse-experts", "fuse-experts{route=false}")  # other ops for a single token
-    return replace(target, deterministic=True, pipeline=pipeline + without)
+    return replace(target, deterministic=True, rows=min(target.rows, ROWS), pipeline=pipeline + without)
