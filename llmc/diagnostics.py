@@ -31,7 +31,8 @@ def extension_code(subject: str, owner: Any, node: Any = None) -> Iterator[None]
     """Raise Diagnostic E427 for an exception in the code of an extension, which runs inside the `with` block.
 
     subject: the part of the extension, such as "kernel 'a/b'". owner: its class or function, whose module decides
-    whether the code is an extension's. Exceptions of llmc's own code, and errors that a user can act on, are not changed.
+    whether the code is an extension's. Exceptions of llmc's own code, and errors that a user can act on, are not
+    changed.
     """
     try:
         yield
