@@ -8,6 +8,7 @@ from llmc.codegen.backends.cpp.kernel_table import KERNELS as CPU
 from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA
 from llmc.codegen.backends.cute.kernel_table import KERNELS as CUTE
 from llmc.codegen.backends.flashinfer.kernel_table import KERNELS as FLASHINFER
+from llmc.codegen.backends.nccl.kernel_table import KERNELS as NCCL
 from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON
 from llmc.extension import Extension
 from llmc.targets.cpu_targets import PIPELINE
@@ -20,6 +21,7 @@ PASSES = MappingProxyType(
         "absorb-latent": "llmc.passes.fuse.absorb_latent:AbsorbLatent",
         "page-attention": "llmc.passes.lower.page_attention:PageAttention",
         "shard": "llmc.passes.lower.shard:Shard",
+        "gather-first": "llmc.passes.lower.gather_first:GatherFirst",
         "fuse-reduce": "llmc.passes.fuse.fuse_reduce:FuseReduce",
         "fuse-reduce-norm": "llmc.passes.fuse.fuse_reduce_norm:FuseReduceNorm",
         "fuse-linear": "llmc.passes.fuse.fuse_linear:FuseLinear",
@@ -53,7 +55,7 @@ PASSES = MappingProxyType(
 EXTENSION = Extension(
     name="llmc",
     passes=PASSES,
-    kernels=MappingProxyType({**CPU, **TRITON, **CUDA, **CUTE, **FLASHINFER}),
+    kernels=MappingProxyType({**CPU, **TRITON, **CUDA, **CUTE, **FLASHINFER, **NCCL}),
     toolchains=MappingProxyType(
         {
             "cpp": "llmc.codegen.backends.cpp.cpp_toolchain:CppToolchain.find",
@@ -61,6 +63,7 @@ EXTENSION = Extension(
             "cuda": "llmc.codegen.backends.cuda.nvrtc_toolchain:NvrtcToolchain.find",
             "cute": "llmc.codegen.backends.cute.cute_toolchain:CuteToolchain.find",
             "flashinfer": "llmc.codegen.backends.flashinfer.flashinfer_toolchain:FlashinferToolchain.find",
+            "nccl": "llmc.codegen.backends.nccl.nccl_toolchain:NcclToolchain.find",
         }
     ),
     targets=MappingProxyType(

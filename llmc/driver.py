@@ -21,6 +21,7 @@ from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pipeline import parse_pipeline
 from llmc.provenance import related_extensions
 from llmc.targets.deterministic import deterministic
+from llmc.targets.nccl import with_nccl
 from llmc.targets.target import Target
 
 
@@ -82,6 +83,8 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     target = registry.target(options.target)
     if options.deterministic:
         target = deterministic(target, options.speculate)
+    if options.collectives == "nccl":
+        target = with_nccl(target, options.tensor_parallel_size)
     check_limits(options)
     if options.tuning:
         read_records(options.tuning)  # report a malformed file before any work is done

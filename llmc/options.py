@@ -73,6 +73,10 @@ class Options:
     tensor_parallel_size: int = _artifact(
         1, "number of ranks over which the model is divided; each is a process, on a GPU of its own or on CPUs (1)",
     )  # fmt: skip
+    collectives: str = _artifact(
+        "peer", "how ranks on GPUs exchange results: kernels that write to peer memory, or NCCL for GPUs that cannot "
+        "access each other's memory (peer)", str, None, choices=("peer", "nccl"), commands=("compile",),
+    )  # fmt: skip
     speculate: int = _artifact(
         0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",
         int, commands=("compile",),

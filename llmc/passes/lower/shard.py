@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmc_runtime.format.nccl_call import LANGUAGE as NCCL
 from llmc_runtime.format.program import RANK
 
 from llmc.diagnostics import Diagnostic
@@ -16,6 +17,7 @@ from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_reduce import FuseReduce
 from llmc.passes.fuse.fuse_reduce_norm import FuseReduceNorm
 from llmc.passes.lower.finer_blocks import cuttable
+from llmc.passes.lower.gather_first import GatherFirst
 from llmc.passes.lower.shard_heads import prepare
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import Relation, Split
@@ -68,7 +70,8 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
     """Return the passes with `shard` after page-attention if there are several ranks.
 
     On GPUs, `fuse-reduce` follows it, and `fuse-reduce-norm` precedes the passes that fuse norms into products, unless
-    the target is deterministic: the final norm follows a sum in the graphs of decoding only.
+    the target is deterministic: the final norm follows a sum in the graphs of decoding only. With NCCL, `gather-first`
+    takes the place of both.
 
     Raises Diagnostic E421 if the passes lack page-attention, and E439 if they have `shard` already, or if ranks on the
     target are not supported.
@@ -87,7 +90,9 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
         raise Diagnostic("E421", cause, "add it to --pipeline")
     group = next((p.columns for p in passes if isinstance(p, Quantize)), 0)
     front, back = [*passes[: at + 1], Shard(ranks=ranks, group=group)], list(passes[at + 1 :])
-    if target.family == "cuda":
+    if NCCL in target.languages:
+        front.append(GatherFirst())
+    elif target.family == "cuda":
         front.append(FuseReduce())
         end = next((i for i, p in enumerate(back) if p.name in BEHIND_SUMS), len(back))
         back[end:end] = [] if target.deterministic else [FuseReduceNorm()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Member
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.nccl_call import ABI
 
 
 def open_device(
@@ -24,8 +25,8 @@ def open_device(
     determines its GPU among those visible. `member` is the device's place in a group, if the artifact has several
     ranks.
 
-    Raises LlmcError E112 if the runtime has no such kind of device, and E115 to E117 if this machine or this
-    runtime cannot run the target.
+    Raises LlmcError E112 if the runtime has no such kind of device, E115 to E117 if this machine or this runtime cannot
+    run the target, and E143 if the artifact's ranks use NCCL and it cannot be used.
     """
     device = _device(artifact, threads, careful, index, member)
     device.users = engines * artifact.manifest.ranks
@@ -42,7 +43,8 @@ def _device(artifact: Artifact, threads: int | None, careful: bool, index: int, 
     if family == "cuda":
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
-        return CudaDevice(target, threads, careful=careful, index=index, member=member)
+        nccl = any(k.abi == ABI for k in artifact.manifest.kernels)
+        return CudaDevice(target, threads, careful=careful, index=index, member=member, nccl=nccl)
     if artifact.manifest.ranks > 1:
         cause = f"the artifact is for {artifact.manifest.ranks} ranks on {target.name}, which are not supported"
         raise LlmcError("E112", cause, "recompile it without --tensor-parallel-size")

@@ -15,6 +15,10 @@ from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.sched.step import RowMasks, Step, StepOutput
 from llmc_runtime.signals import uninterrupted
 
+# Errors of rank 0 that may be due to another rank: a GPU fails when the memory of a rank that was killed goes away, and
+# NCCL when a rank does not answer.
+_OF_OTHERS = ("E114", "E119", "E143")
+
 
 class GroupExecutor(Executor):
     """An Executor whose device is rank 0 of `group`; the arguments are those of Executor.
@@ -38,10 +42,11 @@ class GroupExecutor(Executor):
         group.join(capacity.nbytes, capacity.snapshots)
         super().__init__(artifact, device, capacity.nbytes, capacity.snapshots)
         handles = [device.group_handle, *group.await_joined()]
-        group.send(Meet(handles))
-        device.connect(handles)
-        group.await_settled()
         group.watch(device.cancel)
+        with self._together():
+            group.send(Meet(handles))
+            device.connect(handles)
+            group.await_settled()
 
     def launch(self, step: Step) -> Ticket:
         """Start the step on all ranks."""
@@ -93,8 +98,7 @@ class GroupExecutor(Executor):
             except BaseException as e:
                 self.device.cancel()
                 error = as_llmc_error(e)
-                # A GPU fails when the memory of a rank that was killed goes away.
-                self._failure = self.group.cause(error) if error.code in ("E114", "E119") else error
+                self._failure = self.group.cause(error) if error.code in _OF_OTHERS else error
                 if isinstance(e, Exception):
                     raise self._failure from e
                 raise

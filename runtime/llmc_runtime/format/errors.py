@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from llmc_runtime.format.install_command import install_command
 
-_ENVIRONMENT = frozenset("E100 E109 E110 E115 E116 E117 E140 E141 E332 E501 E503 E504 E640".split())
+_ENVIRONMENT = frozenset("E100 E109 E110 E115 E116 E117 E140 E141 E143 E332 E501 E503 E504 E640".split())
 
 
 # Extra of the install -> the modules that it provides and that are imported by name.

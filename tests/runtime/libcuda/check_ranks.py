@@ -16,6 +16,7 @@ from artifact import tiny
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.gpu import gpu_group
 from llmc_runtime.device.open_device import open_device
+from llmc_runtime.exec import rank_group
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.group_executor import GroupExecutor
 from llmc_runtime.exec.load_executor import load_executor
@@ -162,6 +163,7 @@ def test_a_killed_rank_ends_the_group(artifact: Path) -> None:
 
 def test_a_rank_that_hangs_is_noticed_by_the_kernels(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_group, "LIMIT", 0.3)
+    monkeypatch.setattr(rank_group, "REPORT", 0.1)  # both together are shorter than the limit of heartbeats
     executor: Any = load_executor(artifact)
     executor.run(PROMPT)
     (pid,) = children()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
+from llmc_runtime.format.nccl_call import LANGUAGE as NCCL
 
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
@@ -34,6 +35,8 @@ class Collective(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if target.family == "hip":
             return "ranks on AMD GPUs are not supported"
+        if NCCL in target.languages:
+            return "the ranks use NCCL"
         ranks = node.attrs["ranks"]
         if not 2 <= ranks <= MAX_PEERS:
             return f"a group on GPUs has 2 to {MAX_PEERS} ranks, not {ranks}"

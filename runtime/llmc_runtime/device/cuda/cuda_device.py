@@ -7,8 +7,10 @@ from typing import Any
 
 from llmc_runtime.device.cuda.device_array import CudaMemory
 from llmc_runtime.device.cuda.driver import Cuda
+from llmc_runtime.device.cuda.nccl_group import NcclGroup
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.gpu.gpu_device import GpuDevice
+from llmc_runtime.device.gpu.gpu_group import GpuGroup
 from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
@@ -16,13 +18,13 @@ from llmc_runtime.format.manifest import TargetInfo
 
 class CudaDevice(GpuDevice):
     """A GPU, by default the first one visible to this process; `index` is its number among them. With `member`, it is
-    the GPU of that rank of the engine number `index`.
+    the GPU of that rank of the engine number `index`; with `nccl`, its ranks exchange results by NCCL.
 
     `threads` read, hash and upload weights (default: the number of physical cores, at most 16). With `careful`, graphs
     are disabled and every launch is synchronized, so that an error names the kernel that failed.
 
     Raises LlmcError E115 if there is no driver or no such GPU, or if it cannot access the GPUs of the other ranks, E116
-    if the driver is too old, and E117 if the GPU cannot run binaries for `target`.
+    if the driver is too old, E117 if the GPU cannot run binaries for `target`, and E143 if NCCL cannot be used.
     """
 
     family = "cuda"
@@ -39,9 +41,11 @@ class CudaDevice(GpuDevice):
         careful: bool = False,
         index: int = 0,
         member: Member | None = None,
+        nccl: bool = False,
     ) -> None:
         self._cuda = cuda = Cuda()
-        super().__init__(cuda, threads, careful, index, member)
+        group = None if member is None else NcclGroup(member) if nccl else GpuGroup(cuda, member)
+        super().__init__(cuda, threads, careful, index, group)
         self._device = cuda.ok(cuda.cu.cuDeviceGet(self.number))
         major, minor = (cuda.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         self.name = cuda.ok(cuda.cu.cuDeviceGetName(128, self._device)).split(b"\0")[0].decode()

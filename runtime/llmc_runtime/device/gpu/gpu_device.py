@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Device, Event, Member, Memory, Run
+from llmc_runtime.device.device import Device, Event, Memory, Run
+from llmc_runtime.device.gpu.device_group import DeviceGroup, LibraryCall
 from llmc_runtime.device.gpu.device_memory import Ring, Slot
 from llmc_runtime.device.gpu.driver import GpuDriver
-from llmc_runtime.device.gpu.gpu_group import GRAIN, GpuGroup
+from llmc_runtime.device.gpu.gpu_group import GRAIN, NCCL
 from llmc_runtime.device.gpu.gpu_run import GpuRun
 from llmc_runtime.device.gpu.weight_upload import PINNED, Upload, upload
 from llmc_runtime.format.errors import LlmcError
@@ -50,10 +51,10 @@ class GpuDevice(Device):
     driver: str
 
     def __init__(
-        self, driver: GpuDriver, threads: int | None, careful: bool, index: int, member: Member | None = None
+        self, driver: GpuDriver, threads: int | None, careful: bool, index: int, group: DeviceGroup | None = None
     ) -> None:
-        """`index` is the number of the engine. Raises LlmcError E115 if fewer GPUs are visible than it and the engines
-        before it need, or if its GPU cannot access those of the other ranks.
+        """`index` is the number of the engine, `group` its ranks. Raises LlmcError E115 if fewer GPUs are visible than
+        it and the engines before it need, or if its GPU cannot access those of the other ranks and needs to.
         """
         self._driver = driver
         self._careful = careful
@@ -69,22 +70,28 @@ class GpuDevice(Device):
         self._runs: list[GpuRun] = []
         self._upload: Upload | None = None
         self._method = PINNED  # of copying weights, if their hashes are checked
+        self._shared_memory: Memory | None = None  # to which the other ranks write
         self._shared = 0  # bytes of shared memory available to a block
-        self._group = None if member is None else GpuGroup(driver, member)
+        self._group = group
+        member = None if group is None else group.member
         self.number = index if member is None else index * member.ranks + member.rank
         self._check_visible(index, 1 if member is None else member.ranks)
 
     def _check_visible(self, index: int, ranks: int) -> None:
-        """Check that there is a GPU for each rank of the engine, and that this rank's can access the others."""
+        """Check that there is a GPU for each rank of the engine, and that this rank's can access the others if the
+        group needs it.
+        """
         if index + ranks > 1 and (index + 1) * ranks > (visible := self._driver.device_count()):
             needed = f"{ranks} GPUs of its own, one per rank" if ranks > 1 else "a GPU of its own"
             cause = f"engine {index} needs {needed}, and {visible} are visible"
             fewer = f"use --data-parallel-size {visible // ranks}" if visible >= ranks else "compile for fewer ranks"
             raise LlmcError("E115", cause, f"{fewer}, or check {self.visible_variable}")
+        if self._group is None or not self._group.needs_access:
+            return
         for other in range(index * ranks, (index + 1) * ranks):
             if other != self.number and not self._driver.can_access(self.number, other):
                 cause = f"GPU {self.number} cannot access the memory of GPU {other}, as ranks need"
-                remedy = f"choose GPUs that can (nvidia-smi topo -p2p r) by {self.visible_variable}, or use one rank"
+                remedy = f"{NCCL}, or choose GPUs that can (nvidia-smi topo -p2p r) by {self.visible_variable}"
                 raise LlmcError("E115", cause, remedy)
 
     def _start(self) -> None:
@@ -95,7 +102,7 @@ class GpuDevice(Device):
             self._stream = self._driver.stream()
             self._ring = Ring(self._driver, self._stream, self.depth + 1)
             if self._group is not None:
-                self._group.start()
+                self._group.start(self._enter)
         except BaseException:
             self.close()
             raise
@@ -132,23 +139,25 @@ class GpuDevice(Device):
             return super().group_memory(nbytes)
         memory = self.alloc(-(-nbytes // GRAIN) * GRAIN)
         self._group.share(memory.address)
+        self._shared_memory = memory
         slots = Memory(memory.address + DATA, nbytes - DATA, memory.host)
         self.repeat(slots, np.full(DATA, EMPTY, np.uint8), 0)
         return memory
 
     @property
     def group_handle(self) -> bytes:
-        """The handle of this rank's memory."""
+        """The handle by which the other ranks connect to this one."""
         return b"" if self._group is None else self._group.handle
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Open the memories of the other ranks, and write the header of this rank's own."""
-        if self._group is None or not self._group.handle:
+        """Connect to the other ranks, and write the header of this rank's shared memory."""
+        if self._group is None:
             return
         self._enter()
         header = self._group.connect(handles)
-        self.write(Memory(self._group.address, DATA, np.empty(0, np.uint8)), 0, header)
-        self._driver.ok(self._driver.synchronize(self._stream))
+        if header is not None and self._shared_memory is not None:
+            self.write(self._shared_memory, 0, header)
+            self._driver.ok(self._driver.synchronize(self._stream))
 
     def cancel(self) -> None:
         """End the group of ranks, if there is one."""
@@ -257,6 +266,10 @@ class GpuDevice(Device):
         """Load the kernels' binaries; raise LlmcError E112 if this GPU or this runtime cannot run one."""
         self._enter()
         for kernel in artifact.manifest.kernels:
+            if self._group is not None and kernel.abi == self._group.abi:
+                description = artifact.folder.read(kernel.file, artifact.manifest.files[kernel.file].bytes)
+                self._functions[kernel.hash, kernel.entry] = self._group.library_call(description, kernel.file)
+                continue
             if kernel.abi != self.abi:
                 other = f"has the calling convention {kernel.abi!r}; this device supports {self.abi!r}"
                 raise LlmcError("E112", f"kernel {kernel.file} {other}", "upgrade llmc-aot, or recompile the artifact")
@@ -291,7 +304,7 @@ class GpuDevice(Device):
         functions = []
         for launch in program.launches:
             function = self._functions.get((launch.kernel, launch.entry))
-            if function is None or not launch.threads:
+            if function is None or not (launch.threads or isinstance(function, LibraryCall)):
                 cause = f"program {program.name} launches {launch.entry} of {launch.kernel[:16]}, which is not loaded"
                 raise LlmcError("E113", cause, "recompile the artifact")
             functions.append(function)

@@ -1,14 +1,15 @@
-"""A rank's place in a group of GPUs: the memory that the other ranks write to, and theirs, to which it writes."""
+"""A rank's place in a group of linked GPUs: the memory that the others write to, and theirs, to which it writes."""
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from llmc_runtime.device.device import Member, group_ended
+from llmc_runtime.device.gpu.device_group import DeviceGroup
 from llmc_runtime.device.gpu.device_memory import Pinned
 from llmc_runtime.device.gpu.driver import GpuDriver
 from llmc_runtime.format.errors import LlmcError
@@ -17,30 +18,35 @@ from llmc_runtime.format.group_memory import DATA, LIMIT_WORD, MAX_PEERS, PEERS_
 LIMIT = 30.0  # seconds that a kernel waits for another rank at most
 GRAIN = 2 << 20  # bytes; drivers share memory in units of this size, so nothing else may be in the last one
 _STATUS_BYTES = 64
+NCCL = "recompile with --collectives nccl"
 
 
-class GpuGroup:
-    """The group of `member` as its GPU sees it.
+class GpuGroup(DeviceGroup):
+    """A group whose kernels write to the memory of the other ranks.
 
     The status of the group is an i32 in pinned host memory, which kernels read while they wait: 0, or an errno once the
     group has ended. `address` is that of this rank's memory, 0 until `share`.
     """
+
+    needs_access = True
+    abi = ""
 
     def __init__(self, driver: GpuDriver, member: Member) -> None:
         """Raises LlmcError E112 if there are more ranks than kernels support."""
         if member.ranks > MAX_PEERS:
             cause = f"the artifact has {member.ranks} ranks; a group on GPUs has at most {MAX_PEERS}"
             raise LlmcError("E112", cause, "compile with a smaller --tensor-parallel-size")
-        self.member, self.address = member, 0
-        self.handle = b""
+        super().__init__(member)
+        self.address = 0
         self._driver = driver
         self._limit = min(LIMIT, member.limit)
         self._peers: list[int] = []
         self._lock = threading.Lock()
         self._pinned: Pinned | None = None
 
-    def start(self) -> None:
-        """Allocate the status; the GPU must be current. `close` frees it."""
+    def start(self, enter: Callable[[], None]) -> None:
+        """Allocate the status."""
+        enter()
         self._pinned = Pinned(self._driver, _STATUS_BYTES)
         self._pinned.array[:] = 0
 
@@ -48,11 +54,12 @@ class GpuGroup:
         """Make the memory at this address, a whole allocation, available to the other ranks by its `handle`."""
         self.address, self.handle = address, self._driver.share(address)
 
-    def connect(self, handles: Sequence[bytes]) -> np.ndarray:
-        """Open the memories of the other ranks and return the header of this rank's own, u8[DATA].
-
-        `handles` are those of all ranks in their order. Raises LlmcError E115 if the driver refuses.
+    def connect(self, handles: Sequence[bytes]) -> np.ndarray | None:
+        """Open the memories of the other ranks and return the header of this rank's own, u8[DATA]; None if no program
+        uses it. Raises LlmcError E115 if the driver refuses.
         """
+        if not self.handle:
+            return None
         assert self._pinned is not None
         header = np.zeros(DATA // 8, np.int64)
         header[RANK_WORD], header[LIMIT_WORD] = self.member.rank, int(self._limit * 1e9)
@@ -65,7 +72,7 @@ class GpuGroup:
         status, *values = self._driver.open_shared(handle)
         if status:
             cause = f"the memory of rank {rank} cannot be opened: {self._driver.name(int(status))}"
-            raise LlmcError("E115", cause, "run all ranks in one container, with --ipc=host; or use one rank")
+            raise LlmcError("E115", cause, f"run all ranks in one container, with --ipc=host; or {NCCL}")
         self._peers.append(int(values[0]))
         return self._peers[-1]
 
@@ -78,13 +85,13 @@ class GpuGroup:
             raise group_ended("a rank has ended")
 
     def cancel(self) -> None:
-        """End the group: kernels that wait give up within milliseconds. May be called from any thread."""
+        """End the group: kernels that wait give up within milliseconds."""
         with self._lock:
             if self._pinned is not None and not self._pinned.array[:4].any():
                 self._pinned.array[:4].view(np.int32)[0] = errno.ECANCELED
 
     def close(self) -> None:
-        """Close the memories of the other ranks and free the status, ignoring errors; no kernel may be running."""
+        """Close the memories of the other ranks and free the status, ignoring errors."""
         for address in self._peers:
             self._driver.close_shared(address)
         self._peers.clear()

@@ -9,11 +9,14 @@ sizes (i32) and the strides (i64, in elements) of its tensor; after the sizes, t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from llmc_runtime.device.gpu.device_group import LibraryCall
 from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import Expr
@@ -33,15 +36,15 @@ _GRAPHS, _REMEMBERED, _IDLE = 32, 256, 1000
 class _Ready:
     """A prepared launch.
 
+    submit:      submits it to the stream: (status,)
     config:      holds the grid of the last run
     grid:        indices of the three sizes of the grid
     max_blocks:  maximum number of blocks along x
     """
 
     launch: Launch
-    function: Any
+    submit: Callable[[], tuple[Any, ...]]
     config: Any
-    params: int
     grid: tuple[int, int, int]
     max_blocks: int
 
@@ -131,9 +134,24 @@ class GpuRun:
     def _add(self, launch: Launch, function: Any, params: int) -> None:
         """Make a launch ready whose list of cells is at the address `params`."""
         x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
-        config = self._driver.launch_config(launch, self._stream)
         shares = any(self._program.buffers[a].kind == GROUP for a in launch.args)
-        self._ready.append(_Ready(launch, function, config, params, (x, y, z), PROGRAMS if shares else _INT32_MAX))
+        config, submit = self._submission(launch, function, params)
+        self._ready.append(_Ready(launch, submit, config, (x, y, z), PROGRAMS if shares else _INT32_MAX))
+
+    def _submission(self, launch: Launch, function: Any, params: int) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
+        """Return the configuration of a launch, and the function that submits it.
+
+        A kernel does not start before a library's launch in front of it has ended: a library may submit more than
+        kernels, and programmatic dependent launch is for two kernels.
+        """
+        if isinstance(function, LibraryCall):
+            at = (params - self._table.ctypes.data) // 8
+            cells = self._cells[at : at + len(launch.args) + len(launch.sizes)]
+            return SimpleNamespace(gridDimX=1, gridDimY=1, gridDimZ=1), partial(function, cells, self._stream)
+        if self._ready and isinstance(self._ready[-1].config, SimpleNamespace):
+            launch = replace(launch, pdl=False)
+        config = self._driver.launch_config(launch, self._stream)
+        return config, partial(self._driver.launch, config, function, params)
 
     def _write_params(self, launch: Launch, addresses: Sequence[int], at: int, num_maps: int) -> None:
         """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `num_maps`."""
@@ -251,12 +269,11 @@ class GpuRun:
 
     def _launch(self) -> None:
         self._set()
-        launch = self._driver.launch
         for ready in self._ready:
             config = ready.config
             if not (config.gridDimX and config.gridDimY and config.gridDimZ):
                 continue  # an empty grid: nothing to compute, and the driver rejects it
-            status = launch(config, ready.function, ready.params)[0]
+            status = ready.submit()[0]
             if self._careful and not status:
                 status = self._driver.synchronize(self._stream)[0]
             if status:
