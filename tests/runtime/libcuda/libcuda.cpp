@@ -33,6 +33,17 @@ long fake_most_registered() { return (long)most_registered; }
 void fake_gpu(int version, int major, int minor, int count, unsigned long long bytes) {
   driver_version = version; major_ = major; minor_ = minor; devices = count; total = bytes;
 }
+// What libnccl.cpp uses: puts a call into a stream, or into the graph that is captured. `values` are its parameters.
+CUresult fake_call(void* stream, const char* name, void (*f)(void**, const unsigned*), const uint64_t* values, int count) {
+  ENTER("fake_call");
+  Stream* s = (Stream*)stream;
+  if (!streams.count(s)) return INVALID_HANDLE;
+  Node n{new Function{f, name}, {}, {1, 1, 1}, false, {1, 1, 1}};
+  for (int i = 0; i < count; i++) n.values.emplace_back((const char*)(values + i), 8);
+  log_ += std::string(name) + " ";
+  if (s->capture) { s->capture->nodes.push_back(n); return OK; }
+  return put(s, [=] { run(n); });
+}
 CUresult cuInit(unsigned) { ENTER0("cuInit"); return devices ? OK : 100; }
 CUresult cuDriverGetVersion(int* v) { *v = driver_version; return OK; }
 CUresult cuDeviceGetCount(int* n) { *n = devices; return OK; }

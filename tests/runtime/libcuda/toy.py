@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,3 +127,50 @@ def parts(folder: Path, weights: object = ..., programs: tuple[Program, ...] = (
         kernels=(kernel(KERNEL, "toy"), kernel(STAMP, "stamp", 64 << 10), kernel(AGREE, "agree")),
         programs=programs or default,
     )
+
+
+# Compares the ids of a rank with those of RANKS ranks and with their sum: an id that another rank does not have becomes
+# -1.
+COMPARE = f"""
+#include <stdint.h>
+extern "C" {{ extern const int num_params; const int num_params = 3 + 1 + 2; }}
+extern "C" void compare(void** params, const unsigned* grid) {{
+  int32_t *ids = *(int32_t**)params[0], *all = *(int32_t**)params[1], *sum = *(int32_t**)params[2];
+  int n = *(int32_t*)params[3];
+  for (int i = 0; i < n; i++)
+    for (int r = 0; r < {RANKS}; r++) if (all[r * n + i] != ids[i] || sum[i] != {RANKS} * ids[i]) ids[i] = -1;
+}}
+"""
+ROW_BYTES = 4 * tiny.ROWS  # of ids
+
+
+def nccl_call(function: str) -> Binary:
+    """Return the description of a call of NCCL on i32."""
+    text = json.dumps({"function": function, "dtype": "i32"})
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return Binary(key, text, text.encode(), function, suffix="json", language="txt", abi="nccl-1")
+
+
+def with_nccl(p: Program) -> Program:
+    """Return the program for RANKS ranks, which ends by comparing their ids, gathered and summed by NCCL."""
+    ids, count = next(i for i, b in enumerate(p.buffers) if b.name == "ids"), len(p.buffers)
+    rows, nbytes = expr.of("R"), expr.of("4*R")
+    gathered = Buffer("all", "arena", "i32", (expr.of(RANKS), rows), expr.of(f"{4 * RANKS}*R"), 64)
+    total = Buffer("sum", "arena", "i32", (rows,), nbytes, 64 + RANKS * ROW_BYTES)
+    launches = [
+        Launch(nccl_call(name).hash, name, (ids, count + i), (rows,))
+        for i, name in enumerate(("ncclAllGather", "ncclAllReduce"))
+    ]
+    compare = kernel(COMPARE, "compare").hash
+    launches.append(
+        Launch(compare, "compare", (ids, count, count + 1), (rows,), (expr.of(1),), 128, op="compare", pdl=True)
+    )
+    return replace(p, buffers=(*p.buffers, gathered, total), launches=(*p.launches, *launches), ranks=RANKS)
+
+
+def nccl_parts(folder: Path) -> Parts:
+    """Return the parts of an artifact of RANKS ranks that use NCCL."""
+    programs = (program("decode1", True, (1, 1)), program("decode", True, (2, tiny.ROWS)), program("step", False))
+    made = parts(folder, programs=tuple(map(with_nccl, programs)))
+    calls = (nccl_call("ncclAllGather"), nccl_call("ncclAllReduce"))
+    return replace(made, kernels=(*made.kernels, kernel(COMPARE, "compare"), *calls))

@@ -88,8 +88,8 @@ class Nccl:
     def _ok(self, what: str, status: int, comm: int | None = None) -> None:
         if not status:
             return
-        texts = [self._lib.ncclGetErrorString(status), self._lib.ncclGetLastError(comm)]
-        cause = f"NCCL: {what} failed: {': '.join(t.decode(errors='replace').strip() for t in texts if t)}"
+        texts = (self._lib.ncclGetErrorString(status), self._lib.ncclGetLastError(comm))
+        cause = ": ".join([f"NCCL: {what} failed", *(t.decode(errors="replace").strip() for t in texts if t)])
         raise group_ended(cause) if status == _REMOTE else LlmcError("E143", cause, _CHECK)
 
 
