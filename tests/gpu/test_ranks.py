@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from draw import SEED  # noqa: E402
 from gpu import rank_work  # noqa: E402
 from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams  # noqa: E402
+from llmc_runtime.device.cuda.nccl import Nccl  # noqa: E402
 from llmc_runtime.format.errors import LlmcError  # noqa: E402
 from models.cases import LISTED, SMALL, Case  # noqa: E402
 from models.recurrent_cases import RECURRENT  # noqa: E402
@@ -64,6 +65,7 @@ class Model(NamedTuple):
     quant: str = "none"
     routed: float = 0.0
     kv_cache: str = "auto"
+    collectives: str = "peer"
 
 
 MODELS = {
@@ -75,6 +77,8 @@ MODELS = {
     "wide-fp8-cache": Model(Case("wide", "llama", WIDE), "bfloat16", 1.2, 0.1, kv_cache="fp8"),
     "recurrent-float32": Model(next(c for c in RECURRENT if c.name == "qwen3_5_text"), "float32", 2e-3, 2e-4),
     "wide-fp8": Model(Case("wide", "llama", WIDE), "bfloat16", 4.0, 0.8, "fp8"),
+    "llama-float32-nccl": Model(LISTED[0], "float32", 2e-4, 1e-4, collectives="nccl"),
+    "wide-bfloat16-nccl": Model(Case("wide", "llama", WIDE), "bfloat16", 1.2, 0.06, collectives="nccl"),
 }
 UNIT = 1 / 16  # of weights: files of few different numbers can be compressed
 STEPS = 24
@@ -107,7 +111,7 @@ def make(name: str, counts: Sequence[int]) -> None:
             options = Options(
                 target="cuda:sm_90", dtype=model.dtype, max_model_len=128, max_num_seqs=20, max_num_batched_tokens=64,
                 cache=FOLDER.parent / "cache", reuse=False, tensor_parallel_size=ranks, quant=model.quant,
-                kv_cache_dtype=model.kv_cache,
+                kv_cache_dtype=model.kv_cache, collectives=model.collectives if ranks > 1 else "peer",
             )  # fmt: skip
             compile_model(Path(scratch) / "model", path_of(name, ranks), options, force=True)
 
@@ -121,6 +125,15 @@ def gpus() -> int:
         return int(driver.cuDeviceGetCount()[1]) if not driver.cuInit(0)[0] else 0
     except RuntimeError:
         return 0
+
+
+def needs_nccl(name: str) -> None:
+    """Skip the test if the model's ranks use NCCL, and it is not installed."""
+    if MODELS[name].collectives == "nccl":
+        try:
+            Nccl()
+        except LlmcError as error:
+            pytest.skip(error.cause)
 
 
 pytestmark = pytest.mark.gpu
@@ -202,6 +215,7 @@ def test_tokens_are_those_of_one_rank(name: str, ranks: int) -> None:
     errors are those of rounding partial sums, and a greedy token differs only where two are nearly tied. Most of the
     eight likeliest tokens of a step are the same.
     """
+    needs_nccl(name)
     model, errors, steps = MODELS[name], [], 0
     for (tokens, logprobs), (others, other_logprobs) in zip(outputs(name, 1), outputs(name, ranks), strict=True):
         same = next((i for i, (a, b) in enumerate(zip(tokens, others)) if a != b), len(tokens))
@@ -235,8 +249,9 @@ def ranks_of(parent: int) -> list[int]:
     return found
 
 
-def test_a_killed_rank_ends_the_group(ranks: int) -> None:
-    name = "llama-float32"
+@pytest.mark.parametrize("name", ["llama-float32", "llama-float32-nccl"])
+def test_a_killed_rank_ends_the_group(name: str, ranks: int) -> None:
+    needs_nccl(name)
     make(name, [ranks])
     llm = LLM(path_of(name, ranks), say=lambda text: None)
     others = ranks_of(os.getpid())

@@ -36,8 +36,10 @@ OTHERS = ("row.memory.0", "row.base.0", "row.log.0")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("pool", ["bf16", "f8e4m3"])
-def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its_pool(pool: str, ranks: int) -> None:
+@pytest.mark.parametrize(("pool", "further"), [("bf16", ""), ("f8e4m3", ""), ("bf16", ", gather-first")])
+def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its_pool(
+    pool: str, further: str, ranks: int
+) -> None:
     """Scales of a pool of 8-bit floats, one for each head of the keys and of the values, go with the heads. Four ranks
     share two of them."""
     registry = load()
@@ -48,7 +50,8 @@ def test_ranks_of_a_serving_step_agree_with_the_whole_step_and_hold_parts_of_its
     inputs = draw(m, g, np.random.default_rng(0))
     assert (pool == "bf16") != any(v.name == "kv_scales.0" for v in g.inputs)
     want = run(g, [inputs.arrays[v.name] for v in g.inputs], inputs.sizes, exact=True)
-    run_pipeline(m, parse_pipeline(f"shard{{ranks={ranks}}}", registry.passes), ctx)
+    run_pipeline(m, parse_pipeline(f"shard{{ranks={ranks}}}{further}", registry.passes), ctx)
+    assert (further == "") == any(n.attrs["axis"] == 1 for n in g.nodes if n.op.name == "all_gather")
     whole, heads = inputs.arrays["kv.0"], [r * 2 // ranks for r in range(ranks)]
     arrays = [inputs.arrays | {"kv.0": whole[:, :, head : head + 1]} for head in heads]
     found = run_ranks(g, [[own[v.name] for v in g.inputs] for own in arrays], inputs.sizes, exact=True)

@@ -107,9 +107,7 @@ def test_careful_steps_without_graphs(artifact: Path, library: Driver) -> None:
         ("ncclCommInitRank:1:-1", "E119", "the process of rank 1 was ended by SIGKILL"),
     ],
 )
-def test_a_start_that_fails(
-    fault: str, code: str, words: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_fails(fault: str, code: str, words: str, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_FAIL", fault)
     begin = time.monotonic()
     refused(artifact, code, words)
