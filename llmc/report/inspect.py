@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.nccl_call import ABI
 from llmc_runtime.format.program import FILL, FIRST, MTP, Program
 from llmc_runtime.format.size_text import size_text
 
@@ -49,6 +50,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "speculation": speculation_of(a.programs, a.reports.get("compile", {}).get("options", {}).get("draft", "")),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
         "ranks": m.ranks,
+        "nccl": any(k.abi == ABI for k in m.kernels),
         "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
         "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels), "licenses": _licenses(m)},
@@ -194,7 +196,8 @@ def _optional_lines(data: Mapping[str, Any]) -> list[str]:
         per_rank = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
         if mem.get("group_bytes"):
             per_rank += f", and {size_text(mem['group_bytes'])} to exchange results"
-        lines.append(f"  ranks     {data['ranks']}, each with {per_rank}")
+        nccl = "; they exchange results by NCCL" * data["nccl"]
+        lines.append(f"  ranks     {data['ranks']}, each with {per_rank}{nccl}")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")
     if versions := data["compile"].get("versions"):

@@ -23,7 +23,9 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 FLOATS = ("f32", "bf16", "f16")
-_MOVED = MappingProxyType({8: "u8", 16: "f16", 32: "i32", 64: "i64"})  # bits of an element -> dtype as which it is copied
+_MOVED = MappingProxyType(
+    {8: "u8", 16: "f16", 32: "i32", 64: "i64"}
+)  # bits of an element -> dtype as which it is copied
 # Microseconds of a call, and for each rank (two and four H200s, NCCL 2.28, 2026-11-22).
 _CALL_US, _RANK_US = 3.3, 1.5
 

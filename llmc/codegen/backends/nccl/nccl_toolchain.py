@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmc_runtime.format.nccl_call import ABI, LANGUAGE
+from llmc_runtime.format.nccl_call import ABI
 
 from llmc.codegen.kernel import Source
 from llmc.codegen.toolchain import Compiled, Output, Progress
@@ -18,8 +18,8 @@ _DIGITS = 32
 class NcclToolchain:
     """Makes the descriptions of calls; see Toolchain."""
 
-    name = LANGUAGE
-    version = ABI
+    name = "nccl calls"
+    version = ABI.rpartition("-")[2]
     output = Output("txt", "json", ABI)
 
     @classmethod

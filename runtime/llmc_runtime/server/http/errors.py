@@ -16,7 +16,7 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
-OF_ENGINE = frozenset({"E107", "E114", "E119", "E608", "E660", "E661", "E662", "E663", "E664"})
+OF_ENGINE = frozenset({"E107", "E114", "E119", "E143", "E608", "E660", "E661", "E662", "E663", "E664"})
 _TOO_LONG = frozenset({"E602", "E603", "E604"})
 # The field that an error is about; None: the prompt's.
 _FIELDS: Mapping[str, str | None] = MappingProxyType(
