@@ -87,6 +87,7 @@ def test_graphs_of_all_ranks_on_request(artifact: Path, library: Driver) -> None
     tokens(executor, 3)
     assert not [x for x in library.log() if x.startswith("graph")]
     executor.close()
+    assert "ncclCommAbort" in library.log()  # it has returned, since the graphs were destroyed first
 
 
 def test_careful_steps_without_graphs(artifact: Path, library: Driver) -> None:

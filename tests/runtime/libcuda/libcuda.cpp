@@ -1,6 +1,8 @@
 // A CUDA driver without a GPU, for tests; see fake_gpu.h.
 // Kernels: extern "C" void entry(void** params, const unsigned* grid), with num_params and, where some are wider than 8
 // bytes, param_bytes.
+#include <atomic>
+
 #include "../fake_gpu.h"
 
 typedef int CUresult;
@@ -18,6 +20,7 @@ static int reaches = 1;    // whether GPUs can access each other's memory
 static int gpu_ = -1;      // the GPU whose context was retained
 static size_t registrations = 0, most_registered = 0;
 static char the_context;
+static std::atomic<int> executables{0};  // graphs
 
 #define ENTER(name) std::lock_guard<std::recursive_mutex> held(lock); if (int s_ = enter(name)) return s_
 #define ENTER0(name) std::lock_guard<std::recursive_mutex> held(lock); if (int s_ = enter(name, false)) return s_
@@ -33,7 +36,10 @@ long fake_most_registered() { return (long)most_registered; }
 void fake_gpu(int version, int major, int minor, int count, unsigned long long bytes) {
   driver_version = version; major_ = major; minor_ = minor; devices = count; total = bytes;
 }
-// What libnccl.cpp uses: puts a call into a stream, or into the graph that is captured. `values` are its parameters.
+// What libnccl.cpp uses. The number of executable graphs; a line of the log.
+int fake_graphs() { return executables; }
+void fake_note(const char* text) { std::lock_guard<std::recursive_mutex> held(lock); log_ += std::string(text) + " "; }
+// Puts a call into a stream, or into the graph that is captured. `values` are its parameters.
 CUresult fake_call(void* stream, const char* name, void (*f)(void**, const unsigned*), const uint64_t* values, int count) {
   ENTER("fake_call");
   Stream* s = (Stream*)stream;
@@ -186,11 +192,12 @@ CUresult cuStreamEndCapture(void* s, void** g) {
 }
 CUresult cuGraphInstantiateWithFlags(void** e, void* g, unsigned long long) {
   ENTER("cuGraphInstantiate");
+  executables++;
   return instantiate((Graph**)e, (Graph*)g);
 }
 CUresult cuGraphUpload(void*, void*) { ENTER("cuGraphUpload"); return OK; }
 CUresult cuGraphDestroy(void* g) { delete (Graph*)g; return OK; }
-CUresult cuGraphExecDestroy(void* g) { delete (Graph*)g; return OK; }
+CUresult cuGraphExecDestroy(void* g) { delete (Graph*)g; executables--; return OK; }
 CUresult cuGraphLaunch(void* e, void* s) { ENTER("cuGraphLaunch"); return replay(*(Graph*)e, (Stream*)s); }
 CUresult cuGetProcAddress_v2(const char* name, void** out, int version, uint64_t flags, int* found) {
   std::string n = name;
