@@ -133,7 +133,7 @@ def test_drawn_loads(_: int) -> None:
         allowed = below_share(loads)
         limit = SHARE * sum(load.sequences for load in loads.values()) / len(loads) + 1
         assert allowed and all(loads[one].sequences < limit for one in allowed)
-        matched = {one: router._held[one].matched("", router._chain(tokens, "")) for one in allowed}
+        matched = {one: router._pages_of[one].matched("", router._chain(tokens, "")) for one in allowed}
         chosen, uncached = router.choose(tokens, "", "", loads)
         assert chosen in allowed and 1 <= uncached <= len(tokens)
 
@@ -142,7 +142,7 @@ def test_drawn_loads(_: int) -> None:
             return len(tokens) - PAGE * hits + loads[one].queued_tokens + RUNNING * loads[one].sequences  # noqa: B023
 
         assert cost(chosen) == min(map(cost, allowed))
-        assert all(len(held) <= router._bound for held in router._held)
+        assert all(len(held) <= router._bound for held in router._pages_of)
         seen.append(tokens)
         if rng.random() < 0.05:
             router.forget(rng.choice(ready))
