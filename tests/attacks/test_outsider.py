@@ -149,7 +149,7 @@ def test_27_upgrades_and_other_protocols(steady: Target) -> None:
 def test_27_targets_and_headers(steady: Target) -> None:
     """Long queries, keys in them, other spellings of a path, hosts in the target, huge headers."""
     for target, statuses in (
-        ("/v1/models?x=" + "y" * 20_000, (200,)), ("/v1/models?x=" + "y" * 100_000, (400, 431)),
+        ("/v1/models?x=" + "y" * 7_000, (200,)), ("/v1/models?x=" + "y" * 100_000, (414,)),
         ("/v1/models?x=%00%ff%u1234", (200,)), ("/v1/models#x", (404,)), ("/health/../metrics", (404,)),
         ("/health%2f..%2fmetrics", (404,)), ("http://evil.test/v1/models", (400,)), ("localhost:1", (400,)),
         ("/v1/responses/" + "a" * 6000, (404,)), ("/v1/responses/%00", (404,)), ("/v1/responses/..%2f..%2fetc", (404,)),

@@ -53,6 +53,24 @@ def test_targets_in_absolute_form_are_the_paths_that_they_name(server: Served) -
     assert send(server, "http://evil.test/health", "", version="1.0") == (421, "invalid_host")
 
 
+def test_a_body_that_was_answered_early_is_not_taken_for_a_target(server: Served) -> None:
+    """The connection is kept: the rest of the body is skipped, and the next request is answered."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as link:
+        common = f"Host: localhost\r\n{MINE}Content-Type: application/json\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\n{common}Content-Encoding: gzip\r\nContent-Length: 40000\r\n\r\n"
+        for _ in range(2):
+            link.sendall(head.encode())
+            reply = http.client.HTTPResponse(link, method="POST")
+            reply.begin()
+            assert reply.status == 415 and b"Content-Encoding" in reply.read()
+            link.sendall(b"x" * 40_000)
+            link.sendall(f"GET /v1/models HTTP/1.1\r\n{common}\r\n".encode())
+            reply = http.client.HTTPResponse(link, method="GET")
+            reply.begin()
+            assert reply.status == 200 and b"toy" in reply.read()
+
+
 def test_long_targets_are_refused_before_they_are_decoded(server: Served) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     long = "/v1/models/" + "%2f" * 3000

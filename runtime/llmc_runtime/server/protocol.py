@@ -140,7 +140,8 @@ class HttpConnection(H11Protocol):
             return
         if self._head_timer is None and self._idle:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
-        if self._idle and (error := self._head.add(data or self.conn.trailing_data[0])) is not None:
+        in_head = self._idle and self.conn.their_state is h11.IDLE  # not in a body that was answered before its end
+        if in_head and (error := self._head.add(data or self.conn.trailing_data[0])) is not None:
             self._refuse(error)
             return
         if data:
