@@ -3,6 +3,7 @@ interpreter."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def build(case: Case, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """The transformers model with weights drawn so that no part is degenerate."""
     torch.manual_seed(seed)
     with quiet(), towers_optional():
-        config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+        config = transformers.AutoConfig.for_model(case.model_type, **copy.deepcopy(dict(case.config)))
         model = auto_class(case.model_type).from_config(
             config, attn_implementation=case.attention, experts_implementation="eager", dtype=torch.float32
         )

@@ -56,7 +56,8 @@ class Break(Pass):
 THERE = f"{__name__}:"
 OUTSIDE = Extension("outside", passes=MappingProxyType({"rename": THERE + "Rename", "break": THERE + "Break"}))
 
-BY_NAME = {"split-k", "shard", "fuse-reduce", "fuse-reduce-norm"}  # in no pipeline: used by name, or for several ranks
+# In no pipeline: used by name, or for several ranks.
+BY_NAME = {"split-k", "shard", "gather-first", "fuse-reduce", "fuse-reduce-norm"}
 
 
 def names(text: str) -> list[str]:
