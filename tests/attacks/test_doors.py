@@ -126,7 +126,7 @@ def intrusions(
         bare = spelling.partition("?")[0].partition("#")[0]
         names = {bare, bare.removesuffix("/")} if sent else {bare}  # a key that was sent opens them with a slash, too
         inert = method in ("GET", "HEAD") and bool(names & set(OPEN)) and not reply.body
-        if not inert and reply.status not in (0, 400, 401, 403, 404, 405, 408, 415, 421, 431):
+        if not inert and reply.status not in (0, 400, 401, 403, 404, 405, 408, 414, 415, 421, 431):
             got.append(f"{line!r}: {reply}")
         if reply.headers.get("connection") == "close" or reply.status in (0, 400, 408):
             link.close()

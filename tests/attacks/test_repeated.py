@@ -14,7 +14,7 @@ from bench.attacks.reader_rows import readers
 from tests.attacks.conftest import KEYS
 from tests.attacks.target import Target
 
-ANSWERED = {200, 400, 404, 413, 429, 431, 503}
+ANSWERED = {200, 400, 404, 413, 414, 429, 431, 503}
 DROPPED = ("dropped", "slow readers")  # attacks that do not read the answers
 LIMIT = 30.0  # seconds
 GROWTH = 256 << 20  # bytes
