@@ -39,13 +39,20 @@ class Step(NamedTuple):
 
 
 class Session:
-    """An open artifact of a shape. `roof`: the card's ceilings, for floors; `trace`: a file for the engine's trace."""
+    """An open artifact of a shape.
 
-    def __init__(self, artifact: Path, shape: Shape, roof: Roof, trace: Path | None = None) -> None:
+    roof: the card's ceilings, for floors. trace: a file for the engine's trace. sequences: maximum number that run at
+    a time, if it is not the artifact's.
+    """
+
+    def __init__(
+        self, artifact: Path, shape: Shape, roof: Roof, trace: Path | None = None, sequences: int | None = None
+    ) -> None:
         self.shape, self.roof = shape, roof
         begin = time.perf_counter()
         self.log_lines: list[str] = []
-        self.llm = LLM(artifact, enable_prefix_caching=False, say=self.log_lines.append, trace=trace)
+        options = {"enable_prefix_caching": False, "max_num_seqs": sequences}
+        self.llm = LLM(artifact, say=self.log_lines.append, trace=trace, **options)
         self.open_seconds = time.perf_counter() - begin
 
     def close(self) -> None:

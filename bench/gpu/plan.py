@@ -21,7 +21,7 @@ MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
 SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
 MIXED = Load(64, 1000, 512)  # decoding streams, and a chunk of a prompt
-# Limits of the artifacts that a run compiles, equal to those of the peers' figures.
+# Limits of the artifacts that a run compiles: those of the peers' figures, except that peers ran 256 sequences.
 MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 512, 8192
 
 
@@ -42,6 +42,7 @@ class Plan:
     pipeline: str = ""
     mixed: Load = MIXED
     temperature: float = 0.0
+    sequences: int | None = None  # that run at a time; None: as many as the artifact allows
 
     def artifact(self, shape: Shape) -> Path:
         """Random weights, filled by the runtime."""
@@ -94,6 +95,9 @@ def parser() -> argparse.ArgumentParser:
     ap.add_argument(
         "--limit", type=float, default=570, metavar="SECONDS", help="seconds after which no new part starts"
     )
+    ap.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help=f"sequences that run at a time; default {MAX_SEQS}, peers had 256"
+    )
     ap.add_argument("--compile-only", action="store_true", help="only compile the artifacts; needs no GPU")
     return ap
 
@@ -106,7 +110,7 @@ def plan_of(a: argparse.Namespace) -> Plan:
             raise ValueError(f"{name!r} is not known; there are: {', '.join(known)}")
     return Plan(
         a.out, a.artifacts, tuple(MODELS[n] for n in names), suites, a.batches, a.kernel_batches, a.prompts,
-        a.offline_requests, a.target, a.limit, a.pipeline, Load(*a.mixed), a.temperature,
+        a.offline_requests, a.target, a.limit, a.pipeline, Load(*a.mixed), a.temperature, a.max_num_seqs,
     )  # fmt: skip
 
 

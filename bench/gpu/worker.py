@@ -20,7 +20,7 @@ from bench.shapes import Shape
 def rows_of(plan: Plan, shape: Shape, part: str, roof: Roof) -> Iterator[Row]:
     """Yield the rows of one part of a model: engine, host, kernels, mixed or start."""
     if part == "engine":
-        session = engine.Session(artifact(plan, shape), shape, roof)
+        session = engine.Session(artifact(plan, shape), shape, roof, sequences=plan.sequences)
         print(f"  opened in {session.open_seconds:.1f} s: {'; '.join(session.log_lines)}", flush=True)
         try:
             yield from engine.measure(session, plan)

@@ -46,7 +46,7 @@ class NcclGroup(DeviceGroup):
         if self.member.rank == 0:
             self.handle = self._nccl.unique_id()
 
-    def library_call(self, description: bytes, where: str) -> LibraryCall:
+    def load_call(self, description: bytes, where: str) -> LibraryCall:
         """Return the call that a kernel file describes."""
         return _Call(self, NcclCall.load(description, where))
 

@@ -45,7 +45,7 @@ class DeviceGroup(ABC):
         """Make the memory at this address, a whole allocation, available to the other ranks."""
         raise LlmcError("E113", "a program uses the memory of a group of ranks", "recompile the artifact")
 
-    def library_call(self, description: bytes, where: str) -> LibraryCall:
+    def load_call(self, description: bytes, where: str) -> LibraryCall:
         """Return the call that a kernel file of the convention `abi` describes; raise LlmcError E103 if it is
         invalid.
         """

@@ -268,7 +268,7 @@ class GpuDevice(Device):
         for kernel in artifact.manifest.kernels:
             if self._group is not None and kernel.abi == self._group.abi:
                 description = artifact.folder.read(kernel.file, artifact.manifest.files[kernel.file].bytes)
-                self._functions[kernel.hash, kernel.entry] = self._group.library_call(description, kernel.file)
+                self._functions[kernel.hash, kernel.entry] = self._group.load_call(description, kernel.file)
                 continue
             if kernel.abi != self.abi:
                 other = f"has the calling convention {kernel.abi!r}; this device supports {self.abi!r}"
