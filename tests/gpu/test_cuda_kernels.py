@@ -24,6 +24,7 @@ from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
+from llmc.codegen.backends.cuda.skinny_slices import SKINNY_SLICES, TOKENS
 from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA, SKINNY_WGMMA_BF16
 from llmc.codegen.kernel import READ_BEFORE_WAIT, TRIGGER_AFTER_LOADS, Kernel, Schedule
 from llmc.extension import resolve
@@ -100,6 +101,15 @@ FEW = (
     (16, 128, 1216, 2, 64, True, SILU, "f16"),
     (16, 448, 8192, 1, 128, False, "add(a1, a0)", "bf16"),
     (19, 192, 1024, 1, 128, False, "a0", "bf16"),
+)
+
+# The same where each warp has a slice of the columns: tiles that reach beyond the columns of y, several zero points in a
+# step, memory for tokens that is reused, and more rows than one round of blocks has.
+SLICED = (
+    (5, 320, 4096, 1, 16, True, "a0", "bf16"),
+    (16, 4032, 2048, 2, 128, True, SILU, "f16"),
+    (12, 1088, 14336, 1, 128, False, "add(a1, a0)", "bf16"),
+    (16, 6144, 512, 1, 512, False, "a0", "bf16"),
 )
 
 
@@ -310,6 +320,20 @@ def test_4_bit_codes_few_tokens(
     tolerance = (6e-2 if case.node.attrs["parts"] == 2 else 2e-2) if normed and kernel is SKINNY_GEMM else 2e-3
     check(
         [replace(case, kernel=kernel, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
+        card, tmp_path,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("problem", [*FEW, *SLICED], ids=str)
+def test_4_bit_codes_in_slices(problem: tuple[Any, ...], normed: bool, card: Card, tmp_path: Path) -> None:
+    case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= max(TOKENS) else "T", normed=normed)
+    found = SKINNY_SLICES.schedules(case.node, sm_90())
+    assert found and SKINNY_SLICES.reject(case.node, sm_90()) is None
+    tolerance = (6e-2 if case.node.attrs["parts"] == 2 else 2e-2) if normed else 2e-3
+    drawn = [found[i] for i in generator().permutation(len(found))[:MOST_WAYS]]
+    check(
+        [replace(case, kernel=SKINNY_SLICES, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in drawn],
         card, tmp_path,
     )  # fmt: skip
 

@@ -32,6 +32,21 @@ __device__ inline void cluster_publish() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The two halves of `cluster_wait`.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ inline void cluster_wait_arrived() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Stores to the shared memory of a block of the cluster, and counts the bytes at a barrier of that block, behind which
+// they are visible.
+__device__ inline void send_four(unsigned to, float4 v, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier) : "memory");
+}
+__device__ inline void send_float(unsigned to, float v, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(v),
+               "r"(barrier) : "memory");
+}
+
 // Waits for all threads of the cluster of `blocks` blocks, whose writes to shared memory are visible then.
 template <int blocks> __device__ inline void wait_for_cluster() {
   if (blocks > 1) {

@@ -1,0 +1,169 @@
+"""The binding of `kernels/skinny_slices.cu`: few tokens times weights of 4 bits, each warp with a slice of the columns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    HOPPER,
+    INT4_TO_BF16,
+    PAIRS,
+    SCALAR_MATH,
+    STREAMING,
+    Binding,
+)
+from llmc.codegen.backends.cuda.fragment_product import (
+    NORMED,
+    NORMED_PACKED,
+    PACKED,
+    PLAIN,
+    FragmentKernel,
+    FragmentProduct,
+)
+from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE
+from llmc.codegen.kernel import Map, Schedule
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.targets.target import Target
+
+TOKENS = (8, 16)  # of a tile
+STRIP = 16  # rows of a product
+STRIPS = (1, 2, 3, 4)  # of a warp
+GROUPS, SLICES = (1, 2, 3, 4, 7, 8), (8, 4, 16, 2, 7, 14, 1)  # of warps: of rows and of columns
+SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
+CHUNKS = (1, 2)  # blocks of 64 columns of a step
+STAGES = (12, 8, 6, 4, 3, 2, 1)
+MOST_WARPS = 16  # of a block
+FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
+
+
+@dataclass(frozen=True)
+class SlicedProduct(FragmentProduct):
+    """A product whose columns are divided among the warps of a block and the blocks of a cluster."""
+
+    def step(self, s: Schedule) -> int:
+        """Columns of a step."""
+        return int(s["chunks"]) * BLOCK
+
+    def rows(self, s: Schedule) -> int:
+        """Columns of y of a block."""
+        return int(s["groups"]) * int(s["strips"]) // self.parts * STRIP
+
+    def steps(self, s: Schedule) -> int:
+        """Steps of a warp, at most."""
+        of_block = -(-self.k // self.step(s) // int(s["split"]))
+        return -(-of_block // int(s["slices"]))
+
+    def token_steps(self, s: Schedule) -> int:
+        """Steps of x that a slice has memory for: all of them if several warps share them."""
+        return self.steps(s) if s["groups"] > 1 else min(self.steps(s), int(s["stages"]))
+
+    def shared(self, s: Schedule) -> int:
+        """Bytes of shared memory: x and the rings, in whose place the sums are; what other blocks send; squares."""
+        warps, tokens, strips, split = s["groups"] * s["slices"], s["tokens"], s["strips"], s["split"]
+        entries = max(1, self.step(s) // self.group)
+        copies = entries * strips * (3 if self.node.attrs["zeros"] else 2)
+        stage = strips * s["chunks"] * 512 + copies * 16 + (self.step(s) * 2 if self.normed else 0)
+        of_x = s["slices"] * self.token_steps(s) * s["chunks"] * tokens * BLOCK * 2
+        stride = self.parts * self.rows(s) + 4
+        ring, sums = of_x + warps * s["stages"] * stage, s["slices"] * tokens * stride * 4
+        share = tokens // split
+        received = (split - 1) * share * (stride + int(self.normed)) * 4
+        return int(max(ring, sums) + received + (warps * tokens * 4 if self.normed else 0)) + ALIGN
+
+
+@dataclass(frozen=True)
+class SkinnySlices(FragmentKernel):
+    """Few tokens: quantized_linear over codes of 4 bits, on sm_90, also of normed tokens.
+
+    More tokens than a tile read the weights again.
+    """
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        p = SlicedProduct.of(node)
+        if p.m.const is not None and p.m.const > TOKENS[-1]:
+            return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
+        return None if self.schedules(node, target) else f"{p.k} columns with {p.group} for each scale"
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return list(_schedules(SlicedProduct.of(node), target))
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, s = SlicedProduct.of(node), schedule
+        return Binding(
+            grid=(p.m.ceildiv(s["tokens"]) * (-(-p.n // p.rows(s)) * s["split"]),),
+            threads=s["groups"] * s["slices"] * 32,
+            constants={
+                "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point,
+                "TOKENS": s["tokens"], "STRIPS": s["strips"], "GROUPS": s["groups"], "SLICES": s["slices"],
+                "SPLIT": s["split"], "CHUNKS": s["chunks"], "STAGES": s["stages"], "TOKEN_STEPS": p.token_steps(s),
+                "RESIDENT": resident(p, s), "NORMED": int(p.normed), "EPS": float(node.attrs.get("eps", 0.0)),
+                "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=p.shared(s),
+            sizes=(p.m,),
+            maps=(Map(0, (p.m, D(p.k)), (s["tokens"], BLOCK), SWIZZLE),),
+            cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
+            text=p.epilogue(pair_epilogue),
+        )  # fmt: skip
+
+
+def resident(p: SlicedProduct, s: Schedule) -> int:
+    """Blocks of a multiprocessor for which registers suffice."""
+    return 2 if s["groups"] * s["slices"] * 2 <= MOST_WARPS else 1
+
+
+def _schedules(p: SlicedProduct, target: Target) -> Iterator[Schedule]:
+    """Yield tiles that fill the multiprocessors once, divided among warps, with the deepest rings that fit."""
+    largest, units = TOKENS[-1], target.limits.units
+    nearest = next(t for t in TOKENS if t >= min(p.m.const or largest, largest))
+    for tokens in TOKENS if p.m.const is None else (nearest,):
+        for split, strips, groups in itertools.product(SPLITS, STRIPS, GROUPS):
+            if strips % p.parts or tokens % split:
+                continue
+            tile = {"tokens": tokens, "strips": strips, "groups": groups, "split": split}
+            blocks, smallest = -(-p.n // p.rows(tile)) * split, groups == 1 and strips == p.parts
+            if blocks > 2 * units or (FULL * units <= blocks or smallest) is False:
+                continue
+            for slices, chunks in itertools.product(SLICES, CHUNKS):
+                s = {**tile, "slices": slices, "chunks": chunks}
+                if _divides(p, s):
+                    yield from _rings(p, s, target)
+
+
+def _divides(p: SlicedProduct, s: Schedule) -> bool:
+    """Whether a step has whole groups of columns, or a group whole steps, and all warps have about as many steps."""
+    step, columns = p.step(s), p.k // BLOCK
+    if columns % s["chunks"] or (step % p.group and p.group % step) or s["groups"] * s["slices"] > MOST_WARPS:
+        return False
+    return p.steps({**s, "stages": 1}) * s["slices"] * s["split"] * s["chunks"] <= WASTE * columns
+
+
+def _rings(p: SlicedProduct, s: Schedule, target: Target) -> Iterator[Schedule]:
+    """Yield the deepest ring for each number of resident blocks per multiprocessor."""
+    seen, most = set(), min(p.steps({**s, "stages": 1}), STAGES[0])
+    for count in (1, 2) if s["groups"] * s["slices"] * 2 <= MOST_WARPS else (1,):
+        for stages in STAGES:
+            way = {**s, "stages": stages}
+            if stages <= most and p.shared(way) <= target.limits.shared // count - ALIGN:
+                if stages not in seen:
+                    seen.add(stages)
+                    yield way
+                break
+
+
+SKINNY_SLICES = SkinnySlices(
+    "cuda/skinny_slices",
+    (PLAIN, PACKED, NORMED, NORMED_PACKED),
+    preloads=True,
+    file="llmc.codegen.backends.cuda.kernels:skinny_slices.cu",
+    entry="llmc_skinny_slices",
+    headers=(HOPPER, SCALAR_MATH, PAIRS, INT4_TO_BF16, STREAMING),
+)
