@@ -29,6 +29,7 @@ from gpu.launcher import Card  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM  # noqa: E402
+from llmc.codegen.backends.cuda.skinny_slices import SKINNY_SLICES  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM  # noqa: E402
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV  # noqa: E402
 from llmc.codegen.backends.triton.quantized_problem import halves  # noqa: E402
@@ -47,13 +48,13 @@ SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 SHAPES = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 1), "up": (14336, 4096, 2), "down": (4096, 14336, 1)}
 TOKENS = "1,2,4,8,16,32,64,128,256,2048"
 # dtype of the codes, columns that share a scale (0: all), dtype of zero points. wgmma: as pack_fragments packs them;
-# normed: the same behind a norm, for the products that have one.
+# normed: the same behind a norm, residual: the same added to a residual, for the products that have one.
 FORMATS = {
-    "g128": ("u8", 128, ""), "wgmma": ("u8", 128, ""), "normed": ("u8", 128, ""), "g32": ("u8", 32, ""),
-    "zeros": ("u8", 128, "u8"), "int8": ("i8", 0, ""),
+    "g128": ("u8", 128, ""), "wgmma": ("u8", 128, ""), "normed": ("u8", 128, ""), "residual": ("u8", 128, ""),
+    "g32": ("u8", 32, ""), "zeros": ("u8", 128, "u8"), "int8": ("i8", 0, ""),
 }  # fmt: skip
-FRAGMENTS, EPS = ("wgmma", "normed"), 1e-5
-NORMED_SHAPES = ("qkv", "up")
+FRAGMENTS, EPS = ("wgmma", "normed", "residual"), 1e-5
+SHAPES_OF = {"normed": ("qkv", "up"), "residual": ("o", "down")}  # which products these forms are of
 BANDWIDTH = 4.6e12
 SPREAD = 320 << 20  # bytes through which weights are cycled
 SECONDS = 0.002
@@ -109,6 +110,8 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
         elif form in FRAGMENTS:
             weights = {"w": f"u8[{rows}, {k // 2}]", "s": f"bf16[{blocks}, {rows}]"}
             call = f"packed_fragments_linear(%x, %w, %s) {{{attrs}, zero_point=8}}"
+            if form == "residual":
+                return residual_node(m, n, k, attrs, weights, registry)
             if form == "normed":
                 weights["g"] = f"bf16[{k}]"
                 call = f"norm_fragments_linear(%x, %w, %s, %g) {{{attrs}, zero_point=8, eps={EPS}}}"
@@ -124,6 +127,19 @@ def node_of(shape: str, form: str, m: int, registry: Registry) -> Node:
     return node
 
 
+def residual_node(m: int, n: int, k: int, attrs: str, weights: Mapping[str, str], registry: Registry) -> Node:
+    """Return the node of a product that is added to a residual."""
+    operands = "".join(f", %{name}: weight {t}" for name, t in weights.items())
+    attrs = attrs.replace('"a0"', '"add(a1, a0)"')
+    text = f"""graph @main(%x: bf16[{m}, {k}]{operands}, %r: bf16[{m}, {n}]) {{
+  %y = packed_fragments_linear(%x, %w, %s, %r) {{{attrs}, zero_point=8}} : bf16[{m}, {n}]
+  return %y
+}}
+"""
+    (node,) = parse(text, registry.opset()).graphs["main"].nodes
+    return node
+
+
 def ways(
     shapes: Sequence[str], tokens: Sequence[int], forms: Sequence[str], count: int, registry: Registry, target: Target
 ) -> Iterator[Way]:
@@ -135,15 +151,15 @@ def ways(
             for o in [o for o in options if o.kernel.language == "triton"][:2]:
                 yield Way(shape, "bf16", m, o.kernel.name, o.schedule, o.kernel.emit(node, o.schedule, target))
             for form in forms:
-                whole = form in ("g128", "wgmma") or (form == "normed" and shape in NORMED_SHAPES)
-                if whole or (form != "normed" and shape in ("qkv", "up") and m in (1, 16, 64)):
+                whole = form in ("g128", "wgmma") or shape in SHAPES_OF.get(form, ())
+                if whole or (form not in SHAPES_OF and shape in ("qkv", "up") and m in (1, 16, 64)):
                     node = node_of(shape, form, m, registry)
                     yield from _ours(shape, form, m, node, count if whole else 3, target)
 
 
 def _ours(shape: str, form: str, m: int, node: Node, count: int, target: Target) -> Iterator[Way]:
     if form in FRAGMENTS:
-        for kernel in (QUANTIZED_WGMMA, SKINNY_GEMM, SKINNY_FIXED):
+        for kernel in (QUANTIZED_WGMMA, SKINNY_SLICES, SKINNY_GEMM, SKINNY_FIXED):
             if kernel.reject(node, target) is None:
                 schedules = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
                 for schedule in schedules[: 2 * count]:
@@ -194,6 +210,7 @@ class Bench:
         self.gain = torch.rand((1 << 14,), device="cuda", generator=make).to(torch.bfloat16) + 0.5
         self.x = torch.randn((2048 * 14336,), device="cuda", generator=make).to(torch.bfloat16)
         self.out = torch.empty((2048 * 14336,), dtype=torch.bfloat16, device="cuda")
+        self.residual = torch.randn((2048 * 4096,), device="cuda", generator=make).to(torch.bfloat16)
         torch.cuda.synchronize()
 
     def arguments(self, way: Way, i: int) -> list[int]:
@@ -210,7 +227,8 @@ class Bench:
         at = i % (len(self.zeros) // entries) * entries
         tables = [self.scales16.data_ptr() + at * 2] + [self.zeros.data_ptr() + at] * bool(zero)
         gain = [self.gain.data_ptr()] * (way.form == "normed")
-        return [x, codes, *tables, *gain, out]
+        residual = [self.residual.data_ptr()] * (way.form == "residual")
+        return [x, codes, *tables, *gain, *residual, out]
 
     def launch(self, way: Way, binary: Compiled, i: int) -> None:
         if way.source.passes:
@@ -261,6 +279,8 @@ class Bench:
         if way.form == "normed":
             x = x * (x.square().mean(1, keepdim=True) + EPS).rsqrt() * self.gain[:k].float()
         sums = x @ self.weights(way).T
+        if way.form == "residual":
+            return sums + self.residual[: way.m * n].view(way.m, n).float()
         if parts == 1:
             return sums
         return self.torch.nn.functional.silu(sums[:, :n]) * sums[:, n:]

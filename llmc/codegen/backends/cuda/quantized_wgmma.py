@@ -19,13 +19,15 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP
 from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Map, Schedule
-from llmc.ir.dim import D
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
 TOKENS = (8, 16, 32, 64, 128, 256)  # of a tile
+WIDTH = 128  # tokens of a box and of an instruction, at most
 PRODUCER = 32  # threads
+ROWS = (64, 128, 192)  # of a tile; 192 are for 128 tokens
 STAGES = (12, 8, 6, 4, 3, 2)
 SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
 SLICES = (1, 2, 4)  # warpgroups of a block that have different columns of the same rows
@@ -119,21 +121,31 @@ class QuantizedWgmma(FragmentKernel):
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = TiledProduct.of(node), schedule
         return Binding(
-            grid=(p.m.ceildiv(s["tokens"]) * (p.n // s["rows"] * s["split"]),),
+            grid=(_blocks(p.m.ceildiv(s["tokens"]) * (p.n // s["rows"]), halved(s, target)) * s["split"],),
             threads=p.consumers(s) * WARPGROUP + p.producer(s),
             constants={
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": s["rows"],
-                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"],
+                "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "ROUND": halved(s, target),
                 "TRIGGER_AFTER_LOADS": int(bool(s.get(TRIGGER_AFTER_LOADS))), "SCALE": p.scale,
                 "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
             sizes=(p.m,),
-            maps=(Map(0, (p.m, D(p.k)), (s["tokens"], BLOCK), SWIZZLE),),
+            maps=(Map(0, (p.m, D(p.k)), (min(s["tokens"], WIDTH), BLOCK), SWIZZLE),),
             cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
             text=p.epilogue(pair_epilogue),
         )  # fmt: skip
+
+
+def halved(s: Schedule, target: Target) -> int:
+    """Blocks of a round, if the tiles that are left after whole rounds may be halved, else 0."""
+    return target.limits.units if s.get("halves") else 0
+
+
+def _blocks(tiles: Dim, units: int) -> Dim:
+    """Blocks of a grid: tiles, and another one for each that may be halved."""
+    return tiles * 2 - (tiles - (units - 1)).ceildiv(units) * units if units else tiles
 
 
 def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: Target) -> float:
@@ -156,7 +168,9 @@ def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
     m, largest = p.m.const, TOKENS[-1]
     nearest = next((t for t in TOKENS if t >= (m or largest)), largest)
     for tokens in TOKENS if m is None else sorted({nearest, max(TOKENS[0], nearest // 2)}, reverse=True):
-        for rows, split, sliced in itertools.product((64, 128) if p.parts == 1 else (64,), SPLITS, SLICES):
+        for rows, split, sliced in itertools.product(ROWS if p.parts == 1 else ROWS[:1], SPLITS, SLICES):
+            if rows == ROWS[-1] and tokens != WIDTH:
+                continue
             tile = {"tokens": tokens, "rows": rows, "split": split} | ({"slices": sliced} if sliced > 1 else {})
             if p.n % rows == 0 and _divides(p, tile):
                 yield from _rings(p, tile, target)
@@ -182,6 +196,8 @@ def _rings(p: TiledProduct, tile: Schedule, target: Target) -> Iterator[Schedule
                 if stages not in seen:
                     seen.add(stages)
                     yield s
+                    if s["tokens"] == 2 * WIDTH and s["split"] == 1:
+                        yield {**s, "halves": 1}
                 break
 
 

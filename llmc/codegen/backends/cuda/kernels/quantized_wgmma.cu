@@ -12,8 +12,12 @@
 // different columns of w. Each writes its sums to shared memory, and each adds up those of all blocks for its share of the
 // tokens.
 //
+// With ROUND, that many blocks run at once. If the tiles that are left after whole rounds are at most half a round, they
+// are halved: a block computes 128 of their 256 tokens, and the last round takes half as long.
+//
 // Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
-// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64 or 128), STAGES, SLICES and SPLIT (whose product divides the steps),
+// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64, 128 or 192), STAGES, SLICES and SPLIT (whose product divides the steps),
+// ROUND (0, or with 256 tokens and one block of a cluster the blocks that run at once),
 // TRIGGER_AFTER_LOADS (allow the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and
 // OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`
 // and `epilogue`.
@@ -52,6 +56,7 @@ struct Problem {
   const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
   int token, column;            // the first of the tile
+  int tokens;                   // of this block: TOKENS, or half of them
   int begin;                    // the first step of this block
   unsigned buffers, full, empty;  // addresses in shared memory
 };
@@ -80,16 +85,18 @@ __device__ inline void copy_weights(const Problem& p, int step, int stage) {
 
 __device__ inline void copy_tokens(const Problem& p, int step, int stage) {
   for (int c = 0; c < SLICES * CHUNKS; c++)
-    copy_box(p.buffers + stage * STAGE_BYTES + c * TOKENS * BLOCK * 2, p.x, p.token,
-             step * (SLICES * STEP) + c * BLOCK, p.full + 8 * stage);
+    for (int w = 0; w < WIDTHS && (!ROUND || w * WIDTH < p.tokens); w++)
+      copy_box(p.buffers + stage * STAGE_BYTES + (c * TOKENS + w * WIDTH) * BLOCK * 2, p.x, p.token + w * WIDTH,
+               step * (SLICES * STEP) + c * BLOCK, p.full + 8 * stage);
 }
 
 // The producer: one thread issues the copies of all steps, each when its buffer is free. The weights of the first steps
 // are copied before the previous kernel has completed.
 __device__ inline void produce(const Problem& p) {
   constexpr int first = STEPS < STAGES ? STEPS : STAGES;
+  const int bytes = USED_BYTES - (TOKENS - p.tokens) * STEP * SLICES * 2;
   for (int i = 0; i < first; i++) {
-    barrier_expect(p.full + 8 * i, USED_BYTES);
+    barrier_expect(p.full + 8 * i, bytes);
     copy_weights(p, p.begin + i, i);
   }
   wait_for_previous();
@@ -97,7 +104,7 @@ __device__ inline void produce(const Problem& p) {
   for (int i = first; i < STEPS; i++) {
     const int stage = i % STAGES, round = i / STAGES;
     barrier_wait(p.empty + 8 * stage, (round & 1) ^ 1);
-    barrier_expect(p.full + 8 * stage, USED_BYTES);
+    barrier_expect(p.full + 8 * stage, bytes);
     copy_weights(p, p.begin + i, stage);
     copy_tokens(p, p.begin + i, stage);
   }
@@ -188,8 +195,8 @@ struct Consumer {
   }
 
   // Scaled factors: the products of a chunk run while the codes of the next are converted; a buffer is released when
-  // the products of its last chunk have completed.
-  __device__ void add_steps() {
+  // the products of its last chunk have completed. widths: of the tokens of this block.
+  template <int widths> __device__ void add_steps() {
     unsigned a[CHUNKS][4][4];
     for (int i = 0; i < STEPS; i++) {
       const Weights from = arrived();
@@ -201,7 +208,7 @@ struct Consumer {
         pin_sums();
         begin_products();
 #pragma unroll
-        for (int w = 0; w < WIDTHS; w++) multiply_chunk(sums[w], a[c], tokens(c) + w * WIDTH * BLOCK * 2 / 16, true);
+        for (int w = 0; w < widths; w++) multiply_chunk(sums[w], a[c], tokens(c) + w * WIDTH * BLOCK * 2 / 16, true);
         end_products();
       }
       ring.advance();
@@ -291,7 +298,7 @@ struct Quad {
   __device__ Quad(const Problem& p, int rank, int i, int m) {
     const int at = i * WRITERS + threadIdx.x;
     token = rank * SHARE + at / (ROWS / 4), column = at % (ROWS / 4) * 4;
-    exists = at < SHARE * (ROWS / 4) && p.token + token < m;
+    exists = at < SHARE * (ROWS / 4) && p.token + token < m && (!ROUND || token < p.tokens);
   }
 };
 
@@ -349,9 +356,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
   init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32);
 
-  const int rank = blockIdx.x % SPLIT, tile = blockIdx.x / SPLIT, tiles = (m + TOKENS - 1) / TOKENS;
-  const Problem p = {x, codes, scales, ZEROS, tile % tiles * TOKENS, tile / tiles * ROWS,
-                     rank * STEPS, buffers, full, empty};
+  const int rank = blockIdx.x % SPLIT, tiles = (m + TOKENS - 1) / TOKENS;
+  int tile = blockIdx.x / SPLIT, token = 0;
+  bool whole = true;
+  if (ROUND > 0) {
+    const int all = tiles * (N / ROWS), left = all % ROUND, half = tile - (all - left);
+    if (2 * left > ROUND) {
+      if (tile >= all) return wait_for_previous();
+    } else if (half >= 0) {
+      whole = false, tile = all - left + half / 2, token = half % 2 * WIDTH;
+    }
+  }
+  const Problem p = {x, codes, scales, ZEROS, token + tile % tiles * TOKENS, tile / tiles * ROWS,
+                     whole ? TOKENS : WIDTH, rank * STEPS, buffers, full, empty};
   const int consumer = threadIdx.x / WARPGROUP;
   Loaded loaded[BATCH][2];
   if (!TRIGGER_AFTER_LOADS) launch_dependents();
@@ -368,8 +385,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Consumer c(p, memory, consumer);
     if (SCALE_SUMS) {
       c.add_scaled_steps();
+    } else if (whole) {
+      c.add_steps<WIDTHS>();
     } else {
-      c.add_steps();
+      c.add_steps<1>();
     }
     if (!EARLY) {  // the other operands are written, and the memory of the result is not read any more
       wait_for_previous();
