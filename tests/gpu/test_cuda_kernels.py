@@ -90,6 +90,7 @@ CODES = (
     (520, 192, 256, 2, 16, True, SILU),
     (13, 192, 4096, 1, 128, True, "add(add(a0, a1), a2)"),
     (16, 128, 4096, 2, 256, False, SILU),
+    (2100, 1152, 256, 1, 128, True, "add(a1, a0)"),
 )
 # The same for few tokens, and the dtype of the scales. 576 and 1,216 columns do not divide evenly among the warps, and
 # 19 tokens are more than a tile.

@@ -68,13 +68,14 @@ class SlicedProduct(FragmentProduct):
         warps, tokens, strips, split = s["groups"] * s["slices"], s["tokens"], s["strips"], s["split"]
         entries = max(1, self.step(s) // self.group)
         copies = entries * strips * (3 if self.node.attrs["zeros"] else 2)
-        stage = strips * s["chunks"] * 512 + copies * 16 + (self.step(s) * 2 if self.normed else 0)
+        stage = strips * s["chunks"] * 512 + copies * 16 + (self.step(s) * 2 if self.normed and s["groups"] == 1 else 0)
         of_x = s["slices"] * self.token_steps(s) * s["chunks"] * tokens * BLOCK * 2
         stride = self.parts * self.rows(s) + 4
         ring, sums = of_x + warps * s["stages"] * stage, s["slices"] * tokens * stride * 4
         share = tokens // split
         received = (split - 1) * share * (stride + int(self.normed)) * 4
-        return int(max(ring, sums) + received + (warps * tokens * 4 if self.normed else 0)) + ALIGN
+        x_sums = s["slices"] * self.token_steps(s) * entries * tokens * 4 if s["groups"] > 1 else 0
+        return int(max(ring, sums) + received + (warps * tokens * 4 if self.normed else 0) + x_sums) + ALIGN
 
 
 @dataclass(frozen=True)

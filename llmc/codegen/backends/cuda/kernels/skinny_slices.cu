@@ -36,7 +36,7 @@ static_assert(!REUSED || GROUPS == 1, "warps that share x do not wait for each o
 // A stage: codes [STRIPS][CHUNKS][32][16 bytes], scales [ENTRIES][STRIPS][16], zero points [ENTRIES][STRIPS][16], the gain.
 constexpr int COPIES = ENTRIES * STRIPS * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for scales, one for zero points
 constexpr int SCALES_AT = STRIPS * CHUNKS * 512, ZEROS_AT = SCALES_AT + ENTRIES * STRIPS * 32;
-constexpr int GAIN_AT = SCALES_AT + COPIES * 16, STAGE_BYTES = GAIN_AT + (NORMED ? STEP * 2 : 0);
+constexpr int GAIN_AT = SCALES_AT + COPIES * 16, STAGE_BYTES = GAIN_AT + (NORMED && GROUPS == 1 ? STEP * 2 : 0);
 // Shared memory: x [SLICES][TOKEN_STEPS][CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, and the rings [WARPS][STAGES], in
 // whose place the sums [SLICES][TOKENS][SUMS_STRIDE] are written; received sums [SPLIT - 1][SHARE][SUMS_STRIDE], the
 // squares [WARPS][TOKENS] and those received [SPLIT - 1][SHARE].
@@ -46,6 +46,9 @@ constexpr int RING_BYTES = X_BYTES + WARPS * STAGES * STAGE_BYTES, SUMS_BYTES = 
 constexpr int RECEIVED_AT = RING_BYTES > SUMS_BYTES ? RING_BYTES : SUMS_BYTES;
 constexpr int SQUARES_AT = RECEIVED_AT + (SPLIT - 1) * SHARE * SUMS_STRIDE * 4;
 constexpr int PEER_SQUARES_AT = SQUARES_AT + (NORMED ? WARPS * TOKENS * 4 : 0);
+// The sums of the groups of x, if the warps of a block prepare x together: [SLICES][TOKEN_STEPS][ENTRIES][TOKENS].
+constexpr bool PREPARED = GROUPS > 1;
+constexpr int X_SUMS_AT = PEER_SQUARES_AT + (NORMED ? (SPLIT - 1) * SHARE * 4 : 0);
 constexpr int PEER_BYTES = (SHARE * PARTS * ROWS + (NORMED ? SHARE : 0)) * 4;  // that a block receives of another
 constexpr int QUADS = (SHARE * ROWS / 4 + THREADS - 1) / THREADS;  // groups of four columns of y that a thread writes
 
@@ -84,7 +87,7 @@ __device__ inline void copy_weights(const Problem& p, int step, int stage) {
       copy_async(to + SCALES_AT + at * 16, scale ? (const void*)(p.scales + from + at % 2 * 8) : (const void*)(p.zeros + from),
                  p.exists(t));
     }
-  if (NORMED && p.lane < STEP / 8) copy_async(to + GAIN_AT + p.lane * 16, p.gain + step * STEP + p.lane * 8, true);
+  if (NORMED && GROUPS == 1 && p.lane < STEP / 8) copy_async(to + GAIN_AT + p.lane * 16, p.gain + step * STEP + p.lane * 8, true);
 }
 
 // d[16, 8] = a[16, 16] @ b[8, 16].T + c. A thread has two neighbouring tokens of the rows g and g + 8.
@@ -97,12 +100,15 @@ __device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const 
 }
 
 // Constants in registers, with which codes are converted: of the upper and the lower rows of a strip.
+#ifndef SHIFTED
+#define SHIFTED(word, n) ((word) >> (n))
+#endif
 struct Masks {
   unsigned mask[2] = {opaque(0x000F000F), opaque(0x00780078)}, base[2] = {opaque(0x43004300), opaque(0x41004100)};
 
   // Two codes in bf16, from the bits 4 r to 4 r + 3 of both halves of a word; an odd r belongs to the lower rows.
   __device__ unsigned pair(unsigned word, int r) const {
-    return code_pair(word >> (r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
+    return code_pair(SHIFTED(word, r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
   }
 };
 
@@ -112,23 +118,78 @@ struct Sums {
   float squares[TILES][4] = {};
 };
 
-// Two steps of 16 columns of x at `box`, from the step s of the box on, as right factors; times the gain.
-__device__ inline void load_tokens(unsigned (&x)[2][TILES][2], unsigned box, int s, int lane) {
+// The address of the thread's row of two steps of 16 columns of x at `box`, from the step s of the box on.
+__device__ inline unsigned token_row(unsigned box, int s, int next, int lane) {
   // Four matrices of 8 tokens and 8 columns at a time: two for a tile and step.
+  const int tile = TILES > 1 ? lane / 16 : 0, later = TILES > 1 ? next : lane / 16;
+  return box + (tile * 8 + lane % 8) * 128 + ((2 * (s + later) + lane / 8 % 2) ^ lane % 8) * 16;
+}
+
+// Loads them as right factors.
+__device__ inline void load_tokens(unsigned (&x)[2][TILES][2], unsigned box, int s, int lane) {
 #pragma unroll
-  for (int next = 0; next < 2; next += 2 / TILES) {
-    const int tile = TILES > 1 ? lane / 16 : 0, later = TILES > 1 ? next : lane / 16;
-    load_matrices(&x[next][0][0], box + (tile * 8 + lane % 8) * 128 + ((2 * (s + later) + lane / 8 % 2) ^ lane % 8) * 16);
+  for (int next = 0; next < 2; next += 2 / TILES) load_matrices(&x[next][0][0], token_row(box, s, next, lane));
+}
+
+// Adds the squares of 16 columns of the tokens, and multiplies them by the gain.
+__device__ inline void norm_tokens(Sums& sums, unsigned (&x)[TILES][2], const unsigned (&gain)[2]) {
+  const unsigned all[4] = {x[0][0], x[TILES - 1][0], x[0][1], x[TILES - 1][1]};
+#pragma unroll
+  for (int t = 0; t < TILES; t++) add_product(sums.squares[t], all, x[t], false);
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) x[t][half] = multiply(x[t][half], gain[half]);
+}
+
+// Adds up 16 columns of the tokens.
+__device__ inline void add_tokens(float (&x_sums)[TILES][4], const unsigned (&x)[TILES][2], bool first) {
+  const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
+#pragma unroll
+  for (int t = 0; t < TILES; t++) add_product(x_sums[t], ones, x[t], first);
+}
+
+// The gain at the columns of a step that a thread has.
+struct Gains {
+  unsigned of[STEP / 16][2];
+
+  __device__ void load(const bf16* gain, int lane) {
+#pragma unroll
+    for (int step = 0; step < STEP / 16; step++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) of[step][half] = *(const unsigned*)(gain + step * 16 + half * 8 + lane % 4 * 2);
+  }
+};
+
+// Prepares a step of x at `box` for all warps of the block: norms it, and writes the sums of its groups to `to`.
+__device__ inline void prepare_tokens(Sums& sums, unsigned box, const Gains& gains, float* to, int lane) {
+  unsigned x[2][TILES][2];
+  float x_sums[TILES][4];
+#pragma unroll
+  for (int step = 0; step < STEP / 16; step++) {
+    const unsigned at = box + step / 4 * BOX_BYTES;
+    if (step % 2 == 0) load_tokens(x, at, step % 4, lane);
+    if (NORMED) norm_tokens(sums, x[step % 2], gains.of[step]);
+    add_tokens(x_sums, x[step % 2], step % SPAN == 0);
+    if (NORMED && step % 2 == 1)
+#pragma unroll
+      for (int next = 0; next < 2; next += 2 / TILES) store_matrices(token_row(at, step % 4 - 1, next, lane), &x[next][0][0]);
+    if (step % SPAN == SPAN - 1 && lane < 4)
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+        *(float2*)(to + step / SPAN * TOKENS + t * 8 + lane * 2) = make_float2(x_sums[t][0], x_sums[t][1]);
   }
 }
 
-// Multiplies a step. w: its weights; box: the address of its tokens; add_squares: whether this warp adds their squares.
-__device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigned box, const Masks& masks, int lane,
-                                     bool add_squares) {
-  const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
+// Multiplies a step. w: its weights; box: the address of its tokens; prepared: the sums of their groups, if PREPARED.
+__device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigned box, const float* prepared,
+                                     const Masks& masks, int lane) {
   float fresh[STRIPS][TILES][4], x_sums[TILES][4];
   uint4 codes[STRIPS];
   unsigned x[2][TILES][2];
+#ifdef SUBTRACTED
+  unsigned offset[STRIPS][2];
+#endif
 #pragma unroll
   for (int step = 0; step < STEP / 16; step++) {
     const int entry = step / SPAN;
@@ -138,31 +199,46 @@ __device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigne
       for (int t = 0; t < STRIPS; t++) codes[t] = *(const uint4*)(w + (t * CHUNKS + step / 4) * 512 + lane * 16);
     if (step % 2 == 0) load_tokens(x, box + step / 4 * BOX_BYTES, step % 4, lane);
     unsigned(&b)[TILES][2] = x[step % 2];
-    if (NORMED) {
-      if (add_squares) {
-        const unsigned all[4] = {b[0][0], b[TILES - 1][0], b[0][1], b[TILES - 1][1]};
-#pragma unroll
-        for (int t = 0; t < TILES; t++) add_product(sums.squares[t], all, b[t], false);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const unsigned gain = *(const unsigned*)(w + GAIN_AT + (step * 16 + half * 8 + lane % 4 * 2) * 2);
-#pragma unroll
-        for (int t = 0; t < TILES; t++) b[t][half] = multiply(b[t][half], gain);
-      }
+    if (NORMED && !PREPARED) {
+      const unsigned* gain = (const unsigned*)(w + GAIN_AT) + step * 8 + lane % 4;
+      norm_tokens(sums, b, {gain[0], gain[4]});
     }
+#ifdef SUBTRACTED
+    if (first)
 #pragma unroll
-    for (int t = 0; t < TILES; t++) add_product(x_sums[t], ones, b[t], first);
+      for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int row = (entry * STRIPS + strip) * STRIP + half * 8 + lane / 4;
+          const unsigned zero = HAS_ZEROS ? w[ZEROS_AT + row] : ZERO_POINT;
+          offset[strip][half] = twice(half ? 0x4100 + (zero << 3) : 0x4300 + zero);
+        }
+#else
+    if (!PREPARED) add_tokens(x_sums, b, first);
+#endif
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++) {
       const unsigned words[4] = {codes[strip].x, codes[strip].y, codes[strip].z, codes[strip].w};
       unsigned a[4];
 #pragma unroll
-      for (int r = 0; r < 4; r++) a[r] = masks.pair(words[step % 4], r);
+      for (int r = 0; r < 4; r++) {
+        a[r] = masks.pair(words[step % 4], r);
+#ifdef SUBTRACTED
+        a[r] = subtract(a[r], offset[strip][r % 2]);
+#endif
+      }
 #pragma unroll
       for (int t = 0; t < TILES; t++) add_product(fresh[strip][t], a, b[t], first);
     }
     if (step % SPAN < SPAN - 1) continue;
+#ifndef SUBTRACTED
+    if (PREPARED)
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const float2 pair = *(const float2*)(prepared + entry * TOKENS + t * 8 + lane % 4 * 2);
+        x_sums[t][0] = x_sums[t][2] = pair.x, x_sums[t][1] = x_sums[t][3] = pair.y;
+      }
+#endif
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
@@ -174,8 +250,13 @@ __device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigne
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-          for (int j = 2 * half; j < 2 * half + 2; j++)
+          for (int j = 2 * half; j < 2 * half + 2; j++) {
+#ifdef SUBTRACTED
+            sums.of[strip][t][j] += factor * fresh[strip][t][j];
+#else
             sums.of[strip][t][j] += factor * fresh[strip][t][j] + less * x_sums[t][j];
+#endif
+          }
       }
   }
 }
@@ -344,13 +425,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   const Masks masks;
   Sums sums;
+  float* x_sums = (float*)(memory + X_SUMS_AT);
+  if (PREPARED) {
+    const int block_steps = min(ALL_STEPS - rank * STEPS, STEPS);
+#pragma unroll 1
+    for (int step = warp; step < block_steps; step += WARPS) {
+      const int at = step % SLICES * TOKEN_STEPS + step / SLICES;
+      Gains gains;
+      if (NORMED) gains.load(p.gain + (rank * STEPS + step) * STEP, lane);
+      barrier_wait(shared_address(barriers + at), 0);
+      prepare_tokens(sums, begin + at * CHUNKS * BOX_BYTES, gains, x_sums + at * ENTRIES * TOKENS, lane);
+    }
+    __syncthreads();
+  }
   int stage = 0, slot = 0, parity = 0;
-  for (int step = first, i = 0; step < end; step += SLICES, i++) {
+  for (int step = first; step < end; step += SLICES) {
     wait_copies<STAGES - 1>();
     __syncwarp();
-    barrier_wait(arrived + 8 * slot, parity);
-    multiply_step(sums, ring + stage * STAGE_BYTES, boxes + slot * CHUNKS * BOX_BYTES, masks, lane,
-                  GROUPS == 1 || i % GROUPS == group);
+    if (!PREPARED) barrier_wait(arrived + 8 * slot, parity);
+    multiply_step(sums, ring + stage * STAGE_BYTES, boxes + slot * CHUNKS * BOX_BYTES,
+                  x_sums + (slice * TOKEN_STEPS + slot) * ENTRIES * TOKENS, masks, lane);
     __syncwarp();  // every thread has read the stage and the tokens
     if (step + STAGES * SLICES < end) copy_weights(p, step + STAGES * SLICES, stage);
     commit_copies();

@@ -18,6 +18,12 @@ __device__ inline void load_matrices(unsigned* to, unsigned from) {
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
+// Stores four matrices in the same way.
+__device__ inline void store_matrices(unsigned to, const unsigned* from) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(from[0]), "r"(from[1]),
+               "r"(from[2]), "r"(from[3]) : "memory");
+}
+
 // Loads a float at this block's address in shared memory from another block of the cluster.
 __device__ inline float load_from_block(unsigned address, int rank) {
   float v;
