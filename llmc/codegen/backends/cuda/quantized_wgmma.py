@@ -43,6 +43,7 @@ REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest nu
 _START, _STEP, _COPY, _SUMS, _FACTORS, _END, _CLUSTER, _PEER = 2.68, 0.419, 1.246, 0.041, 0.177, 0.92, 1.13, 0.17
 # The share of the multiprocessors that clusters of more than two blocks can use; what slices of 128 rows take longer.
 _FOURS, _WIDE = 0.9, 1.15
+_HALF = 0.55  # a round of halved tiles, relative to one of whole tiles
 _READ, _CACHE = 0.72, 9.9e12  # share of the bandwidth that is reached; bytes/s of copies from the L2 cache
 
 
@@ -111,8 +112,9 @@ class QuantizedWgmma(FragmentKernel):
         while waiting > 0:
             resident = min(max_resident, waiting)
             waiting -= resident
-            us += _START + p.k // p.step // (s["split"] * slices(s)) * _step_us(
-                p, s, resident, min(1.0, blocks / units), target
+            step = _step_us(p, s, resident, min(1.0, blocks / units), target)
+            us += _START + p.k // p.step // (s["split"] * slices(s)) * step * (
+                _HALF if not waiting and s.get("halves") and 0 < 2 * (blocks % units) <= units else 1.0
             )
         us += _END * s["tokens"] * s["rows"] * p.parts / 4096
         us += (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us

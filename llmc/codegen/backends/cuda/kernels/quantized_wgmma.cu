@@ -9,18 +9,16 @@
 // when every consumer warp has finished reading it.
 //
 // SLICES warpgroups have different columns of w for the same rows. SPLIT blocks of a cluster compute the same tile over
-// different columns of w. Each writes its sums to shared memory, and each adds up those of all blocks for its share of the
-// tokens.
+// different columns of w. Each writes its sums to shared memory, and adds up those of all blocks for its share of tokens.
 //
 // With ROUND, that many blocks run at once. If the tiles that are left after whole rounds are at most half a round, they
 // are halved: a block computes 128 of their 256 tokens, and the last round takes half as long.
 //
 // Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
 // TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64, 128 or 192), STAGES, SLICES and SPLIT (whose product divides the steps),
-// ROUND (0, or with 256 tokens and one block of a cluster the blocks that run at once),
-// TRIGGER_AFTER_LOADS (allow the next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and
-// OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`
-// and `epilogue`.
+// ROUND (0, or with 256 tokens and one block of a cluster the blocks that run at once), TRIGGER_AFTER_LOADS (allow the
+// next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and OUT. The
+// generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, load_others, epilogue.
 
 constexpr int WARPGROUP = 128, BLOCK = 64;          // threads of a warpgroup; rows and columns of a block of codes
 constexpr int TALL = PARTS * ROWS / BLOCK;          // blocks of 64 rows
@@ -361,11 +359,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   bool whole = true;
   if (ROUND > 0) {
     const int all = tiles * (N / ROWS), left = all % ROUND, half = tile - (all - left);
-    if (2 * left > ROUND) {
-      if (tile >= all) return wait_for_previous();
-    } else if (half >= 0) {
-      whole = false, tile = all - left + half / 2, token = half % 2 * WIDTH;
-    }
+    if (2 * left > ROUND && tile >= all) return wait_for_previous();
+    if (2 * left <= ROUND && half >= 0) whole = false, tile = all - left + half / 2, token = half % 2 * WIDTH;
   }
   const Problem p = {x, codes, scales, ZEROS, token + tile % tiles * TOKENS, tile / tiles * ROWS,
                      whole ? TOKENS : WIDTH, rank * STEPS, buffers, full, empty};
