@@ -39,6 +39,7 @@ INT4_TO_BF16 = "llmc.codegen.backends.cuda.kernels:int4_to_bf16.cuh"
 STREAMING = "llmc.codegen.backends.cuda.kernels:streaming.cuh"
 STRIP_SUMS = "llmc.codegen.backends.cuda.kernels:strip_sums.cuh"
 SKINNY_WEIGHTS = "llmc.codegen.backends.cuda.kernels:skinny_weights.cuh"
+SLICED_WEIGHTS = "llmc.codegen.backends.cuda.kernels:sliced_weights.cuh"
 PAIRS = "llmc.codegen.backends.cuda.kernels:pairs.cuh"
 SCALAR_MATH = "llmc.codegen.backends.cuda.kernels:scalar_math.cuh"
 

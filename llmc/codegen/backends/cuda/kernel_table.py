@@ -12,6 +12,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",
         "cuda/skinny_fixed": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_FIXED",
         "cuda/skinny_gemm": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_GEMM",
+        "cuda/skinny_slices": "llmc.codegen.backends.cuda.skinny_slices:SKINNY_SLICES",
         "cuda/skinny_wgmma": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA",
         "cuda/skinny_wgmma_bf16": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA_BF16",
     }

@@ -1,4 +1,4 @@
-"""The binding of `kernels/skinny_slices.cu`: few tokens times weights of 4 bits, each warp with a slice of the columns."""
+"""The binding of `kernels/skinny_slices.cu`: few tokens times weights of 4 bits, whose columns the warps divide."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     INT4_TO_BF16,
     PAIRS,
     SCALAR_MATH,
+    SLICED_WEIGHTS,
     STREAMING,
     Binding,
 )
@@ -34,12 +35,16 @@ from llmc.targets.target import Target
 TOKENS = (8, 16)  # of a tile
 STRIP = 16  # rows of a product
 STRIPS = (1, 2, 3, 4)  # of a warp
-GROUPS, SLICES = (1, 2, 3, 4, 7, 8), (8, 4, 16, 2, 7, 14, 1)  # of warps: of rows and of columns
+GROUPS, SLICES = (1, 2, 3, 4, 7, 8, 14, 16), (8, 4, 16, 2, 7, 14, 1)  # of warps: of rows and of columns
 SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
 CHUNKS = (1, 2)  # blocks of 64 columns of a step
-STAGES = (12, 8, 6, 4, 3, 2, 1)
+STAGES = (12, 8, 6, 5, 4, 3, 2, 1)
 MOST_WARPS = 16  # of a block
 FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
+# Fitted to measurements on an H200: bytes in flight that reach the bandwidth; microseconds of a code and its product in a
+# multiprocessor, what few warps and a token add to it, what of the shorter of both is not hidden; of sharing x, of a
+# launch, and of a large cluster.
+_AHEAD, _PRODUCT, _WARPS, _TOKENS, _BOTH, _SHARED, _START, _CLUSTER = 6e6, 7.0e-6, 6.0, 24.0, 0.3, 1.0, 1.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,20 @@ class SkinnySlices(FragmentKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return list(_schedules(SlicedProduct.of(node), target))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: reading the weights, of which products hide a part, and tokens that arrive before them."""
+        p, s, units = SlicedProduct.of(node), schedule, target.limits.units
+        blocks = -(-p.n // p.rows(s)) * s["split"]
+        fit = max(1, min(resident(p, s), target.limits.shared // (p.shared(s) + ALIGN)))
+        rounds, busy = -(-blocks // (units * fit)), min(1.0, blocks / units)
+        warps = s["groups"] * s["slices"] * min(float(fit), max(1.0, blocks / units))
+        ahead = busy * units * warps * s["stages"] * s["strips"] * s["chunks"] * STRIP * BLOCK / 2
+        read = p.weight_bytes / (target.bandwidth * min(1.0, ahead / _AHEAD)) * 1e6
+        products = p.parts * p.n * p.k / (units * busy) * _PRODUCT * (1 + _WARPS / warps) * (1 + s["tokens"] / _TOKENS)
+        tiles = -(-int(p.m.subs(env)) // s["tokens"])
+        us = max(read, products) + _BOTH * min(read, products) + _SHARED * (s["groups"] > 1)
+        return tiles * rounds * us + _START + _CLUSTER * (s["split"] > 2) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = SlicedProduct.of(node), schedule
@@ -163,8 +182,10 @@ def _rings(p: SlicedProduct, s: Schedule, target: Target) -> Iterator[Schedule]:
 SKINNY_SLICES = SkinnySlices(
     "cuda/skinny_slices",
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
+    opt_in=True,  # its cost rule is coarse, so it is used where it was measured
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:skinny_slices.cu",
     entry="llmc_skinny_slices",
     headers=(HOPPER, SCALAR_MATH, PAIRS, INT4_TO_BF16, STREAMING),
+    before=(SLICED_WEIGHTS,),
 )

@@ -26,3 +26,24 @@ __device__ inline unsigned multiply(unsigned x, unsigned y) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+
+// Constants in registers, with which the codes of a strip of 16 rows are converted in the fewest instructions: a code c
+// becomes 128 + c in the upper 8 rows, and 8 + c / 2 in the lower ones.
+struct Masks {
+  unsigned mask[2] = {opaque(0x000F000F), opaque(0x00780078)}, base[2] = {opaque(0x43004300), opaque(0x41004100)};
+
+  // Two codes in bf16, from the bits 4 r to 4 r + 3 of both halves of a word; an odd r belongs to the lower rows.
+  __device__ unsigned pair(unsigned word, int r) const {
+    return code_pair(word >> (r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
+  }
+};
+
+// d[16, 8] = a[16, 16] @ b[8, 16].T, plus d unless this is the first product. A thread has two neighbouring columns of the
+// rows g and g + 8.
+__device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bool first = false) {
+  const float c[4] = {first ? 0.0f : d[0], first ? 0.0f : d[1], first ? 0.0f : d[2], first ? 0.0f : d[3]};
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}

@@ -95,14 +95,6 @@ struct Tokens {
   }
 };
 
-// d[16, 8] += a[16, 16] @ b[8, 16].T. A thread has two neighbouring tokens of the rows g and g + 8.
-__device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // Whether a step of 16 columns is the first or the last one of a group, and which group of the warp's columns that is.
 __device__ constexpr int group_of(int step) { return ENTRIES > 1 ? step * 16 / GROUP : 0; }
 __device__ constexpr bool first_of_group(int step) { return step == 0 || group_of(step) != group_of(step - 1); }
@@ -128,16 +120,6 @@ __device__ inline void sum_tokens(float* to, const Tokens& x, int lane) {
     }
   __syncwarp();
 }
-
-// Constants in registers, with which codes are converted: of the upper and the lower rows of a strip.
-struct Masks {
-  unsigned mask[2] = {opaque(0x000F000F), opaque(0x00780078)}, base[2] = {opaque(0x43004300), opaque(0x41004100)};
-
-  // Two codes in bf16, from the bits 4 r to 4 r + 3 of both halves of a word; an odd r belongs to the lower rows.
-  __device__ unsigned pair(unsigned word, int r) const {
-    return code_pair(word >> (r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
-  }
-};
 
 // Multiplies a unit by the tokens: the sums of a group of columns are multiplied by its scale. Even and odd steps have
 // separate sums, since a product waits for the previous one that adds to the same sums. x_sums: as `sum_tokens` wrote it.

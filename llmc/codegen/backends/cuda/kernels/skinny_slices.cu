@@ -13,104 +13,14 @@
 // to their shared memory, and each writes its share of the tokens.
 //
 // A code c is multiplied as 128 + c in the upper 8 rows of a strip, and as 8 + c / 2 in the lower ones, which takes the
-// fewest instructions. The same of the zero point, times the sum of x over the columns of the group, is subtracted.
+// fewest instructions. The same of the zero point is subtracted: of the code, or if several warps share x, times the sum
+// of x over the columns of the group, of the sums. These warps norm x and add up its groups together, before the products.
 //
 // Constants: N and K (multiples of 64), PARTS, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
 // TOKENS (8 or 16), STRIPS (a multiple of PARTS), GROUPS, SLICES, SPLIT, CHUNKS (blocks of 64 columns of a step; GROUP
 // divides a step or is a multiple of it), STAGES, TOKEN_STEPS, NORMED and EPS (of the norm), RESIDENT (blocks of a multiprocessor), and the types SCALE (bf16 or
 // f16) and OUT. The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded,
 // `load_others` and `epilogue`.
-
-constexpr int BLOCK = 64, STRIP = 16, BLOCK_BYTES = BLOCK * BLOCK / 2;  // rows and columns of a block of codes
-constexpr int TILES = TOKENS / 8;                                      // of 8 tokens, for one instruction each
-constexpr int WARPS = GROUPS * SLICES, THREADS = WARPS * 32;
-constexpr int STEP = CHUNKS * BLOCK, ALL_STEPS = K / STEP, STEPS = (ALL_STEPS + SPLIT - 1) / SPLIT;  // of a block
-constexpr int WARP_STEPS = (STEPS + SLICES - 1) / SLICES;                // of a warp, at most
-constexpr bool REUSED = TOKEN_STEPS < WARP_STEPS;                        // memory for x
-constexpr int ENTRIES = STEP > GROUP ? STEP / GROUP : 1;                 // scales of a row in a step
-constexpr int SPAN = STEP / ENTRIES / 16;                                // products of 16 columns of an entry
-constexpr int OWN = STRIPS / PARTS, ROWS = GROUPS * OWN * STRIP;         // strips of y of a warp; columns of y of a block
-constexpr bool HAS_ZEROS = ZERO_POINT < 0, WHOLE = N % ROWS == 0;
-static_assert(!REUSED || GROUPS == 1, "warps that share x do not wait for each other");
-
-// A stage: codes [STRIPS][CHUNKS][32][16 bytes], scales [ENTRIES][STRIPS][16], zero points [ENTRIES][STRIPS][16], the gain.
-constexpr int COPIES = ENTRIES * STRIPS * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for scales, one for zero points
-constexpr int SCALES_AT = STRIPS * CHUNKS * 512, ZEROS_AT = SCALES_AT + ENTRIES * STRIPS * 32;
-constexpr int GAIN_AT = SCALES_AT + COPIES * 16, STAGE_BYTES = GAIN_AT + (NORMED && GROUPS == 1 ? STEP * 2 : 0);
-// Shared memory: x [SLICES][TOKEN_STEPS][CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, and the rings [WARPS][STAGES], in
-// whose place the sums [SLICES][TOKENS][SUMS_STRIDE] are written; received sums [SPLIT - 1][SHARE][SUMS_STRIDE], the
-// squares [WARPS][TOKENS] and those received [SPLIT - 1][SHARE].
-constexpr int BOX_BYTES = TOKENS * BLOCK * 2, X_BYTES = SLICES * TOKEN_STEPS * CHUNKS * BOX_BYTES;
-constexpr int SUMS_STRIDE = PARTS * ROWS + 4, SHARE = TOKENS / SPLIT;  // floats of a token's sums; tokens of a block
-constexpr int RING_BYTES = X_BYTES + WARPS * STAGES * STAGE_BYTES, SUMS_BYTES = SLICES * TOKENS * SUMS_STRIDE * 4;
-constexpr int RECEIVED_AT = RING_BYTES > SUMS_BYTES ? RING_BYTES : SUMS_BYTES;
-constexpr int SQUARES_AT = RECEIVED_AT + (SPLIT - 1) * SHARE * SUMS_STRIDE * 4;
-constexpr int PEER_SQUARES_AT = SQUARES_AT + (NORMED ? WARPS * TOKENS * 4 : 0);
-// The sums of the groups of x, if the warps of a block prepare x together: [SLICES][TOKEN_STEPS][ENTRIES][TOKENS].
-constexpr bool PREPARED = GROUPS > 1;
-constexpr int X_SUMS_AT = PEER_SQUARES_AT + (NORMED ? (SPLIT - 1) * SHARE * 4 : 0);
-constexpr int PEER_BYTES = (SHARE * PARTS * ROWS + (NORMED ? SHARE : 0)) * 4;  // that a block receives of another
-constexpr int QUADS = (SHARE * ROWS / 4 + THREADS - 1) / THREADS;  // groups of four columns of y that a thread writes
-
-struct Problem {
-  const unsigned char* codes;  // [PARTS * N / 64][K / 64][2048]
-  const SCALE* scales;         // [K / GROUP][PARTS * N]
-  const unsigned char* zeros;  // [K / GROUP][PARTS * N], or null
-  const bf16* gain;            // [K], or null
-  int token, column;           // the first of the block's tile
-  int strip, lane;             // this warp's first strip of y, and thread
-  unsigned ring;               // the address of this warp's ring in shared memory
-
-  // The row of w of the warp's t-th strip, and whether it exists.
-  __device__ int row(int t) const { return t % PARTS * N + (strip + t / PARTS) * STRIP; }
-  __device__ bool exists(int t) const { return WHOLE || strip + t / PARTS < N / STRIP; }
-};
-
-// Starts to copy the weights of a step to a stage of the warp's ring. Strips that do not exist are zeros.
-__device__ inline void copy_weights(const Problem& p, int step, int stage) {
-  const unsigned to = p.ring + stage * STAGE_BYTES;
-#pragma unroll
-  for (int t = 0; t < STRIPS; t++) {
-    const int row = p.row(t);
-    const long long block = (long long)(row / BLOCK) * (K / BLOCK) + step * CHUNKS;
-    const unsigned char* from = p.codes + block * BLOCK_BYTES + row % BLOCK * 32 + p.lane * 16;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-      copy_async(to + (t * CHUNKS + c) * 512 + p.lane * 16, from + c * BLOCK_BYTES, p.exists(t));
-  }
-#pragma unroll
-  for (int i = 0; i < COPIES; i += 32)
-    if (i + p.lane < COPIES) {
-      const int at = i + p.lane, scale = at < 2 * ENTRIES * STRIPS, entry = scale ? at / 2 : at - 2 * ENTRIES * STRIPS;
-      const int t = entry % STRIPS, column = step * STEP + entry / STRIPS * GROUP;
-      const long long from = (long long)(column / GROUP) * (PARTS * N) + p.row(t);
-      copy_async(to + SCALES_AT + at * 16, scale ? (const void*)(p.scales + from + at % 2 * 8) : (const void*)(p.zeros + from),
-                 p.exists(t));
-    }
-  if (NORMED && GROUPS == 1 && p.lane < STEP / 8) copy_async(to + GAIN_AT + p.lane * 16, p.gain + step * STEP + p.lane * 8, true);
-}
-
-// d[16, 8] = a[16, 16] @ b[8, 16].T + c. A thread has two neighbouring tokens of the rows g and g + 8.
-__device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bool first) {
-  const float c[4] = {first ? 0.0f : d[0], first ? 0.0f : d[1], first ? 0.0f : d[2], first ? 0.0f : d[3]};
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%10, %11, %12, %13};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
-// Constants in registers, with which codes are converted: of the upper and the lower rows of a strip.
-#ifndef SHIFTED
-#define SHIFTED(word, n) ((word) >> (n))
-#endif
-struct Masks {
-  unsigned mask[2] = {opaque(0x000F000F), opaque(0x00780078)}, base[2] = {opaque(0x43004300), opaque(0x41004100)};
-
-  // Two codes in bf16, from the bits 4 r to 4 r + 3 of both halves of a word; an odd r belongs to the lower rows.
-  __device__ unsigned pair(unsigned word, int r) const {
-    return code_pair(SHIFTED(word, r % 2 ? 4 * r - 3 : 4 * r), mask[r % 2], base[r % 2]);
-  }
-};
 
 // The sums of a warp, and the squares of the tokens 2 q and 2 q + 1 of every tile.
 struct Sums {
@@ -135,18 +45,52 @@ __device__ inline void load_tokens(unsigned (&x)[2][TILES][2], unsigned box, int
 __device__ inline void norm_tokens(Sums& sums, unsigned (&x)[TILES][2], const unsigned (&gain)[2]) {
   const unsigned all[4] = {x[0][0], x[TILES - 1][0], x[0][1], x[TILES - 1][1]};
 #pragma unroll
-  for (int t = 0; t < TILES; t++) add_product(sums.squares[t], all, x[t], false);
+  for (int t = 0; t < TILES; t++) add_product(sums.squares[t], all, x[t]);
 #pragma unroll
   for (int t = 0; t < TILES; t++)
 #pragma unroll
     for (int half = 0; half < 2; half++) x[t][half] = multiply(x[t][half], gain[half]);
 }
 
-// Adds up 16 columns of the tokens.
-__device__ inline void add_tokens(float (&x_sums)[TILES][4], const unsigned (&x)[TILES][2], bool first) {
-  const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
+// The zero point of a group in the rows that a thread has, and its row among the entries of a step.
+__device__ inline int zero_point(const unsigned char* w, int row) { return HAS_ZEROS ? w[ZEROS_AT + row] : ZERO_POINT; }
+__device__ inline int entry_row(int entry, int strip, int half, int lane) {
+  return (entry * STRIPS + strip) * STRIP + half * 8 + lane / 4;
+}
+
+// What is subtracted of converted codes.
+__device__ inline void load_offsets(unsigned (&offset)[STRIPS][2], const unsigned char* w, int entry, int lane) {
 #pragma unroll
-  for (int t = 0; t < TILES; t++) add_product(x_sums[t], ones, x[t], first);
+  for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int zero = zero_point(w, entry_row(entry, strip, half, lane));
+      offset[strip][half] = twice(half ? 0x4100 + (zero << 3) : 0x4300 + zero);
+    }
+}
+
+// Adds the sums of a group, times its scales. x_sums: of its tokens, if PREPARED.
+__device__ inline void add_fresh(Sums& sums, const float (&fresh)[STRIPS][TILES][4], const unsigned char* w,
+                                 const float* x_sums, int entry, int lane) {
+  float2 less[TILES];
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+    if (PREPARED) less[t] = *(const float2*)(x_sums + t * 8 + lane % 4 * 2);
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = entry_row(entry, strip, half, lane);
+      const float scale = to_float(((const SCALE*)(w + SCALES_AT))[row]), factor = half ? 2.0f * scale : scale;
+      const float offset = -((half ? 16.0f : 128.0f) + zero_point(w, row)) * scale;
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int j = 2 * half; j < 2 * half + 2; j++) {
+          sums.of[strip][t][j] += factor * fresh[strip][t][j];
+          if (PREPARED) sums.of[strip][t][j] += offset * (j % 2 ? less[t].y : less[t].x);
+        }
+    }
 }
 
 // The gain at the columns of a step that a thread has.
@@ -163,6 +107,7 @@ struct Gains {
 
 // Prepares a step of x at `box` for all warps of the block: norms it, and writes the sums of its groups to `to`.
 __device__ inline void prepare_tokens(Sums& sums, unsigned box, const Gains& gains, float* to, int lane) {
+  const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
   unsigned x[2][TILES][2];
   float x_sums[TILES][4];
 #pragma unroll
@@ -170,7 +115,8 @@ __device__ inline void prepare_tokens(Sums& sums, unsigned box, const Gains& gai
     const unsigned at = box + step / 4 * BOX_BYTES;
     if (step % 2 == 0) load_tokens(x, at, step % 4, lane);
     if (NORMED) norm_tokens(sums, x[step % 2], gains.of[step]);
-    add_tokens(x_sums, x[step % 2], step % SPAN == 0);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) add_product(x_sums[t], ones, x[step % 2][t], step % SPAN == 0);
     if (NORMED && step % 2 == 1)
 #pragma unroll
       for (int next = 0; next < 2; next += 2 / TILES) store_matrices(token_row(at, step % 4 - 1, next, lane), &x[next][0][0]);
@@ -181,19 +127,17 @@ __device__ inline void prepare_tokens(Sums& sums, unsigned box, const Gains& gai
   }
 }
 
-// Multiplies a step. w: its weights; box: the address of its tokens; prepared: the sums of their groups, if PREPARED.
-__device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigned box, const float* prepared,
+// Multiplies a step. w: its weights; box: the address of its tokens; x_sums: of its groups, if PREPARED.
+__device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigned box, const float* x_sums,
                                      const Masks& masks, int lane) {
-  float fresh[STRIPS][TILES][4], x_sums[TILES][4];
+  float fresh[STRIPS][TILES][4];
   uint4 codes[STRIPS];
-  unsigned x[2][TILES][2];
-#ifdef SUBTRACTED
-  unsigned offset[STRIPS][2];
-#endif
+  unsigned x[2][TILES][2], offset[STRIPS][2];
 #pragma unroll
   for (int step = 0; step < STEP / 16; step++) {
     const int entry = step / SPAN;
     const bool first = step % SPAN == 0;
+    if (first && !PREPARED) load_offsets(offset, w, entry, lane);
     if (step % 4 == 0)
 #pragma unroll
       for (int t = 0; t < STRIPS; t++) codes[t] = *(const uint4*)(w + (t * CHUNKS + step / 4) * 512 + lane * 16);
@@ -203,19 +147,6 @@ __device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigne
       const unsigned* gain = (const unsigned*)(w + GAIN_AT) + step * 8 + lane % 4;
       norm_tokens(sums, b, {gain[0], gain[4]});
     }
-#ifdef SUBTRACTED
-    if (first)
-#pragma unroll
-      for (int strip = 0; strip < STRIPS; strip++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int row = (entry * STRIPS + strip) * STRIP + half * 8 + lane / 4;
-          const unsigned zero = HAS_ZEROS ? w[ZEROS_AT + row] : ZERO_POINT;
-          offset[strip][half] = twice(half ? 0x4100 + (zero << 3) : 0x4300 + zero);
-        }
-#else
-    if (!PREPARED) add_tokens(x_sums, b, first);
-#endif
 #pragma unroll
     for (int strip = 0; strip < STRIPS; strip++) {
       const unsigned words[4] = {codes[strip].x, codes[strip].y, codes[strip].z, codes[strip].w};
@@ -223,41 +154,12 @@ __device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigne
 #pragma unroll
       for (int r = 0; r < 4; r++) {
         a[r] = masks.pair(words[step % 4], r);
-#ifdef SUBTRACTED
-        a[r] = subtract(a[r], offset[strip][r % 2]);
-#endif
+        if (!PREPARED) a[r] = subtract(a[r], offset[strip][r % 2]);
       }
 #pragma unroll
       for (int t = 0; t < TILES; t++) add_product(fresh[strip][t], a, b[t], first);
     }
-    if (step % SPAN < SPAN - 1) continue;
-#ifndef SUBTRACTED
-    if (PREPARED)
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        const float2 pair = *(const float2*)(prepared + entry * TOKENS + t * 8 + lane % 4 * 2);
-        x_sums[t][0] = x_sums[t][2] = pair.x, x_sums[t][1] = x_sums[t][3] = pair.y;
-      }
-#endif
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; strip++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = (entry * STRIPS + strip) * STRIP + half * 8 + lane / 4;
-        const float scale = to_float(((const SCALE*)(w + SCALES_AT))[row]);
-        const float zero = (half ? 16.0f : 128.0f) + (HAS_ZEROS ? w[ZEROS_AT + row] : ZERO_POINT);
-        const float factor = half ? 2.0f * scale : scale, less = -zero * scale;
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-          for (int j = 2 * half; j < 2 * half + 2; j++) {
-#ifdef SUBTRACTED
-            sums.of[strip][t][j] += factor * fresh[strip][t][j];
-#else
-            sums.of[strip][t][j] += factor * fresh[strip][t][j] + less * x_sums[t][j];
-#endif
-          }
-      }
+    if (step % SPAN == SPAN - 1) add_fresh(sums, fresh, w, x_sums + entry * TOKENS, entry, lane);
   }
 }
 
