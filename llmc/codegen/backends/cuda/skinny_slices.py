@@ -39,6 +39,7 @@ GROUPS, SLICES = (1, 2, 3, 4, 7, 8, 14, 16), (8, 4, 16, 2, 7, 14, 1)  # of warps
 SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
 CHUNKS = (1, 2)  # blocks of 64 columns of a step
 STAGES = (12, 8, 6, 5, 4, 3, 2, 1)
+SHARES = (1.0, 0.75, 0.5)  # of the shared memory of a multiprocessor that a block uses
 MOST_WARPS = 16  # of a block
 FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
 # Fitted to measurements on an H200: bytes in flight that reach the bandwidth; microseconds of a code and its product in a
@@ -167,12 +168,12 @@ def _divides(p: SlicedProduct, s: Schedule) -> bool:
 
 
 def _rings(p: SlicedProduct, s: Schedule, target: Target) -> Iterator[Schedule]:
-    """Yield the deepest ring for each number of resident blocks per multiprocessor."""
+    """Yield the deepest ring for each share of a multiprocessor's memory; the next kernel can use the rest."""
     seen, most = set(), min(p.steps({**s, "stages": 1}), STAGES[0])
-    for count in (1, 2) if s["groups"] * s["slices"] * 2 <= MOST_WARPS else (1,):
+    for share in SHARES:
         for stages in STAGES:
             way = {**s, "stages": stages}
-            if stages <= most and p.shared(way) <= target.limits.shared // count - ALIGN:
+            if stages <= most and p.shared(way) + ALIGN <= share * target.limits.shared:
                 if stages not in seen:
                     seen.add(stages)
                     yield way
