@@ -42,8 +42,8 @@ STAGES = (12, 8, 6, 5, 4, 3, 2, 1)
 SHARES = (1.0, 0.75, 0.5)  # of the shared memory of a multiprocessor that a block uses
 MOST_WARPS = 16  # of a block
 FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
-# Fitted to measurements on an H200: bytes in flight that reach the bandwidth; microseconds of a code and its product in a
-# multiprocessor, what few warps and a token add to it, what of the shorter of both is not hidden; of sharing x, of a
+# Fitted to measurements on an H200: bytes in flight that reach the bandwidth; microseconds of a code and its product in
+# a multiprocessor, what few warps and a token add to it, what of the shorter of both is not hidden; of sharing x, of a
 # launch, and of a large cluster.
 _AHEAD, _PRODUCT, _WARPS, _TOKENS, _BOTH, _SHARED, _START, _CLUSTER = 6e6, 7.0e-6, 6.0, 24.0, 0.3, 1.0, 1.5, 0.5
 
@@ -103,7 +103,7 @@ class SkinnySlices(FragmentKernel):
         return list(_schedules(SlicedProduct.of(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: reading the weights, of which products hide a part, and tokens that arrive before them."""
+        """Predict microseconds: reading the weights and products, the shorter of which is hidden in part; the start."""
         p, s, units = SlicedProduct.of(node), schedule, target.limits.units
         blocks = -(-p.n // p.rows(s)) * s["split"]
         fit = max(1, min(resident(p, s), target.limits.shared // (p.shared(s) + ALIGN)))
