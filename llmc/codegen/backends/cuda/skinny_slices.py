@@ -79,9 +79,9 @@ class SlicedProduct(FragmentProduct):
         stride = self.parts * self.rows(s) + 4
         ring, sums = of_x + warps * s["stages"] * stage, s["slices"] * tokens * stride * 4
         share = tokens // split
-        received = (split - 1) * share * (stride + int(self.normed)) * 4
+        received = (split - 1) * share * (stride + int(self.normed)) * 4 + (warps * tokens * 4 if self.normed else 0)
         x_sums = s["slices"] * self.token_steps(s) * entries * tokens * 4 if s["groups"] > 1 else 0
-        return int(max(ring, sums) + received + (warps * tokens * 4 if self.normed else 0) + x_sums) + ALIGN
+        return int(max(ring, sums) + -(-received // 16) * 16 + x_sums) + ALIGN
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class SkinnySlices(FragmentKernel):
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point,
                 "TOKENS": s["tokens"], "STRIPS": s["strips"], "GROUPS": s["groups"], "SLICES": s["slices"],
                 "SPLIT": s["split"], "CHUNKS": s["chunks"], "STAGES": s["stages"], "TOKEN_STEPS": p.token_steps(s),
-                "RESIDENT": resident(p, s), "NORMED": int(p.normed), "EPS": float(node.attrs.get("eps", 0.0)),
+                "SHARED": p.shared(s), "RESIDENT": resident(p, s), "NORMED": int(p.normed), "EPS": float(node.attrs.get("eps", 0.0)),
                 "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),

@@ -18,9 +18,9 @@
 //
 // Constants: N and K (multiples of 64), PARTS, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
 // TOKENS (8 or 16), STRIPS (a multiple of PARTS), GROUPS, SLICES, SPLIT, CHUNKS (blocks of 64 columns of a step; GROUP
-// divides a step or is a multiple of it), STAGES, TOKEN_STEPS, NORMED and EPS (of the norm), RESIDENT (blocks of a multiprocessor), and the types SCALE (bf16 or
-// f16) and OUT. The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded,
-// `load_others` and `epilogue`.
+// divides a step or is a multiple of it), STAGES, TOKEN_STEPS, NORMED and EPS (of the norm), SHARED (bytes of shared
+// memory), RESIDENT (blocks of a multiprocessor), and the types SCALE (bf16 or f16) and OUT. The generated text before
+// this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others` and `epilogue`.
 
 // The sums of a warp, and the squares of the tokens 2 q and 2 q + 1 of every tile.
 struct Sums {

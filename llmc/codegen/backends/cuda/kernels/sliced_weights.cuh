@@ -27,7 +27,10 @@ constexpr int SQUARES_AT = RECEIVED_AT + (SPLIT - 1) * SHARE * SUMS_STRIDE * 4;
 constexpr int PEER_SQUARES_AT = SQUARES_AT + (NORMED ? WARPS * TOKENS * 4 : 0);
 // The sums of the groups of x, if the warps of a block prepare x together: [SLICES][TOKEN_STEPS][ENTRIES][TOKENS].
 constexpr bool PREPARED = GROUPS > 1;
-constexpr int X_SUMS_AT = PEER_SQUARES_AT + (NORMED ? (SPLIT - 1) * SHARE * 4 : 0);
+constexpr int X_SUMS_AT = (PEER_SQUARES_AT + (NORMED ? (SPLIT - 1) * SHARE * 4 : 0) + 15) / 16 * 16;
+constexpr int X_SUMS_BYTES = PREPARED ? SLICES * TOKEN_STEPS * ENTRIES * TOKENS * 4 : 0;
+static_assert(X_SUMS_AT + X_SUMS_BYTES + 1024 <= SHARED, "the launch has too little shared memory");
+static_assert(RECEIVED_AT % 16 == 0 && SQUARES_AT % 16 == 0, "sums are loaded four at a time");
 constexpr int PEER_BYTES = (SHARE * PARTS * ROWS + (NORMED ? SHARE : 0)) * 4;  // that a block receives of another
 constexpr int QUADS = (SHARE * ROWS / 4 + THREADS - 1) / THREADS;  // groups of four columns of y that a thread writes
 
