@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 KERNELS: Mapping[str, str] = MappingProxyType(
     {
+        "cuda/decode_attention": "llmc.codegen.backends.cuda.decode_attention:DECODE_ATTENTION",
         "cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA",
         "cuda/grouped_wgmma": "llmc.codegen.backends.cuda.grouped_wgmma:GROUPED_WGMMA",
         "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",

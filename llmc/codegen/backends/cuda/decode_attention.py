@@ -1,0 +1,187 @@
+"""The binding of `kernels/decode_attention.cu`: attention of single tokens over KV pages on Hopper, by bulk copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.cuda import nvrtc_toolchain
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, STREAMING, Binding, CudaKernel
+from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, lacks_wgmma
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.targets.target import Target
+
+WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
+HALVES = ("bf16", "f16")
+TILE, STRIPE = 16, 64  # tokens of a tile, elements of a stripe of 128 bytes
+MAX_HEAD, MAX_GROUP = 256, 16  # elements of a head, query heads of a key head
+SCHEDULES = ((4, 2), (4, 3), (2, 4), (2, 3), (4, 1), (8, 1), (2, 2), (1, 4), (1, 6), (8, 2), (4, 4))  # warps, stages
+RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
+REGISTERS = 168  # of a thread, at most
+CONTEXT = 1024  # tokens per row that the cost rule assumes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of a node of paged attention.
+
+    heads, kv_heads: of queries and of keys. size: elements of a head. page: tokens of a page.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    page: int
+
+    @staticmethod
+    def of(node: Node) -> Problem:
+        """Read the problem from a node with constant sizes."""
+        kv_heads, page, size = (int(d) for d in node.operands[1].type.shape[2:])
+        return Problem(int(node.operands[0].type.shape[1]), kv_heads, size, page)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of the keys and values of a tile."""
+        return 2 * TILE * self.size * 2
+
+    def shared(self, s: Schedule) -> int:
+        """Bytes of shared memory: tiles and barriers, or the sums of the warps in their place."""
+        tiles = s["warps"] * s["stages"] * (self.tile_bytes + 8)
+        return ALIGN + max(tiles, s["warps"] * self.group * (4 * (self.size + 4) + 8))
+
+    def resident(self, s: Schedule, target: Target) -> int:
+        """Blocks of a multiprocessor."""
+        registers = (64 << 10) // (REGISTERS * 32 * s["warps"])
+        return max(1, min(target.limits.shared // (self.shared(s) + RESERVED), registers))
+
+
+@dataclass(frozen=True)
+class DecodeAttention(CudaKernel):
+    """Paged attention of one token per row, whole, in parts, or beside longer rows, over a pool of the queries' type."""
+
+    waits_first = True
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return lacks_wgmma(target) or _reject_types(node) or _reject_sizes(node, target)
+
+    def missing(self) -> str:
+        return nvrtc_toolchain.missing()
+
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
+        """Return the tables; of single tokens beside longer rows, all inputs but the results of those and the sinks."""
+        return {WHOLE: (2, 3, 4, 5), SPLIT: (2, 3, 4), SINGLE: (0, 1, 2, 3, 4, 5)}[node.op.name]
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return ((6, 0),) if node.op.name == SINGLE else ()
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return list(_schedules(Problem.of(node), target))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: waves of blocks, whose tiles cost a latency and their bytes."""
+        p, parts = Problem.of(node), node.attrs.get("splits", 1)
+        rows = node.operands[3].type.shape[0].subs(env).const or 1
+        seen = min(CONTEXT, node.attrs["window"] or CONTEXT)
+        resident = p.resident(schedule, target)
+        waves = math.ceil(rows * p.kv_heads * parts / (target.limits.units * resident))
+        tiles = math.ceil(seen / parts / TILE / schedule["warps"])
+        block = 4.0 + tiles * (0.4 + 1.0 / schedule["stages"])
+        read = 2 * rows * seen * p.kv_heads * p.size * 2 / target.bandwidth * 1e6
+        return max(read, waves * block) + target.launch_us
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, a = Problem.of(node), node.attrs
+        (q, kv, pages, rows), single = (node.operands[i].type for i in range(4)), node.op.name == SINGLE
+        parts, splits, blocks = p.page // TILE, a.get("splits", 0), p.kv_heads * p.page // TILE
+        return Binding(
+            grid=(rows.shape[0] if single else q.shape[0], p.kv_heads, max(1, splits)),
+            threads=32 * schedule["warps"],
+            constants={
+                "GROUP": p.group, "KV_HEADS": p.kv_heads, "HEAD_DIM": p.size, "PAGE": p.page,
+                "SCALE": float(a["scale"]), "SOFTCAP": float(a["softcap"]), "WINDOW": a["window"], "SPLITS": splits,
+                "SINGLE": int(single), "WARPS": schedule["warps"], "STAGES": schedule["stages"],
+                "RESIDENT": p.resident(schedule, target), "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in schedule),
+                "HALF": CTYPES[q.dtype], "OUT": CTYPES[node.results[0].type.dtype],
+            },
+            shared=p.shared(schedule),
+            sizes=(pages.shape[1], rows.shape[0], q.shape[0]),
+            maps=(
+                Map(
+                    1,
+                    ((2 * kv.shape[0] - 1) * blocks, D(2), D(p.size // STRIPE), D(TILE), D(STRIPE)),
+                    (1, 2, p.size // STRIPE, TILE, STRIPE),
+                    SWIZZLE,
+                    (D(TILE * p.size), D(blocks * TILE * p.size), D(STRIPE), D(p.size)),
+                ),
+            ),
+            text=_operands(node),
+        )  # fmt: skip
+
+
+def _operands(node: Node) -> str:
+    """Return the definitions of the parameters after the rows, and of the names of those that a node may lack."""
+    types = {"starts": "const int*", "positions": "const int*", "y": "const OUT*", "sinks": ""}
+    given = {name: v.type for name in types if (v := node.operand(name))}
+    names = {"starts": "starts", "positions": "positions", "y": "longer", "sinks": "sinks"}
+    if "sinks" in given:
+        types["sinks"] = f"const {CTYPES[given['sinks'].dtype]}*"
+    parameters = [f"{types[name]} {names[name]}, " for name in types if name in given]
+    lse = node.op.name == SPLIT
+    defined = {
+        "OTHER_PARAMETERS": "".join(parameters) + "OUT* y," + " float* lse," * lse,
+        "STARTS": "starts" if "starts" in given else "((const int*)nullptr)",
+        "LONGER": "longer" if "y" in given else "y",
+        "SINKS": "(sinks + head * GROUP)" if "sinks" in given else "((const float*)nullptr)",
+        "LSE": "lse" if lse else "((float*)nullptr)",
+    }
+    return "\n".join(f"#define {name} {text}" for name, text in defined.items())
+
+
+def _reject_types(node: Node) -> str | None:
+    q, kv = node.operands[0].type, node.operands[1].type
+    if q.dtype not in HALVES or kv.dtype != q.dtype:
+        return f"queries of {q.dtype} and a pool of {kv.dtype}; {' or '.join(HALVES)} for both is supported"
+    if (sinks := node.operand("sinks")) and sinks.type.dtype not in FLOATS:
+        return f"sinks of {sinks.type.dtype}"
+    return "scales of a pool" if node.operand("scales") else None
+
+
+def _reject_sizes(node: Node, target: Target) -> str | None:
+    q, kv, rows = (node.operands[i].type for i in (0, 1, 3))
+    if node.attrs.get("least", 1) > 1 or (node.op.name != SINGLE and q.shape[0] != rows.shape[0]):
+        return "rows of several tokens; one token per row is supported"
+    if any(d.const is None for d in (*q.shape[1:], *kv.shape[2:])):
+        return "heads, page and head size must be constant"
+    p = Problem.of(node)
+    if p.page % TILE or p.size % STRIPE or p.size > MAX_HEAD:
+        sizes = f"pages of multiples of {TILE} and heads of multiples of {STRIPE} up to {MAX_HEAD}"
+        return f"pages of {p.page} tokens, heads of {p.size}; {sizes} are supported"
+    if p.heads % p.kv_heads or p.group > MAX_GROUP:
+        return f"{p.heads} query heads for {p.kv_heads} key heads; at most {MAX_GROUP} for one are supported"
+    return None if next(_schedules(p, target), None) else f"heads of {p.size} do not fit into shared memory"
+
+
+def _schedules(p: Problem, target: Target) -> Iterator[Schedule]:
+    """Yield the numbers of warps and of tiles in flight for which shared memory suffices."""
+    for warps, stages in SCHEDULES:
+        s = {"warps": warps, "stages": stages}
+        if p.shared(s) + RESERVED <= target.limits.shared:
+            yield s
+
+
+DECODE_ATTENTION = DecodeAttention(
+    "cuda/decode_attention",
+    (WHOLE, SPLIT, SINGLE),
+    opt_in=True,
+    file="llmc.codegen.backends.cuda.kernels:decode_attention.cu",
+    entry="llmc_decode_attention",
+    headers=(HOPPER, STREAMING),
+)
