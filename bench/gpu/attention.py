@@ -29,6 +29,7 @@ from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
 from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
+from llmc.codegen.backends.cuda.decode_attention import DECODE_ATTENTION  # noqa: E402
 from llmc.codegen.backends.flashinfer.xqa import XQA  # noqa: E402
 from llmc.codegen.candidates import candidates as node_candidates  # noqa: E402
 from llmc.codegen.kernel import Source  # noqa: E402
@@ -42,7 +43,9 @@ from llmc.ir.text import parse  # noqa: E402
 from llmc.passes.split.split_kv import SplitKv  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
-PAGE, WIDTH = 16, 2048
+PAGE, WIDTH, ROWS = 16, 2048, 512  # tokens of a page; pages of a row of the page table; its rows
+# Bytes of keys and values that the repetitions of a launch read, so that none is in the L2 cache; most copies of them.
+SPREAD, COPIES = 1 << 30, 16
 PEAK, BANDWIDTH = 795e12, 4.65e12
 SECONDS = 0.02
 # (new tokens, tokens in all) of each row
@@ -66,7 +69,14 @@ CASES: dict[str, list[tuple[int, int]]] = {
     "decode-8x16384": [(1, 16384)] * 8,
     "decode-32x4096": [(1, 4096)] * 32,
     "decode-64x2048": [(1, 2048)] * 64,
+    "decode-64x1024": [(1, 1024)] * 64,
     "decode-128x512": [(1, 512)] * 128,
+    "decode-256x192": [(1, 192)] * 256,
+    "decode-256x640": [(1, 640)] * 256,
+    "decode-512x192": [(1, 192)] * 512,
+    "decode-512x640": [(1, 640)] * 512,
+    "decode-512-of-512-to-768": [(1, 512 + i * 37 % 257) for i in range(512)],
+    "decode-256-of-16-to-1024": [(1, 16 + i * 29 % 1009) for i in range(256)],
     "decode-64-of-16-to-32768": [(1, 1 << (4 + i % 12)) for i in range(64)],
 }
 OPERANDS = {
@@ -135,7 +145,7 @@ def node_of(op: str, tokens: str, attrs: str, s: Setting) -> Node:
     h = s.heads
     types = {
         "q": f"bf16[{tokens}, {h.q}, {h.size}]", "kv": f"state {s.pool}[P, 2, {h.kv}, {PAGE}, {h.size}]",
-        "scales": f"f32[{2 * h.kv}]", "pages": f"state i32[256, {WIDTH}]", "rows": "i32[R]",
+        "scales": f"f32[{2 * h.kv}]", "pages": f"state i32[{ROWS}, {WIDTH}]", "rows": "i32[R]",
         "starts": "i32[R+1]", "positions": f"i32[{tokens}]", "y": f"bf16[{tokens}, {h.q}, {h.size}]",
     }  # fmt: skip
     if op == "attention_combine":
@@ -151,8 +161,8 @@ def node_of(op: str, tokens: str, attrs: str, s: Setting) -> Node:
     results = "%y0" if op != "paged_attention_split" else "%y0, %y1"
     text = f"""
 sym T in [1, 8192]
-sym R in [1, 256]
-sym P in [1, 65536]
+sym R in [1, {ROWS}]
+sym P in [1, 131072]
 graph @main({inputs}) {{
   {results} = {op}({", ".join(f"%{x}" for x in names)}) {attrs} : {result}
   return {results}
@@ -201,6 +211,7 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
     scale = f"scale={s.heads.size**-0.5!r}"
     if decode:
         yield from _decode_ways(case, env, scale, s)
+        yield from _cuda_ways(case, env, scale, s)
         yield from xqa(case, s)
         if s.pool != F8:
             yield from _flash_ways(case, "R", scale, s)
@@ -225,6 +236,20 @@ def _decode_ways(case: str, env: Mapping[str, int], scale: str, s: Setting) -> I
             yield Way(case, "llmc", (ours("paged_attention", "R", f"{{{scale}}}", env, s),))
 
 
+def _cuda_ways(case: str, env: Mapping[str, int], scale: str, s: Setting) -> Iterator[Way]:
+    """Yield the schedules of cuda/decode_attention, with the number of parts that a compile chooses."""
+    parts = parts_of(node_of("paged_attention", "R", f"{{{scale}}}", s), len(CASES[case]), s.target)
+    op, attrs = ("paged_attention", "") if parts == 1 else ("paged_attention_split", f", splits={parts}")
+    node = node_of(op, "R", f"{{{scale}{attrs}}}", s)
+    if DECODE_ATTENTION.reject(node, s.target):
+        return
+    results = ("y",) if parts == 1 else ("partial", "lse")
+    combine = (ours("attention_combine", "R", f"{{splits={parts}}}", env, s),) if parts > 1 else ()
+    for schedule in DECODE_ATTENTION.schedules(node, s.target):
+        launch = Launch(node, DECODE_ATTENTION.emit(node, schedule, s.target), (*s.operands(op), *results))
+        yield Way(case, f"cuda, {schedule['warps']} warps, {schedule['stages']} stages, {parts} parts", (launch, *combine))
+
+
 def _flash_ways(case: str, tokens: str, scale: str, s: Setting, single: Sequence[Launch] = ()) -> Iterator[Way]:
     """Yield FlashAttention's kernels for all rows, and with `single`, for the others than those of a single token."""
     for min_rows in (1, 2) if single else (1,):
@@ -241,7 +266,7 @@ def _flash_ways(case: str, tokens: str, scale: str, s: Setting, single: Sequence
 
 def parts_of(node: Node, rows: int, target: Target) -> int:
     """The number of parts of the range of rows that the pipeline makes."""
-    tops = [1, 4, 8, 16, 32, 64, 128, 256]
+    tops = [1, 4, 8, 16, 32, 64, 128, 256, 512]
     top = next(t for t in tops if t >= rows)
     low = 1 if top == 1 else tops[tops.index(top) - 1] + 1
     split = SplitKv()
@@ -275,13 +300,16 @@ class Bench:
         spans = CASES[case]
         make = torch.Generator(device="cuda").manual_seed(1)
         need = [-(-total // PAGE) for _, total in spans]
-        pages = sum(need)
+        page_bytes = 2 * heads.kv * PAGE * heads.size * DTYPES[s.pool].bits // 8
+        self.copies = max(1, min(COPIES, SPREAD // (sum(need) * page_bytes)))
+        pages = sum(need) * self.copies
         order = torch.randperm(pages, generator=make, device="cuda").to(torch.int32)
-        table = torch.full((256, WIDTH), -1, dtype=torch.int32, device="cuda")
+        table = torch.full((self.copies, ROWS, WIDTH), -1, dtype=torch.int32, device="cuda")
         at = 0
-        for i, count in enumerate(need):
-            table[i, :count] = order[at : at + count]
-            at += count
+        for copy in table:
+            for i, count in enumerate(need):
+                copy[i, :count] = order[at : at + count]
+                at += count
         news = torch.tensor([new for new, _ in spans])
         tokens = int(news.sum())
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), news.cumsum(0)])
@@ -302,16 +330,19 @@ class Bench:
         self.sizes = {"T": tokens, "R": len(spans), "P": pages}
         torch.cuda.synchronize()
 
-    def launch(self, x: Launch, binary: Compiled) -> None:
+    def launch(self, x: Launch, binary: Compiled, copy: int = 0) -> None:
+        """Launch a kernel over one of the `copies` of the keys and values, which have page tables of their own."""
         card, source = self.card, x.source
         fn = card.function(binary, source.entry)
         grid, sizes = ([int(d.subs(self.sizes).const or 0) for d in y] for y in (source.grid, source.sizes))
         pointers: list[Any] = [self.of[name].data_ptr() for name in x.buffers]
+        if "pages" in x.buffers:
+            pointers[x.buffers.index("pages")] += copy * ROWS * WIDTH * self.of["pages"].element_size()
         maps = []
         for m, (box, swizzle) in zip(source.maps, binary.boxes, strict=True):
             shape, strides = ([int(d.subs(self.sizes).const or 0) for d in y] for y in (m.shape, m.strides))
             address = pointers[m.param] + int(m.offset.subs(self.sizes).const or 0)
-            maps.append(card.mapped(address, "bf16", shape, box, swizzle, strides))
+            maps.append(card.mapped(address, x.node.operands[m.param].type.dtype, shape, box, swizzle, strides))
         if source.passes:
             card.launch_params(fn, binary, grid, passed(source, pointers, maps, self.sizes), source.pdl)
         else:
@@ -328,11 +359,11 @@ class Bench:
     def microseconds(self, way: Way, binaries: dict[str, Compiled]) -> float:
         """Return the median microseconds, from a graph of several repetitions."""
 
-        def launch(_: int) -> None:
+        def launch(i: int) -> None:
             for x in way.launches:
-                self.launch(x, binaries[x.key])
+                self.launch(x, binaries[x.key], i % self.copies)
 
-        return graph_microseconds(self.card, launch, 10, SECONDS)
+        return graph_microseconds(self.card, launch, max(10, self.copies), SECONDS)
 
 
 def floor_us(case: str, s: Setting) -> float:

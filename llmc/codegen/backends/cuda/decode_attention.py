@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, STREAMING, Binding, CudaKernel
-from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, lacks_wgmma
+from llmc.codegen.backends.cuda.wgmma import ALIGN, lacks_wgmma
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
-from llmc.ir.dim import D
+from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
-HALVES = ("bf16", "f16")
-TILE, STRIPE = 16, 64  # tokens of a tile, elements of a stripe of 128 bytes
+KV_TILES = "llmc.codegen.backends.cuda.kernels:kv_tiles.cuh"
+HALVES, F8 = ("bf16", "f16"), "f8e4m3"
+TILE, ROW_BYTES, STEP = 16, 128, 64  # tokens of a tile; bytes of a row of a stripe; heads are multiples of STEP elements
+SWIZZLES = {128: 3, 64: 2}  # of tensor maps, by the bytes of a row
 MAX_HEAD, MAX_GROUP = 256, 16  # elements of a head, query heads of a key head
 SCHEDULES = ((4, 2), (4, 3), (2, 4), (2, 3), (4, 1), (8, 1), (2, 2), (1, 4), (1, 6), (8, 2), (4, 4))  # warps, stages
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
@@ -28,19 +31,22 @@ CONTEXT = 1024  # tokens per row that the cost rule assumes
 class Problem:
     """The sizes of a node of paged attention.
 
-    heads, kv_heads: of queries and of keys. size: elements of a head. page: tokens of a page.
+    heads, kv_heads: of queries and of keys. size: elements of a head. page: tokens of a page. item: bytes of an element
+    of the pool.
     """
 
     heads: int
     kv_heads: int
     size: int
     page: int
+    item: int
 
     @staticmethod
     def of(node: Node) -> Problem:
         """Read the problem from a node with constant sizes."""
-        kv_heads, page, size = (int(d) for d in node.operands[1].type.shape[2:])
-        return Problem(int(node.operands[0].type.shape[1]), kv_heads, size, page)
+        kv = node.operands[1].type
+        kv_heads, page, size = (int(d) for d in kv.shape[2:])
+        return Problem(int(node.operands[0].type.shape[1]), kv_heads, size, page, DTYPES[kv.dtype].bits // 8)
 
     @property
     def group(self) -> int:
@@ -50,7 +56,23 @@ class Problem:
     @property
     def tile_bytes(self) -> int:
         """Bytes of the keys and values of a tile."""
-        return 2 * TILE * self.size * 2
+        return 2 * TILE * self.size * self.item
+
+    @property
+    def stripe(self) -> int:
+        """Elements of a stripe of a head."""
+        return min(ROW_BYTES // self.item, self.size)
+
+    def map(self, pages: Dim) -> Map:
+        """Return the tensor map of a pool: tiles of all pages and heads, keys and values, stripes, tokens, elements."""
+        tiles, stripes = self.kv_heads * self.page // TILE, self.size // self.stripe
+        return Map(
+            1,
+            ((2 * pages - 1) * tiles, D(2), D(stripes), D(TILE), D(self.stripe)),
+            (1, 2, stripes, TILE, self.stripe),
+            SWIZZLES[self.stripe * self.item],
+            (D(TILE * self.size), D(tiles * TILE * self.size), D(self.stripe), D(self.size)),
+        )
 
     def shared(self, s: Schedule) -> int:
         """Bytes of shared memory: tiles and barriers, or the sums of the warps in their place."""
@@ -65,7 +87,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class DecodeAttention(CudaKernel):
-    """Paged attention of one token per row, whole, in parts, or beside longer rows, over a pool of the queries' type."""
+    """Paged attention of one token per row, whole, in parts, or beside longer rows; pools of 16 bits or 8-bit floats."""
 
     waits_first = True
 
@@ -77,7 +99,9 @@ class DecodeAttention(CudaKernel):
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the tables; of single tokens beside longer rows, all inputs but the results of those and the sinks."""
-        return {WHOLE: (2, 3, 4, 5), SPLIT: (2, 3, 4), SINGLE: (0, 1, 2, 3, 4, 5)}[node.op.name]
+        scales = node.operand("scales")
+        single = (0, 1, 2, 3, 4, 5, *(i for i, v in enumerate(node.operands) if v is scales))
+        return {WHOLE: (2, 3, 4, 5), SPLIT: (2, 3, 4), SINGLE: single}[node.op.name]
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((6, 0),) if node.op.name == SINGLE else ()
@@ -94,13 +118,13 @@ class DecodeAttention(CudaKernel):
         waves = math.ceil(rows * p.kv_heads * parts / (target.limits.units * resident))
         tiles = math.ceil(seen / parts / TILE / schedule["warps"])
         block = 4.0 + tiles * (0.4 + 1.0 / schedule["stages"])
-        read = 2 * rows * seen * p.kv_heads * p.size * 2 / target.bandwidth * 1e6
+        read = 2 * rows * seen * p.kv_heads * p.size * p.item / target.bandwidth * 1e6
         return max(read, waves * block) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, a = Problem.of(node), node.attrs
         (q, kv, pages, rows), single = (node.operands[i].type for i in range(4)), node.op.name == SINGLE
-        parts, splits, blocks = p.page // TILE, a.get("splits", 0), p.kv_heads * p.page // TILE
+        splits, factor = a.get("splits", 0), "f16" if kv.dtype == F8 else q.dtype
         return Binding(
             grid=(rows.shape[0] if single else q.shape[0], p.kv_heads, max(1, splits)),
             threads=32 * schedule["warps"],
@@ -109,36 +133,27 @@ class DecodeAttention(CudaKernel):
                 "SCALE": float(a["scale"]), "SOFTCAP": float(a["softcap"]), "WINDOW": a["window"], "SPLITS": splits,
                 "SINGLE": int(single), "WARPS": schedule["warps"], "STAGES": schedule["stages"],
                 "RESIDENT": p.resident(schedule, target), "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in schedule),
-                "HALF": CTYPES[q.dtype], "OUT": CTYPES[node.results[0].type.dtype],
+                "ITEM": p.item, "QUERY_IS_FACTOR": int(q.dtype == factor), "QUERY": CTYPES[q.dtype],
+                "FACTOR": CTYPES[factor], "OUT": CTYPES[node.results[0].type.dtype],
             },
             shared=p.shared(schedule),
             sizes=(pages.shape[1], rows.shape[0], q.shape[0]),
-            maps=(
-                Map(
-                    1,
-                    ((2 * kv.shape[0] - 1) * blocks, D(2), D(p.size // STRIPE), D(TILE), D(STRIPE)),
-                    (1, 2, p.size // STRIPE, TILE, STRIPE),
-                    SWIZZLE,
-                    (D(TILE * p.size), D(blocks * TILE * p.size), D(STRIPE), D(p.size)),
-                ),
-            ),
+            maps=(p.map(kv.shape[0]),),
             text=_operands(node),
         )  # fmt: skip
 
 
 def _operands(node: Node) -> str:
     """Return the definitions of the parameters after the rows, and of the names of those that a node may lack."""
-    types = {"starts": "const int*", "positions": "const int*", "y": "const OUT*", "sinks": ""}
-    given = {name: v.type for name in types if (v := node.operand(name))}
-    names = {"starts": "starts", "positions": "positions", "y": "longer", "sinks": "sinks"}
-    if "sinks" in given:
-        types["sinks"] = f"const {CTYPES[given['sinks'].dtype]}*"
-    parameters = [f"{types[name]} {names[name]}, " for name in types if name in given]
+    names = {"starts": "starts", "positions": "positions", "y": "longer", "scales": "scales", "sinks": "sinks"}
+    given = {name: v.type for name in names if (v := node.operand(name))}
+    parameters = [f"const {CTYPES[t.dtype]}* {names[name]}, " for name, t in given.items()]
     lse = node.op.name == SPLIT
     defined = {
         "OTHER_PARAMETERS": "".join(parameters) + "OUT* y," + " float* lse," * lse,
         "STARTS": "starts" if "starts" in given else "((const int*)nullptr)",
         "LONGER": "longer" if "y" in given else "y",
+        "SCALES": "scales" if "scales" in given else "((const float*)nullptr)",
         "SINKS": "(sinks + head * GROUP)" if "sinks" in given else "((const float*)nullptr)",
         "LSE": "lse" if lse else "((float*)nullptr)",
     }
@@ -147,11 +162,11 @@ def _operands(node: Node) -> str:
 
 def _reject_types(node: Node) -> str | None:
     q, kv = node.operands[0].type, node.operands[1].type
-    if q.dtype not in HALVES or kv.dtype != q.dtype:
-        return f"queries of {q.dtype} and a pool of {kv.dtype}; {' or '.join(HALVES)} for both is supported"
+    if q.dtype not in HALVES or kv.dtype not in (q.dtype, F8):
+        return f"queries of {q.dtype} and a pool of {kv.dtype}; {' or '.join(HALVES)} for both, or {F8} for the pool"
     if (sinks := node.operand("sinks")) and sinks.type.dtype not in FLOATS:
         return f"sinks of {sinks.type.dtype}"
-    return "scales of a pool" if node.operand("scales") else None
+    return None
 
 
 def _reject_sizes(node: Node, target: Target) -> str | None:
@@ -161,8 +176,8 @@ def _reject_sizes(node: Node, target: Target) -> str | None:
     if any(d.const is None for d in (*q.shape[1:], *kv.shape[2:])):
         return "heads, page and head size must be constant"
     p = Problem.of(node)
-    if p.page % TILE or p.size % STRIPE or p.size > MAX_HEAD:
-        sizes = f"pages of multiples of {TILE} and heads of multiples of {STRIPE} up to {MAX_HEAD}"
+    if p.page % TILE or p.size % STEP or p.size > MAX_HEAD:
+        sizes = f"pages of multiples of {TILE} and heads of multiples of {STEP} up to {MAX_HEAD}"
         return f"pages of {p.page} tokens, heads of {p.size}; {sizes} are supported"
     if p.heads % p.kv_heads or p.group > MAX_GROUP:
         return f"{p.heads} query heads for {p.kv_heads} key heads; at most {MAX_GROUP} for one are supported"
@@ -184,4 +199,5 @@ DECODE_ATTENTION = DecodeAttention(
     file="llmc.codegen.backends.cuda.kernels:decode_attention.cu",
     entry="llmc_decode_attention",
     headers=(HOPPER, STREAMING),
+    before=(KV_TILES,),
 )

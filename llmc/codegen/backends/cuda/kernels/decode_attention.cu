@@ -12,41 +12,22 @@
 //
 // Constants: GROUP (query heads of a key head), KV_HEADS, HEAD_DIM (a multiple of 64), PAGE (of 16), SCALE, SOFTCAP (0:
 // none), WINDOW (0: none), SPLITS (0: the whole row), SINGLE, WARPS, STAGES, RESIDENT (blocks that a multiprocessor has
-// memory for), READ_BEFORE_WAIT (whether the previous kernel does not write the inputs that can be read early), and the
-// types HALF (of queries, keys and values: bf16 or f16) and OUT. The generated text before this file defines
-// OTHER_PARAMETERS, STARTS, LONGER, SINKS and LSE.
+// memory for), READ_BEFORE_WAIT (whether the previous kernel does not write the inputs that can be read early), ITEM
+// (bytes of an element of the pool: 2, of the type FACTOR, or 1, of f8e4m3), QUERY_IS_FACTOR, and the types QUERY (bf16
+// or f16), FACTOR (of products: that of queries, or f16) and OUT. The generated text before this file defines
+// OTHER_PARAMETERS, and the names of what a node may lack: STARTS, LONGER, SCALES, SINKS and LSE.
 
-constexpr int TILE = 16, THREADS = 32 * WARPS, HEADS = GROUP * KV_HEADS;
-constexpr int COLUMNS = (GROUP + 7) / 8;           // tiles of 8 query heads
-constexpr int STEPS = HEAD_DIM / 16;               // of the products of a tile
-constexpr int ROW_BYTES = 128;                     // of 64 elements, in the 128-byte swizzle
-constexpr int STRIPE_BYTES = TILE * ROW_BYTES;     // of 64 elements of all keys of a tile
-constexpr int KEY_BYTES = TILE * HEAD_DIM * 2;     // of the keys of a tile; its values follow
-constexpr int SLOT_BYTES = 2 * KEY_BYTES;
-constexpr int SUM_STRIDE = HEAD_DIM + 4;           // floats of a head's sums in shared memory, without bank conflicts
+constexpr int THREADS = 32 * WARPS;
+constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats of a head's sums in shared memory, without bank conflicts
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float LOWEST = -1e30f;  // below every logit, but finite: the difference of two maxima is never NaN
-constexpr unsigned ALL = 0xFFFFFFFF;
+
+__device__ inline float infinity() { return __int_as_float(0x7F800000); }
 
 __device__ inline float power_of_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// Starts to copy the keys and values of a tile. The axes of the map are 64 elements, the tokens of a tile, the stripes
-// of a head, keys and values, and the tiles of all heads and pages.
-__device__ inline void copy_tile(unsigned to, const TensorMap& map, int tile, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %2, %2, %2, %3}], [%4];" ::"r"(to),
-      "l"(&map), "r"(0), "r"(tile), "r"(barrier) : "memory");
-}
-
-// The same as `load_matrices`, of transposed matrices: the thread 4 g + q gets column g of the rows 2 q and 2 q + 1.
-__device__ inline void load_transposed(unsigned (&to)[4], unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
 
 // Transposes a matrix of 8 by 8 that the warp holds.
@@ -56,100 +37,12 @@ __device__ inline unsigned transposed(unsigned x) {
   return y;
 }
 
-// d[16, 8] += a[16, 16] @ b[8, 16].T. A thread has two neighbouring columns of the rows g and g + 8.
-__device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], bf16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-__device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2], f16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ inline unsigned pack(float low, float high) {
-  return from_float<HALF>(low).bits | (unsigned)from_float<HALF>(high).bits << 16;
-}
-
 // The largest of `x` over the threads that have the same columns.
 __device__ inline float largest_of_column(float x) {
 #pragma unroll
   for (int other = 4; other < 32; other *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, other));
   return x;
 }
-
-// Where a token's keys are: its row of the page table, the number of keys, the first one that it attends to, and the
-// tiles of this block. Padding has no keys.
-struct Span {
-  const int* pages;
-  int length, low, first, last;
-};
-
-__device__ inline Span span_of(const int* pages, int width, int row, int position) {
-  constexpr int tiles_of_page = PAGE / TILE;
-  const int length = row < 0 ? 0 : position + 1, low = WINDOW ? max(0, length - WINDOW) : 0;
-  int first = low / PAGE, last = (length + PAGE - 1) / PAGE;
-  if (SPLITS) {
-    const int each = (last - first + SPLITS - 1) / (SPLITS ? SPLITS : 1);
-    first += blockIdx.z * each;
-    last = min(last, first + each);
-  }
-  const int tiles = min(last * tiles_of_page, (length + TILE - 1) / TILE);
-  return {pages + (long long)max(row, 0) * width, length, low, first * tiles_of_page, tiles};
-}
-
-// The row of the page table of a token; -1 for none. Without `starts`, rows [tokens] has it. Otherwise it is that of the
-// entry of the batch with the same number, unless entries have no or several tokens.
-__device__ inline int row_of(const int* rows, const int* starts, int entries, int token) {
-  if (!starts) return rows[token];
-  if (token < entries) {
-    const int row = rows[token], start = starts[token], stop = starts[token + 1];
-    if (start == token && stop > token) return row;
-  }
-  for (int i = 0; i < entries; i++)
-    if (starts[i] <= token && token < starts[i + 1]) return rows[i];
-  return -1;
-}
-
-// The tiles of one warp: every WARPS-th one, of which STAGES are in flight.
-struct Tiles {
-  const TensorMap& map;
-  const Span& span;
-  unsigned slots, barriers;  // of this warp
-  int warp, lane, head, count;
-  int page, next_page;  // of the tile number `lane` in the current 32 tiles that are copied, and in the next ones
-
-  __device__ int number(int i) const { return span.first + warp + i * WARPS; }
-  __device__ int load_page(int i) const { return i < count ? span.pages[number(i) * TILE / PAGE] : 0; }
-  __device__ void load_pages() {
-    count = max(0, (span.last - span.first - warp + WARPS - 1) / WARPS);
-    page = load_page(lane);
-    next_page = load_page(lane + 32);
-  }
-
-  // Starts the copy of tile i of this warp, one after the other.
-  __device__ void copy(int i) {
-    if (i >= count) return;
-    if (i % 32 == 0 && i > 0) {
-      page = next_page;
-      next_page = load_page(i + 32 + lane);
-    }
-    if (lane != i % 32) return;
-    const unsigned barrier = barriers + i % STAGES * 8;
-    barrier_expect(barrier, SLOT_BYTES);
-    const int in_page = PAGE > TILE ? number(i) % (PAGE / TILE) : 0;
-    copy_tile(slots + i % STAGES * SLOT_BYTES, map, (page * (2 * KV_HEADS) + head) * (PAGE / TILE) + in_page, barrier);
-  }
-
-  // Waits for tile i; returns its address.
-  __device__ unsigned wait(int i) const {
-    barrier_wait(barriers + i % STAGES * 8, i / STAGES % 2);
-    return slots + i % STAGES * SLOT_BYTES;
-  }
-};
 
 // The softmax of a warp's tiles so far. A thread 4 g + q has the query heads 2 q and 2 q + 1 of each tile of columns.
 struct Softmax {
@@ -204,37 +97,22 @@ struct Softmax {
   }
 };
 
-// The queries as right factors: 8 query heads, 16 elements a step. Columns without a query head are zeros.
-struct Queries {
-  unsigned of[COLUMNS][STEPS][2];
-
-  __device__ void load(const HALF* q, int lane) {  // q: the first query head of the key head
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-      const int head = c * 8 + lane / 4;
-      const unsigned* from = (const unsigned*)(q + head * HEAD_DIM) + lane % 4;
-#pragma unroll
-      for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) of[c][i][j] = head < GROUP ? from[i * 8 + j * 4] : 0;
-    }
-  }
-};
-
-// The logits of a tile, times log2(e); a thread has two columns of the keys g and g + 8.
-__device__ inline void find_logits(float (&logits)[COLUMNS][4], unsigned keys, const Queries& queries, int lane) {
+// The logits of a tile, times log2(e); a thread has two columns of the keys g and g + 8. scale: of the keys.
+__device__ inline void find_logits(float (&logits)[COLUMNS][4], unsigned keys, const Queries& queries, float scale,
+                                   int lane) {
   float odd[COLUMNS][4];  // of odd steps: a product waits for the previous one that adds to the same sums
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
     for (int j = 0; j < 4; j++) logits[c][j] = odd[c][j] = 0.0f;
-  const unsigned row = keys + lane % 16 * ROW_BYTES;
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    unsigned a[4];
-    load_matrices(a, row + i / 4 * STRIPE_BYTES + ((i % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+  for (int i = 0; i < STEPS; i += STEPS_OF_LOAD) {
+    unsigned a[STEPS_OF_LOAD][4];
+    load_keys(a, keys, i, lane);
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) add_product(i % 2 ? odd[c] : logits[c], a, queries.of[c][i], HALF());
+    for (int k = i; k < i + STEPS_OF_LOAD; k++)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) add_product(k % 2 ? odd[c] : logits[c], a[k - i], queries.of[c][k], FACTOR());
   }
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++)
@@ -242,10 +120,10 @@ __device__ inline void find_logits(float (&logits)[COLUMNS][4], unsigned keys, c
     for (int j = 0; j < 4; j++) {
       const float logit = logits[c][j] + odd[c][j];
       if (SOFTCAP != 0.0f) {  // tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        const float power = power_of_2(logit * (2.0f * LOG2_E * SCALE / (SOFTCAP != 0.0f ? SOFTCAP : 1.0f)));
+        const float power = power_of_2(logit * (2.0f * LOG2_E / (SOFTCAP != 0.0f ? SOFTCAP : 1.0f) * scale));
         logits[c][j] = (1.0f - __fdividef(2.0f, power + 1.0f)) * (SOFTCAP * LOG2_E);
       } else {
-        logits[c][j] = logit * (SCALE * LOG2_E);
+        logits[c][j] = logit * (scale * LOG2_E);
       }
     }
 }
@@ -259,21 +137,23 @@ __device__ inline void add_values(Softmax& softmax, unsigned values, const float
   for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
     for (int j = 0; j < 2; j++) b[c][j] = transposed(pack(weights[c][2 * j], weights[c][2 * j + 1]));
-  const unsigned row = values + (lane % 8 + lane / 16 * 8) * ROW_BYTES;
 #pragma unroll
-  for (int i = 0; i < STEPS; i++) {
-    unsigned a[4];
-    load_transposed(a, row + i / 4 * STRIPE_BYTES + ((i % 4 * 2 + lane / 8 % 2) ^ lane % 8) * 16);
-    if (!whole)
+  for (int i = 0; i < STEPS; i += STEPS_OF_LOAD) {
+    unsigned a[STEPS_OF_LOAD][4];
+    load_values(a, values, i, lane);
 #pragma unroll
-      for (int j = 0; j < 4; j++) a[j] &= visible[j / 2];
+    for (int k = 0; k < STEPS_OF_LOAD; k++) {
+      if (!whole)
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) add_product(softmax.sums[i][c], a, b[c], HALF());
+        for (int j = 0; j < 4; j++) a[k][j] &= visible[j / 2];
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) add_product(softmax.sums[i + k][c], a[k], b[c], FACTOR());
+    }
   }
 }
 
 // Computes the tiles of one warp.
-__device__ inline void attend(Softmax& softmax, Tiles& tiles, const Queries& queries) {
+__device__ inline void attend(Softmax& softmax, Tiles& tiles, const Queries& queries, float scale) {
   const int lane = tiles.lane;
   for (int i = 0; i < tiles.count; i++) {
     const unsigned keys = tiles.wait(i);
@@ -281,15 +161,16 @@ __device__ inline void attend(Softmax& softmax, Tiles& tiles, const Queries& que
     const bool whole = begin >= low && begin + TILE <= length;
     float logits[COLUMNS][4];
     unsigned visible[2];
-    find_logits(logits, keys, queries, lane);
+    find_logits(logits, keys, queries, scale, lane);
     if (!whole) {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int key = begin + lane / 4 + 8 * j, pair = begin + lane % 4 * 2 + 8 * j;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
-          if (key < low || key >= length) logits[c][2 * j] = logits[c][2 * j + 1] = __int_as_float(0xFF800000);
-        visible[j] = (pair >= low && pair < length ? 0xFFFF : 0) | (pair + 1 >= low && pair + 1 < length ? 0xFFFF0000 : 0);
+          if (key < low || key >= length) logits[c][2 * j] = logits[c][2 * j + 1] = -infinity();
+        visible[j] = pair >= low && pair < length ? 0xFFFF : 0;
+        visible[j] |= pair + 1 >= low && pair + 1 < length ? 0xFFFF0000 : 0;
       }
     }
     softmax.weigh(logits);
@@ -315,17 +196,19 @@ struct Shared {
         for (int other = 4; other < 32; other *= 2) total += __shfl_xor_sync(ALL, total, other);
         if (head >= GROUP) continue;
         if (lane < 4) tops[warp * GROUP + head] = make_float2(softmax.top[c][j], total);
-        float* to = sums + (warp * GROUP + head) * SUM_STRIDE + lane / 4;
+        float* to = sums + (warp * GROUP + head) * SUM_STRIDE + lane / 4 * STEPS_OF_LOAD;
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
           to[i * 16] = softmax.sums[i][c][j];
-          to[i * 16 + 8] = softmax.sums[i][c][j + 2];
+          to[i * 16 + (ITEM == 2 ? 8 : 1)] = softmax.sums[i][c][j + 2];
         }
       }
   }
 };
 
-__device__ inline void store_four(float* to, const float (&x)[4]) { *(float4*)to = make_float4(x[0], x[1], x[2], x[3]); }
+__device__ inline void store_four(float* to, const float (&x)[4]) {
+  *(float4*)to = make_float4(x[0], x[1], x[2], x[3]);
+}
 template <typename T> __device__ inline void store_four(T* to, const float (&x)[4]) {
   unsigned short bits[4];
 #pragma unroll
@@ -333,9 +216,9 @@ template <typename T> __device__ inline void store_four(T* to, const float (&x)[
   *(uint2*)to = make_uint2(bits[0] | (unsigned)bits[1] << 16, bits[2] | (unsigned)bits[3] << 16);
 }
 
-// Combines the warps' softmaxes. out, lse: of the first query head; heads are SPLITS apart.
+// Combines the warps' softmaxes. out, lse: of the first query head; heads are SPLITS apart. scale: of the values.
 template <typename Sink>
-__device__ inline void combine(const Shared& shared, OUT* out, float* lse, const Sink* sinks) {
+__device__ inline void combine(const Shared& shared, OUT* out, float* lse, const Sink* sinks, float scale) {
   constexpr int PIECES = HEAD_DIM / 4, APART = SPLITS ? SPLITS : 1;
   for (int i = threadIdx.x; i < GROUP * PIECES; i += THREADS) {
     const int head = i / PIECES, column = i % PIECES * 4;
@@ -355,12 +238,12 @@ __device__ inline void combine(const Shared& shared, OUT* out, float* lse, const
       x[2] += sum.z * weight;
       x[3] += sum.w * weight;
     }
-    const float inverse = 1.0f / fmaxf(total, 1e-30f);
+    const float inverse = scale / fmaxf(total, 1e-30f);
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] *= inverse;
     store_four(out + (long long)head * APART * HEAD_DIM + column, x);
     if (SPLITS && column == 0)
-      lse[head * APART] = total > 0.0f ? (top + log2f(total)) * LN_2 : __int_as_float(0xFF800000);
+      lse[head * APART] = total > 0.0f ? (top + log2f(total)) * LN_2 : -infinity();
   }
 }
 
@@ -374,13 +257,14 @@ __device__ inline void copy_longer(const OUT* from, OUT* to, int begin, int end,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    llmc_decode_attention(const HALF* q, const __grid_constant__ TensorMap kv, const int* pages, const int* rows,
+    llmc_decode_attention(const QUERY* q, const __grid_constant__ TensorMap kv, const int* pages, const int* rows,
                           OTHER_PARAMETERS int width, int row_count, int token_count) {
   extern __shared__ unsigned char dynamic_memory[];
   unsigned char* memory = dynamic_memory + (-shared_address(dynamic_memory) & 1023);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
   const unsigned ring = shared_address(memory) + warp * STAGES * SLOT_BYTES;
   const unsigned barriers = shared_address(memory) + WARPS * STAGES * SLOT_BYTES + warp * STAGES * 8;
+  if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&kv) : "memory");
   if (lane < STAGES) barrier_init(barriers + lane * 8, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncwarp();
@@ -403,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (computed) {
     Queries queries;
     queries.load(q + first * HEAD_DIM, lane);
-    attend(softmax, tiles, queries);
+    attend(softmax, tiles, queries, SCALE * (SCALES ? SCALES[head] : 1.0f));
   }
   __syncthreads();  // the sums take the place of the tiles
   const Shared shared = {(float*)memory, (float2*)(memory + WARPS * GROUP * SUM_STRIDE * 4)};
@@ -412,7 +296,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (READ_BEFORE_WAIT && SINGLE) begin_launch();
   constexpr int APART = SPLITS ? SPLITS : 1;
   const long long part = first * APART + (SPLITS ? blockIdx.z : 0);
-  if (computed) combine(shared, y + part * HEAD_DIM, LSE ? LSE + part : nullptr, SINKS);
+  if (computed) {
+    const float scale = SCALES ? SCALES[KV_HEADS + head] : 1.0f;
+    combine(shared, y + part * HEAD_DIM, LSE ? LSE + part : nullptr, SINKS, scale);
+  }
   if (SINGLE && LONGER != y) {
     // The blocks of the last row also copy the padding.
     const int end = blockIdx.x == row_count - 1 ? token_count : next;
