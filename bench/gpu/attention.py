@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT / "tests")]
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
-from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
 from llmc.codegen.backends.cuda.decode_attention import DECODE_ATTENTION  # noqa: E402
+from llmc.codegen.backends.cute.flash_attention import FLASH_ATTENTION  # noqa: E402
 from llmc.codegen.backends.flashinfer.xqa import XQA  # noqa: E402
 from llmc.codegen.candidates import candidates as node_candidates  # noqa: E402
 from llmc.codegen.kernel import Source  # noqa: E402
@@ -247,7 +247,9 @@ def _cuda_ways(case: str, env: Mapping[str, int], scale: str, s: Setting) -> Ite
     combine = (ours("attention_combine", "R", f"{{splits={parts}}}", env, s),) if parts > 1 else ()
     for schedule in DECODE_ATTENTION.schedules(node, s.target):
         launch = Launch(node, DECODE_ATTENTION.emit(node, schedule, s.target), (*s.operands(op), *results))
-        yield Way(case, f"cuda, {schedule['warps']} warps, {schedule['stages']} stages, {parts} parts", (launch, *combine))
+        yield Way(
+            case, f"cuda, {schedule['warps']} warps, {schedule['stages']} stages, {parts} parts", (launch, *combine)
+        )
 
 
 def _flash_ways(case: str, tokens: str, scale: str, s: Setting, single: Sequence[Launch] = ()) -> Iterator[Way]:

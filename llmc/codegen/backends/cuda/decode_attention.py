@@ -18,12 +18,14 @@ from llmc.targets.target import Target
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
 KV_TILES = "llmc.codegen.backends.cuda.kernels:kv_tiles.cuh"
 HALVES, F8 = ("bf16", "f16"), "f8e4m3"
-TILE, ROW_BYTES, STEP = 16, 128, 64  # tokens of a tile; bytes of a row of a stripe; heads are multiples of STEP elements
+TILE, ROW_BYTES = 16, 128  # tokens of a tile; bytes of a row of a stripe
+STEP = 64  # heads are multiples of so many elements
 SWIZZLES = {128: 3, 64: 2}  # of tensor maps, by the bytes of a row
 MAX_HEAD, MAX_GROUP = 256, 16  # elements of a head, query heads of a key head
 SCHEDULES = ((4, 2), (4, 3), (2, 4), (2, 3), (4, 1), (8, 1), (2, 2), (1, 4), (1, 6), (8, 2), (4, 4))  # warps, stages
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
-REGISTERS = 168  # of a thread, at most
+# Registers: of a multiprocessor, of a thread at most, and those beside the sums and queries of a thread.
+REGISTERS, MAX_REGISTERS, OTHER_REGISTERS = 64 << 10, 255, 72
 CONTEXT = 1024  # tokens per row that the cost rule assumes
 
 
@@ -74,6 +76,11 @@ class Problem:
             (D(TILE * self.size), D(tiles * TILE * self.size), D(self.stripe), D(self.size)),
         )
 
+    @property
+    def registers(self) -> int:
+        """Registers of a thread: four sums and two of queries for each step and 8 query heads, and others."""
+        return 6 * (self.size // 16) * -(-self.group // 8) + OTHER_REGISTERS
+
     def shared(self, s: Schedule) -> int:
         """Bytes of shared memory: tiles and barriers, or the sums of the warps in their place."""
         tiles = s["warps"] * s["stages"] * (self.tile_bytes + 8)
@@ -81,13 +88,13 @@ class Problem:
 
     def resident(self, s: Schedule, target: Target) -> int:
         """Blocks of a multiprocessor."""
-        registers = (64 << 10) // (REGISTERS * 32 * s["warps"])
-        return max(1, min(target.limits.shared // (self.shared(s) + RESERVED), registers))
+        threads = REGISTERS // (self.registers * 32 * s["warps"])
+        return max(1, min(target.limits.shared // (self.shared(s) + RESERVED), threads))
 
 
 @dataclass(frozen=True)
 class DecodeAttention(CudaKernel):
-    """Paged attention of one token per row, whole, in parts, or beside longer rows; pools of 16 bits or 8-bit floats."""
+    """Paged attention of one token per row, whole, in parts or beside longer rows; pools of 16 bits or 8-bit floats."""
 
     waits_first = True
 
@@ -176,11 +183,11 @@ def _reject_sizes(node: Node, target: Target) -> str | None:
     if any(d.const is None for d in (*q.shape[1:], *kv.shape[2:])):
         return "heads, page and head size must be constant"
     p = Problem.of(node)
-    if p.page % TILE or p.size % STEP or p.size > MAX_HEAD:
-        sizes = f"pages of multiples of {TILE} and heads of multiples of {STEP} up to {MAX_HEAD}"
+    if p.page % TILE or p.size % STEP or p.size % p.stripe or p.size > MAX_HEAD:
+        sizes = f"pages of multiples of {TILE}, heads of multiples of {max(STEP, p.stripe)} up to {MAX_HEAD}"
         return f"pages of {p.page} tokens, heads of {p.size}; {sizes} are supported"
-    if p.heads % p.kv_heads or p.group > MAX_GROUP:
-        return f"{p.heads} query heads for {p.kv_heads} key heads; at most {MAX_GROUP} for one are supported"
+    if p.heads % p.kv_heads or p.group > MAX_GROUP or p.registers > MAX_REGISTERS:
+        return f"{p.heads} query heads of {p.size} for {p.kv_heads} key heads"
     return None if next(_schedules(p, target), None) else f"heads of {p.size} do not fit into shared memory"
 
 
