@@ -24,7 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from bench.gpu.attention import BANDWIDTH, PAGE, PEAK, WIDTH, Heads, Launch, Setting, compile_all, ours  # noqa: E402
+from bench.gpu.attention import BANDWIDTH, PEAK, compile_all  # noqa: E402
+from bench.gpu.attention_ways import PAGE, WIDTH, Heads, Launch, Setting, ours  # noqa: E402
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from llmc.codegen.backends.triton.latent_attention import LATENT_DECODE, LATENT_PREFILL  # noqa: E402

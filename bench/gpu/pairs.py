@@ -14,8 +14,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.gpu import attention
-from bench.gpu.attention import Bench, Card, Heads, Launch, Setting, Way, compile_all, entry_path, floor_us, read_entry
+from bench.gpu.attention import Bench, Card, compile_all, entry_path, floor_us, read_entry
+from bench.gpu.attention_ways import CASES, Heads, Launch, Setting, Way, node_of
 from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
@@ -46,7 +46,7 @@ def ways(case: str, s: Setting) -> Iterator[Way]:
     """Yield the kernels of prompts and of single tokens alone, pairs of them, and the kernel of both."""
 
     def launch(kernel: TritonKernel, op: str, attrs: str, **schedule: int) -> Launch:
-        node = attention.node_of(op, "T", f"{{{SCALE}{attrs}}}", s)
+        node = node_of(op, "T", f"{{{SCALE}{attrs}}}", s)
         return Launch(node, kernel.emit(node, schedule, s.target), (*s.operands(op), "y"))
 
     singles = [
@@ -76,7 +76,7 @@ def main() -> None:
     registry = load()
     s = Setting(Heads(), registry, registry.target("cuda:sm_90"))
     spans = {f"{new}-of-{total}-and-64x{rest}": [*[(1, rest)] * 64, (new, total)] for new, total, rest in CHUNKS}
-    attention.CASES.update(spans)
+    CASES.update(spans)
     ways_of = {case: list(ways(case, s)) for case in spans}
     binaries = args.out / "binaries"
     compile_all((x for some in ways_of.values() for way in some for x in way.launches), s, binaries)
