@@ -69,7 +69,7 @@ def test_schedules_become_binaries(node: Node, tmp_path: Path) -> None:
         binary = made[tool.key(source)]
         assert binary.threads == 32 * s["warps"] and binary.shared * p.resident(s, target) <= target.limits.shared
         ((box, _),) = binary.boxes
-        assert box == (1, 2, p.size // p.stripe, 16, p.stripe) and box[2] * box[4] == p.size
+        assert box == (1, 1, p.size // p.stripe, 16, p.stripe) and box[2] * box[4] == p.size
         assert len(read_entry(binary.binary, source.entry).sizes) == len(source.passes)
         assembly = disassembled(binary.binary, tmp_path)
         assert assembly.count("UTMALDG.5D") and "HMMA" in assembly and "STL" not in assembly and "LDL" not in assembly

@@ -68,14 +68,14 @@ class Problem:
         return min(ROW_BYTES // self.item, self.size)
 
     def map(self, pages: Dim) -> Map:
-        """Return the tensor map of a pool: tiles of all pages and heads, keys and values, stripes, tokens, elements."""
-        tiles, stripes = self.kv_heads * self.page // TILE, self.size // self.stripe
+        """Return the tensor map of a pool: pages, tiles of the heads of keys and values, stripes, tokens, elements."""
+        tiles, stripes = 2 * self.kv_heads * self.page // TILE, self.size // self.stripe
         return Map(
             1,
-            ((2 * pages - 1) * tiles, D(2), D(stripes), D(TILE), D(self.stripe)),
-            (1, 2, stripes, TILE, self.stripe),
+            (pages, D(tiles), D(stripes), D(TILE), D(self.stripe)),
+            (1, 1, stripes, TILE, self.stripe),
             SWIZZLES[self.stripe * self.item],
-            (D(TILE * self.size), D(tiles * TILE * self.size), D(self.stripe), D(self.size)),
+            (D(tiles * TILE * self.size), D(TILE * self.size), D(self.stripe), D(self.size)),
         )
 
     @property

@@ -2,10 +2,10 @@
 //
 // A block computes one token and one key head, or one of SPLITS parts of its keys. The query heads that share the key
 // head are the columns of its products, and the keys the rows, so that 8 query heads and 16 keys fill an instruction
-// (mma.m16n8k16). A tile is 16 tokens of a page, whose keys and values are contiguous: one bulk copy brings both to
-// shared memory. Each warp takes every WARPS-th tile, keeps STAGES of them in flight, and has a softmax of its own,
-// without barriers between warps until the block combines them. An instruction of a copy moves a whole tile, so that
-// the bytes in flight do not depend on how fast the threads issue loads.
+// (mma.m16n8k16). A tile is 16 tokens of a page, whose keys are contiguous, and so are its values: two bulk copies bring
+// them to shared memory. Each warp takes every WARPS-th tile, keeps STAGES of them in flight, and has a softmax of its
+// own, without barriers between warps until the block combines them. Few instructions copy a tile, so that the bytes in
+// flight do not depend on how fast the threads issue loads.
 //
 // With SINGLE, the rows of one token in a batch of longer rows are computed, whose results another kernel writes to
 // `longer` (see the op paged_attention_single).

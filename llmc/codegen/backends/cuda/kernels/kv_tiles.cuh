@@ -17,13 +17,13 @@ constexpr int KEY_BYTES = TILE * HEAD_DIM * ITEM;  // of the keys of a tile; its
 constexpr int SLOT_BYTES = 2 * KEY_BYTES;
 constexpr unsigned ALL = 0xFFFFFFFF;
 
-// Starts to copy the keys and values of a tile. The axes of the map are the elements of a stripe, the tokens of a tile,
-// the stripes of a head, keys and values, and the tiles of all heads and pages.
-__device__ inline void copy_tile(unsigned to, const TensorMap& map, int tile, unsigned barrier) {
+// Starts to copy the keys or values of a tile. The axes of the map are the elements of a stripe, the tokens of a tile,
+// the stripes of a head, the tiles of a page (of all heads of the keys, then of the values), and pages.
+__device__ inline void copy_tile(unsigned to, const TensorMap& map, int page, int tile, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %2, %2, %2, %3}], [%4];" ::"r"(to),
-      "l"(&map), "r"(0), "r"(tile), "r"(barrier) : "memory");
+      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(to),
+      "l"(&map), "r"(0), "r"(tile), "r"(page), "r"(barrier) : "memory");
 }
 
 // The same as `load_matrices`, of transposed matrices: the thread 4 g + q gets column g of the rows 2 q and 2 q + 1.
@@ -181,8 +181,11 @@ struct Tiles {
     if (lane != i % 32) return;
     const unsigned barrier = barriers + i % STAGES * 8;
     barrier_expect(barrier, SLOT_BYTES);
-    const int in_page = PAGE > TILE ? number(i) % (PAGE / TILE) : 0;
-    copy_tile(slots + i % STAGES * SLOT_BYTES, map, (page * (2 * KV_HEADS) + head) * (PAGE / TILE) + in_page, barrier);
+    constexpr int tiles_of_page = PAGE / TILE;
+    const int tile = head * tiles_of_page + number(i) % tiles_of_page;
+    const unsigned slot = slots + i % STAGES * SLOT_BYTES;
+    copy_tile(slot, map, page, tile, barrier);
+    copy_tile(slot + KEY_BYTES, map, page, tile + KV_HEADS * tiles_of_page, barrier);
   }
 
   // Waits for tile i; returns its address.
