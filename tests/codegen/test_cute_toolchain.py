@@ -227,7 +227,7 @@ def test_single_tokens_are_not_taken_by_the_rule(monkeypatch: pytest.MonkeyPatch
     lacking(monkeypatch, "")
     decode = node(tokens="R")
     best, *_ = candidates(decode, load().kernels, sm_90(), {"R": 256, "P": 256}, shipped())
-    assert best.kernel.language == "triton"
+    assert best.kernel.language != FLASH_ATTENTION.language
 
 
 def test_a_compile_without_the_packages_says_what_it_did_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,19 @@ from pathlib import Path
 import pytest
 from kernels.test_cuda_skinny_wgmma import disassembled
 
-from llmc.codegen.backends.cuda.decode_attention import DECODE_ATTENTION, Problem
+from llmc.codegen.backends.cuda import nvrtc_toolchain
+from llmc.codegen.backends.cuda.decode_attention import DECODE_ATTENTION, SINGLE, SPLIT, Problem
+from llmc.codegen.candidates import candidates
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.kernel import READ_BEFORE_WAIT
+from llmc.codegen.tuning_records import Tuning
 from llmc.extension import load
 from llmc.ir.graph import Node
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
+from llmc.targets.deterministic import deterministic
 from llmc.targets.gpu_targets import sm_90, sm_100
+from llmc.targets.target import Target
 
 
 def attention(
@@ -107,6 +112,29 @@ def test_the_map_covers_the_pool_exactly(item: str) -> None:
 )
 def test_what_it_rejects(node: Node, why: str) -> None:
     assert why in str(DECODE_ATTENTION.reject(node, sm_90()))
+
+
+def best(node: Node, rows: int, target: Target) -> str:
+    sizes = {"T": max(rows, 2048), "R": rows, "P": 256}
+    return candidates(node, load().kernels, target, sizes, Tuning.shipped(target))[0].kernel.name
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (32, 8, 64), (32, 4, 128), (8, 2, 256)])
+@pytest.mark.parametrize("pool", ["", "f8e4m3"])
+def test_many_rows_are_taken_by_the_rule(heads: tuple[int, int, int], pool: str) -> None:
+    """Without a measurement of it, whatever was measured of others; few rows and deterministic targets are not."""
+    node, beside = (attention(heads=heads, pool=pool, **x) for x in ({}, {"op": SINGLE, "tokens": "T"}))
+    rows = 2 * sm_90().limits.units // heads[1] + 1
+    assert best(node, rows, sm_90()) == best(beside, rows, sm_90()) == DECODE_ATTENTION.name
+    assert best(node, rows // 4, sm_90()).startswith("triton/")
+    assert best(attention(SPLIT, heads=heads, pool=pool), 500, sm_90()).startswith("triton/")
+    others = candidates(node, load().kernels, deterministic(sm_90(), 0), {"R": rows, "P": 256}, Tuning())
+    assert all(o.kernel.language == "triton" for o in others)
+
+
+def test_without_its_compiler_others_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc_toolchain, "missing", lambda: "NVRTC is not installed")
+    assert best(attention(), 256, sm_90()) == "triton/decode_attention"
 
 
 def test_only_hopper() -> None:

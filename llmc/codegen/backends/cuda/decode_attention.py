@@ -27,6 +27,7 @@ RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
 # Registers: of a multiprocessor, of a thread at most, and those beside the sums and queries of a thread.
 REGISTERS, MAX_REGISTERS, OTHER_REGISTERS = 64 << 10, 255, 72
 CONTEXT = 1024  # tokens per row that the cost rule assumes
+LEAST_BLOCKS = 2  # of a multiprocessor, where the kernel was measured
 BLOCK_BYTES = 32 << 10  # of the tiles of a block, with which an H200 was fastest
 _READS, _START_US = 0.97, 4.0  # share of the bandwidth that is reached
 
@@ -119,13 +120,17 @@ class DecodeAttention(CudaKernel):
         return list(_schedules(Problem.of(node), target))
 
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
-        """Whether the op is not split: there are enough rows, which `bench.gpu.attention` compares with others."""
-        return target.has(PDL) and not target.deterministic and node.op.name != SPLIT
+        """Whether rows are not split and have LEAST_BLOCKS blocks for each multiprocessor, as many rows have.
+
+        `bench.gpu.attention` compares it with Triton's kernels.
+        """
+        blocks = _rows(node, env) * Problem.of(node).kv_heads
+        return node.op.name != SPLIT and target.has(PDL) and blocks >= LEAST_BLOCKS * target.limits.units
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the bytes of the keys and values, and a start that takes longer for unusual blocks."""
         p, parts = Problem.of(node), node.attrs.get("splits", 1)
-        rows = node.operands[3].type.shape[0].subs(env).const or 1
+        rows = _rows(node, env)
         seen = min(CONTEXT, node.attrs["window"] or CONTEXT)
         blocks = rows * p.kv_heads * parts
         busy = min(1.0, blocks / target.limits.units)  # fewer blocks do not reach the bandwidth
@@ -153,6 +158,10 @@ class DecodeAttention(CudaKernel):
             maps=(p.map(kv.shape[0]),),
             text=_operands(node),
         )  # fmt: skip
+
+
+def _rows(node: Node, env: Mapping[str, int]) -> int:
+    return node.operands[3].type.shape[0].subs(env).const or 1
 
 
 def _operands(node: Node) -> str:
