@@ -119,17 +119,27 @@ def best(node: Node, rows: int, target: Target) -> str:
     return candidates(node, load().kernels, target, sizes, Tuning.shipped(target))[0].kernel.name
 
 
+@pytest.mark.parametrize("rows", [1, 7, 64, 512])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (32, 8, 64), (32, 4, 128), (8, 2, 256)])
 @pytest.mark.parametrize("pool", ["", "f8e4m3"])
-def test_many_rows_are_taken_by_the_rule(heads: tuple[int, int, int], pool: str) -> None:
-    """Without a measurement of it, whatever was measured of others; few rows and deterministic targets are not."""
-    node, beside = (attention(heads=heads, pool=pool, **x) for x in ({}, {"op": SINGLE, "tokens": "T"}))
-    rows = 2 * sm_90().limits.units // heads[1] + 1
-    assert best(node, rows, sm_90()) == best(beside, rows, sm_90()) == DECODE_ATTENTION.name
-    assert best(node, rows // 4, sm_90()).startswith("triton/")
-    assert best(attention(SPLIT, heads=heads, pool=pool), 500, sm_90()).startswith("triton/")
-    others = candidates(node, load().kernels, deterministic(sm_90(), 0), {"R": rows, "P": 256}, Tuning())
-    assert all(o.kernel.language == "triton" for o in others)
+def test_the_rule_takes_single_tokens(rows: int, heads: tuple[int, int, int], pool: str) -> None:
+    """Without a measurement of it, whatever was measured of others; but not for deterministic targets."""
+    nodes = [attention(op, heads=heads, pool=pool) for op in ("paged_attention", SPLIT)]
+    beside = attention(SINGLE, heads=heads, pool=pool, tokens="T")
+    assert {best(n, rows, sm_90()) for n in (*nodes, beside)} == {DECODE_ATTENTION.name}
+    fixed = candidates(nodes[0], load().kernels, deterministic(sm_90(), 0), {"R": rows, "P": 256}, Tuning())
+    assert all(o.kernel.language == "triton" for o in fixed)
+
+
+@pytest.mark.parametrize(
+    ("node", "stages"),
+    [
+        (attention(), 2), (attention(SPLIT), 2), (attention(SINGLE, tokens="T"), 1), (attention(heads=(8, 2, 256)), 1),
+    ],
+)  # fmt: skip
+def test_the_first_schedule(node: Node, stages: int) -> None:
+    first, *_ = candidates(node, load().kernels, sm_90(), {"T": 256, "R": 256, "P": 256}, Tuning())
+    assert first.schedule == {"warps": 4, "stages": stages}
 
 
 def test_without_its_compiler_others_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,7 +261,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                           OTHER_PARAMETERS int width, int row_count, int token_count) {
   extern __shared__ unsigned char dynamic_memory[];
   unsigned char* memory = dynamic_memory + (-shared_address(dynamic_memory) & 1023);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Blocks of the heads of a row follow each other: they read whole pages, which is faster than one head of many rows.
+  const int entry = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
   const unsigned ring = shared_address(memory) + warp * STAGES * SLOT_BYTES;
   const unsigned barriers = shared_address(memory) + WARPS * STAGES * SLOT_BYTES + warp * STAGES * 8;
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&kv) : "memory");
@@ -271,11 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 
   if (!READ_BEFORE_WAIT) begin_launch();
   // The token of this block, and the first one behind its row.
-  const int token = SINGLE ? STARTS[blockIdx.x] : blockIdx.x, next = SINGLE ? STARTS[blockIdx.x + 1] : token + 1;
-  const int row = SINGLE ? rows[blockIdx.x] : row_of(rows, STARTS, row_count, token);
+  const int token = SINGLE ? STARTS[entry] : entry, next = SINGLE ? STARTS[entry + 1] : token + 1;
+  const int row = SINGLE ? rows[entry] : row_of(rows, STARTS, row_count, token);
   const bool computed = !SINGLE || (next - token == 1 && row >= 0);
   const Span span = span_of(pages, width, computed ? row : -1, next > token ? positions[token] : -1);
-  Tiles tiles = {kv, span, ring, barriers, warp, lane, head};
+  Tiles tiles = {kv, span, ring, barriers, warp, lane, head, evict_first()};
   tiles.load_pages();
   if (READ_BEFORE_WAIT && !SINGLE) begin_launch();
 #pragma unroll
@@ -302,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   }
   if (SINGLE && LONGER != y) {
     // The blocks of the last row also copy the padding.
-    const int end = blockIdx.x == row_count - 1 ? token_count : next;
+    const int end = entry == row_count - 1 ? token_count : next;
     copy_longer(LONGER, y, computed ? next : token, end, head);
   }
 }
