@@ -35,6 +35,7 @@ from llmc.ir.dtype import DTYPES  # noqa: E402
 
 # Bytes of keys and values that the repetitions of a launch read, so that none is in the L2 cache; most copies of them.
 SPREAD, COPIES = 1 << 30, 16
+MAX_PARTS = 128  # of a row
 PEAK, BANDWIDTH = 795e12, 4.65e12
 SECONDS = 0.02
 
@@ -74,6 +75,7 @@ class Bench:
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), news.cumsum(0)])
         positions = torch.cat([torch.arange(total - new, total) for new, total in spans])
         shape, pool = (tokens, heads.q, heads.size), (2, heads.kv, PAGE, heads.size)
+        parts = len(spans) * heads.q * MAX_PARTS
         self.of: dict[str, Any] = {
             "q": torch.randn(shape, device="cuda", generator=make).to(torch.bfloat16),
             "kv": torch.randn((pages, *pool), device="cuda", generator=make, dtype=torch.bfloat16),
@@ -81,8 +83,7 @@ class Bench:
             "pages": table, "rows": torch.arange(len(spans), dtype=torch.int32, device="cuda"),
             "starts": starts.to(torch.int32).cuda(), "positions": positions.to(torch.int32).cuda(),
             "y": torch.empty(shape, device="cuda", dtype=torch.bfloat16),
-            "partial": torch.empty((len(spans) * heads.q * 64 * heads.size,), device="cuda") if tokens < 256 else None,
-            "lse": torch.empty((len(spans) * heads.q * 64,), device="cuda"),
+            "partial": torch.empty(parts * heads.size, device="cuda"), "lse": torch.empty(parts, device="cuda"),
         }  # fmt: skip
         if s.pool == F8:
             self.of["kv"] = self.of["kv"].to(torch.float8_e4m3fn)
