@@ -121,7 +121,7 @@ class DecodeAttention(CudaKernel):
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
         """Whether the target has dependent launch, as Hopper has.
 
-        On an H200, it took 45 to 100 % of the time of Triton's kernels, with few and many rows, whole and in parts
+        On an H200, it took 40 to 100 % of the time of Triton's kernels, with few and many rows, whole and in parts
         (`bench.gpu.attention`).
         """
         return target.has(PDL)
