@@ -16,7 +16,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.quant import awq, compressed_tensors, fp8, gptq
-from llmc.quant.scheme import AGAIN, Codes, Stored, activations, integer, last_part, refuse, table
+from llmc.quant.scheme import AGAIN, Codes, Stored, activations, columns_of_group, integer, last_part, refuse, table
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def _gptq(less_one: bool) -> Callable[[Stored, Mapping[str, Any]], Codes]:
 
     def decode(stored: Stored, keys: Mapping[str, Any]) -> Codes:
         _check_integers(stored, keys)
-        bits, size = integer(keys, "bits", "auto-round"), integer(keys, "group_size", "auto-round", -1)
+        bits, size = integer(keys, "bits", "auto-round"), columns_of_group(keys, "group_size", "auto-round", -1)
         return gptq.unpack(stored, bits, size, less_one)
 
     return decode
@@ -48,7 +48,7 @@ def _awq(stored: Stored, keys: Mapping[str, Any]) -> Codes:
     bits = integer(keys, "bits", "auto-round")
     if bits != 4:
         raise refuse("auto-round", f"bits of {stored.module} in the packing of AWQ", bits, (4,))
-    return awq.unpack(stored, integer(keys, "group_size", "auto-round", -1))
+    return awq.unpack(stored, columns_of_group(keys, "group_size", "auto-round", -1))
 
 
 def _fp8(stored: Stored, keys: Mapping[str, Any]) -> Codes:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.quant.scheme import Codes, Stored, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import Codes, Stored, columns_of_group, integer, last_part, refuse, shape_of
 
 PARTS = ("qweight", "qzeros", "scales", "weight")
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -47,8 +47,8 @@ def awq(config: Mapping[str, Any]) -> Awq:
     bits = integer(config, "bits" if "bits" in config else "w_bit", "awq", 4)
     if bits != 4:
         raise refuse("awq", "bits", bits, (4,))
-    size = integer(config, "group_size" if "group_size" in config else "q_group_size", "awq", 128)
-    return Awq(size, layout)
+    key = "group_size" if "group_size" in config else "q_group_size"
+    return Awq(columns_of_group(config, key, "awq", 128), layout)
 
 
 def unpack(stored: Stored, group_size: int) -> Codes:

@@ -212,12 +212,17 @@ def _plain_modules(config: Mapping[str, Any], method: str) -> dict[str, str]:
     """Map each module that a configuration lists as not quantised to a description of the list.
 
     Only full names of modules have an effect. The meaning of shorter ones differs between tools, so a module is
-    quantised if its tensors are.
+    quantised if its tensors are. Raises Diagnostic E340 for a value that is not a list of names.
     """
     places = [place for place in (config, config.get("quantization")) if isinstance(place, Mapping)]
-    lists = ((key, place.get(key)) for place in places for key in PLAIN)
-    return {
-        name: f"{key} ({method})"
-        for key, names in lists if isinstance(names, list)
-        for name in names if isinstance(name, str)
-    }  # fmt: skip
+    plain = dict[str, str]()
+    for place in places:
+        for key in PLAIN:
+            names = place.get(key)
+            if names is None:
+                continue
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                cause = f"quantization_config ({method}) has {key} = {names!r:.80}, not a list of names of modules"
+                raise Diagnostic("E340", cause, AGAIN)
+            plain |= dict.fromkeys(names, f"{key} ({method})")
+    return plain

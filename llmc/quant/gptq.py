@@ -17,7 +17,18 @@ from typing import Any
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.ir.ops.quantize import unpack_bits
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, left_out, refuse, shape_of, table
+from llmc.quant.scheme import (
+    AGAIN,
+    Codes,
+    Stored,
+    columns_of_group,
+    integer,
+    last_part,
+    left_out,
+    refuse,
+    shape_of,
+    table,
+)
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
 BITS = (2, 3, 4, 8)
@@ -74,7 +85,7 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
         if config.get(key):
             raise refuse("gptq", key, config[key], ("none",))
     return Gptq(
-        integer(config, "bits", "gptq"), integer(config, "group_size", "gptq", -1), kind == "gptq",
+        integer(config, "bits", "gptq"), columns_of_group(config, "group_size", "gptq", -1), kind == "gptq",
         bool(config.get("desc_act")) and not config.get("static_groups"),
         tuple(_rule(key, value, config) for key, value in table(config, "dynamic", "gptq").items()),
     )  # fmt: skip

@@ -212,6 +212,15 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
     return value
 
 
+def columns_of_group(config: Mapping[str, Any], key: str, method: str, default: int) -> int:
+    """The number of columns that share a scale, -1 for all of a row; raises Diagnostic E340 for other values."""
+    size = integer(config, key, method, default)
+    if size < 1 and size != -1:
+        cause = f"quantization_config ({method}) has {key} = {size}; it is a number of columns, or -1 for all of a row"
+        raise Diagnostic("E340", cause, AGAIN)
+    return size
+
+
 def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]:
     """A table of a quantization_config, empty if it is missing; raises Diagnostic E340 for another type."""
     value = config.get(key) or {}
