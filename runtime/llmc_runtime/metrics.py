@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Stat = float | dict[str, int] | list[float]
 
@@ -18,14 +18,24 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COMPILE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 CAPACITY, DEFERRED = "capacity", "deferred"  # why requests wait: for rows and pages, or for their grammars
-# The gauges of an engine process, with their values at its start.
-_GAUGES: Mapping[str, Stat] = MappingProxyType(
-    {
-        "num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0, "step_token_budget": 0,
-        "num_state_snapshots": 0,
-        "num_requests_waiting_by_reason": {CAPACITY: 0, DEFERRED: 0},
-    }
-)  # fmt: skip
+# The gauges of an engine process: the value at its start, and the description.
+_GAUGES: Mapping[str, tuple[Stat, str]] = MappingProxyType({
+    "num_requests_running": (0, "Requests that are computed"),
+    "num_requests_waiting": (0, "Requests that wait in the engine"),
+    "num_requests_waiting_by_reason": (
+        {CAPACITY: 0, DEFERRED: 0}, "Requests that wait for rows and pages (capacity) or for their grammars (deferred)"
+    ),
+    "kv_cache_usage_perc": (0.0, "Part of the KV cache's pages in use, from 0 to 1"),
+    "step_token_budget": (0, "Maximum tokens of a step in which requests decode and others compute their prompts"),
+    "num_state_snapshots": (0, "Snapshots in use of the states of recurrent layers"),
+})  # fmt: skip
+# Statistics that are neither of _GAUGES nor Counters.
+_OTHERS: Mapping[str, str] = MappingProxyType({
+    "num_requests_open": "Requests that were given to the engine and have not ended",
+    "restarts": "Replacements of the engine's process after its end",
+    "scheduler_idle_seconds": "Seconds in which the engine had no request to compute",
+    "grammar_compilation_time_seconds": "Seconds that requests waited for their grammars",
+})  # fmt: skip
 GAUGES = frozenset({*_GAUGES, "num_requests_open"})
 
 
@@ -67,26 +77,36 @@ class Histogram:
         return [self.total, *self.counts]
 
 
+def _count(text: str) -> Any:
+    """Declare a counter with its description."""
+    return field(default=0, metadata={"text": text})
+
+
 @dataclass(slots=True)
 class Counters:
     """Counters of tokens and events. Their exporter appends `_total` to the names."""
 
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0  # computed on the device, recomputation included
-    prompt_tokens: int = 0  # of requests admitted for the first time
-    prompt_tokens_cached: int = 0  # of these, found in the prefix cache
-    generation_tokens: int = 0
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0  # tokens looked up, at every admission
-    prefix_cache_hits: int = 0  # tokens found
-    state_snapshots_saved: int = 0  # of the states of recurrent layers
-    # Requests that ended, by reason.
-    request_success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
-    spec_decode_num_drafts: int = 0  # times that drafts of a row were verified
-    spec_decode_num_draft_tokens: int = 0
-    spec_decode_num_accepted_tokens: int = 0
-    spec_decode_num_accepted_tokens_per_pos: dict[str, int] = field(default_factory=dict)  # by position in the draft
-    iteration_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps by their tokens
+    num_steps: int = _count("Steps of the engine")
+    num_scheduled_tokens: int = _count("Tokens computed on the device, including those computed again after preemption")
+    prompt_tokens: int = _count("Prompt tokens of requests, counted at their first admission")
+    prompt_tokens_cached: int = _count("Prompt tokens found in the prefix cache at the first admission")
+    generation_tokens: int = _count("Generated tokens")
+    num_preemptions: int = _count("Requests that lost their KV pages to others, and were computed again")
+    prefix_cache_queries: int = _count("Tokens looked up in the prefix cache, at every admission")
+    prefix_cache_hits: int = _count("Tokens found in the prefix cache, at every admission")
+    state_snapshots_saved: int = _count("Snapshots saved of the states of recurrent layers")
+    request_success: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0), metadata={"text": "Outputs that ended, by reason"}
+    )
+    spec_decode_num_drafts: int = _count("Verifications of the draft tokens of a row")
+    spec_decode_num_draft_tokens: int = _count("Draft tokens that were verified")
+    spec_decode_num_accepted_tokens: int = _count("Draft tokens that were accepted")
+    spec_decode_num_accepted_tokens_per_pos: dict[str, int] = field(
+        default_factory=dict, metadata={"text": "Draft tokens that were accepted, by position in the draft"}
+    )
+    iteration_tokens: list[int] = field(
+        default_factory=lambda: [0] * (len(STEP_TOKENS) + 1), metadata={"text": "Tokens computed per step"}
+    )
 
     def step(self, tokens: int) -> None:
         """Count a step that computed this many tokens."""
@@ -117,7 +137,15 @@ def initial_stats() -> dict[str, Stat]:
     """Return all statistics of an engine process, with the values at its start."""
     compiled = Histogram(COMPILE_SECONDS).as_list()
     others: dict[str, Stat] = {"grammar_compilation_time_seconds": compiled, "scheduler_idle_seconds": 0.0}
-    return {**Counters().as_dict(), **_GAUGES, **others}
+    return {**Counters().as_dict(), **{name: value for name, (value, _) in _GAUGES.items()}, **others}
+
+
+# Statistics by name -> their descriptions.
+DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
+    {name: text for name, (_, text) in _GAUGES.items()}
+    | {counter.name: counter.metadata["text"] for counter in fields(Counters)}
+    | _OTHERS
+)
 
 
 def add_stats(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, Stat]:

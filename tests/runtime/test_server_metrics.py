@@ -94,6 +94,8 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
         mine, other = ([line for line in text.splitlines() if p in line.split("{")[0]] for p in ("llmc:", "vllm:"))
         assert [line.replace("llmc:", "vllm:") for line in mine] == other and len(mine) > 100
         assert len(helps := re.findall(r"^# HELP (\S+)", text, re.M)) == len(set(helps))  # Prometheus' rule
+        for name, description in re.findall(r"^# HELP (\S+) (.*)", text, re.M):
+            assert name[5:].removesuffix("_total") not in description and len(description.split()) > 1
         own = {family.name: family.samples[0].value for family in families(text, "process_")}
         assert own["process_resident_memory_bytes"] > 1 << 20 and own["process_cpu_seconds"] > 0
         info = httpx.get(f"{server.url}/server_info").json()

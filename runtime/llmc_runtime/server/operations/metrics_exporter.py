@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from llmc_runtime.metrics import COMPILE_SECONDS, FINISH_REASONS, GAUGES, STEP_TOKENS, Histogram, Stat
+from llmc_runtime.metrics import COMPILE_SECONDS, DESCRIPTIONS, FINISH_REASONS, GAUGES, STEP_TOKENS, Histogram, Stat
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.operations.admission import REASONS
@@ -55,12 +55,10 @@ _COUNTERS: Mapping[str, str] = MappingProxyType({
     "request_timeouts": "Requests that timed out",
     "num_aborted_requests": "Outputs that were aborted",
 })  # fmt: skip
-# Histograms of the engine, by the name of its figures: name, description, bounds.
-_OF_ENGINE: Mapping[str, tuple[str, str, tuple[float, ...]]] = MappingProxyType({
-    "iteration_tokens": ("iteration_tokens_total", "Tokens computed per step", STEP_TOKENS),
-    "grammar_compilation_time_seconds": (
-        "grammar_compilation_time_seconds", "Time that requests waited for their grammars", COMPILE_SECONDS
-    ),
+# Histograms of the engine, by the name of its figures: name and bounds.
+_ENGINE_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = MappingProxyType({
+    "iteration_tokens": ("iteration_tokens_total", STEP_TOKENS),
+    "grammar_compilation_time_seconds": ("grammar_compilation_time_seconds", COMPILE_SECONDS),
 })  # fmt: skip
 # Labels of the engine's counters that are not by reason.
 _LABELS: Mapping[str, str] = MappingProxyType({"spec_decode_num_accepted_tokens_per_pos": "position"})
@@ -203,11 +201,12 @@ class ServerMetrics:
         names = [name for name in next(iter(engines.values())) if name != "request_success"]  # the server counts these:
         for name in names:  # also disconnects and engine failures
             values = {engine: each[name] for engine, each in engines.items() if name in each}
-            if name in _OF_ENGINE:
-                yield self._histogram(*_OF_ENGINE[name], values)
+            if name in _ENGINE_HISTOGRAMS:
+                full_name, bounds = _ENGINE_HISTOGRAMS[name]
+                yield self._histogram(full_name, DESCRIPTIONS[name], bounds, values)
             elif not any(isinstance(value, list) for value in values.values()):
                 kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
-                yield self._by_engine(kind, name, f"Of the engine: {name}", values, _LABELS.get(name, "reason"))
+                yield self._by_engine(kind, name, DESCRIPTIONS[name], values, _LABELS.get(name, "reason"))
 
     def _family(self, kind: Any, name: str, text: str, value: Stat, label: str = "reason") -> Metric:
         """Return a metric family with one value, or with values by `label`."""
