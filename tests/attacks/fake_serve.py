@@ -1,8 +1,9 @@
 """The command llmc-serve over the simulated device, all of its options real: `fake_serve.py SETTINGS OPTION ...`.
 
-SETTINGS is JSON: `engine`, see fake_engine.Settings, `front`, other options of AsyncLLM, and `block`, seconds for
-which every request to /v1/chat/completions stops the event loop. It prints the routes of
-the application to stderr, so that tests can cover them all.
+SETTINGS is JSON: `engine`, see fake_engine.Settings, `front`, other options of AsyncLLM, `block`, seconds for which
+every request to /v1/chat/completions stops the event loop, and `first_interval`, seconds until the first attempt to
+start the engine again beyond `max_restarts`. It prints the routes of the application to stderr, so that tests can cover
+them all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import starlette.applications
 from llmc_runtime.api import async_llm
+from llmc_runtime.engine import supervisor
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import EngineArgs
 
@@ -68,5 +70,7 @@ if __name__ == "__main__":
     async_llm.AsyncLLM = over(settings)  # type: ignore[misc]
     if settings.get("block"):
         block_chats(settings["block"])
+    if "first_interval" in settings:
+        supervisor._FIRST_INTERVAL = settings["first_interval"]
     tell_routes()
     sys.exit(main_serve(["toy", "--port", "0", "--served-model-name", "toy", *sys.argv[2:]]))

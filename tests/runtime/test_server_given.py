@@ -57,13 +57,17 @@ def test_no_name_of_a_model_is_the_first_one(server: Served) -> None:
     assert unknown["code"] == "model_not_found" and unknown["message"].endswith("Try: toy, other")
 
 
-def test_contents_that_are_not_there_are_empty(server: Served) -> None:
-    for role in ("user", "assistant", "system"):
-        empty = chat(server, [{"role": role, "content": ""}, *CHAT])
-        for message in ({"role": role, "content": None}, {"role": role}):
-            messages = chat(server, [message, *CHAT])
-            assert messages["choices"] == empty["choices"]
-    assert chat(server, [{"content": None}])["param"] == "messages[0].role"
+def test_contents_that_are_missing(server: Served) -> None:
+    """The model's messages may lack content, which is empty then; those of others have to have it."""
+    empty = chat(server, [{"role": "assistant", "content": ""}, *CHAT])
+    for message in ({"content": None}, {}):
+        assert chat(server, [{"role": "assistant", **message}, *CHAT])["choices"] == empty["choices"]
+        for role in ("user", "system", "developer", "tool"):
+            assert chat(server, [*CHAT, {"role": role, **message}])["param"] == f"messages[{len(CHAT)}].content"
+    assert chat(server, [{"content": "x"}])["param"] == "messages[0].role"
+    for value in (5, True, {"type": "text", "text": "x"}):
+        refused = chat(server, [{"role": random.choice(("user", "assistant")), "content": value}])
+        assert refused["param"] == "messages[0].content" and "a text, or a list of parts" in refused["message"]
 
 
 def test_parts_that_are_text_under_any_name(server: Served) -> None:

@@ -19,6 +19,7 @@ from llmc_runtime.metrics import Stat, add_stats, initial_stats
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FAILURE_WINDOW = 3600.0  # seconds after which a failure no longer counts
 _STOP_TIMEOUT = 3.0  # seconds for an engine process to exit
+_FIRST_INTERVAL = 1.0  # seconds until the first attempt beyond `max_restarts`
 _MAX_DOUBLINGS = 20  # of the interval between two attempts
 _CALL_TIMEOUT = 30.0  # seconds for a control RPC, including the steps before it
 
@@ -283,7 +284,7 @@ class Supervisor:
             return args.restart_delay * 2.0 ** (len(self._failures) - 1)
         if args.max_restart_delay is None:
             return None
-        delay = min(2.0 ** min(self._beyond - 1, _MAX_DOUBLINGS), args.max_restart_delay)
+        delay = min(_FIRST_INTERVAL * 2.0 ** min(self._beyond - 1, _MAX_DOUBLINGS), args.max_restart_delay)
         self._next_attempt = now + delay
         return delay
 

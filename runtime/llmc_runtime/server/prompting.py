@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.server.http.errors import ApiError, to_api_error
+from llmc_runtime.server.requests.conversation import CONTENT
 from llmc_runtime.server.requests.request_fields import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -27,6 +28,7 @@ from llmc_runtime.text.detokenizer import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # plus those that the chat template names
+CONTENT_ROLES = frozenset({"system", "developer", "user", "tool"})  # whose messages have to have content
 LIST_TOKENS = 262_144  # maximum for /tokenize and /detokenize, unless the model's context is longer
 _FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
@@ -289,14 +291,16 @@ def _check_roles(messages: list[dict[str, Any]], template_roles: frozenset[str])
 
 
 def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """Return the message with its content parts as text parts. Missing content becomes "", unless there are tool
-    calls.
+    """Return the message with its content parts as text parts. Missing content of the model's messages becomes "",
+    unless there are tool calls.
     """
     content = message.get("content")
-    if content is None:
+    if content is None and message.get("role") not in CONTENT_ROLES:
         return message if message.get("tool_calls") else {**message, "content": ""}
-    if not isinstance(content, list):
+    if isinstance(content, str):
         return message
+    if not isinstance(content, list):
+        raise ApiError(f"messages[{i}].content: {CONTENT}", param=f"messages[{i}].content")
     parts = [{"type": "text", "text": part} if isinstance(part, str) else _part(part) for part in content]
     if None in parts:
         other = content[parts.index(None)]

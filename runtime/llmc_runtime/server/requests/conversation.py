@@ -9,6 +9,7 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 
 Content = str | list[dict[str, Any]]
+CONTENT = "a text, or a list of parts"  # what contents of messages have to be
 
 
 class Conversation:
@@ -65,12 +66,13 @@ def checked_text(value: Any, where: str, param: str) -> str:
 def plain_text(content: Any, where: str, kinds: Mapping[str, str], param: str) -> Content:
     """Return a content as a text, or as text parts if there are several.
 
-    `kinds` maps the allowed types of parts to the field that has the text. Raises ApiError 400 for other parts.
+    `kinds` maps the allowed types of parts to the field that has the text. Raises ApiError 400 for other parts, and
+    without content.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
+    if isinstance(content, str):
+        return content
     if not isinstance(content, list):
-        raise ApiError(f"{where}: a text, or a list of parts", param=param)
+        raise ApiError(f"{where}: {CONTENT}", param=param)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None

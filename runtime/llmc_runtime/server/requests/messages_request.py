@@ -200,7 +200,8 @@ def _add_user_blocks(conversation: Conversation, blocks: list[Any], where: str) 
         _add_texts(conversation, "user", texts, where)
         texts = []
         call_id = checked_text(block.get("tool_use_id"), f"{where}[{i}].tool_use_id", "messages")
-        result = plain_text(block.get("content"), f"{where}[{i}].content", _TEXTS, "messages")
+        content = block.get("content")
+        result = "" if content is None else plain_text(content, f"{where}[{i}].content", _TEXTS, "messages")
         conversation.result(call_id, result)
     _add_texts(conversation, "user", texts, where)
 
