@@ -25,6 +25,7 @@ from bench.attacks.many import burst, flood, head_without_body, pipeline
 from bench.attacks.rows import ATTACKS, BODIES, BODY, Attack, patterns
 from bench.attacks.run import chosen
 from bench.attacks.server import _memory
+from bench.attacks.steps import intervals
 from bench.attacks.watch import Asker, Streams, code_of, request
 from bench.gpu.attacks import verdict, verdicts
 
@@ -51,7 +52,9 @@ def test_a_window_of_streams_has_its_own_events_and_what_is_open() -> None:
     streams.gaps = [(1.0, 0.9), (2.0, 0.001), (3.0, 0.002), (9.0, 0.5)]
     streams.firsts, streams.statuses = [(1.5, 0.3), (2.5, 0.004)], [(2.2, 200), (2.3, 429), (2.4, -1), (0.5, 0)]
     streams.latest, streams.requested = {0: 3.9}, {1: 3.0}
+    streams.firsts.append((3.001, 0.004))  # in the step of the event at 3.0
     result = streams.window(1.9, 4.0)
+    assert result["starts"] == 2 and result["decode"]["tokens"] == 1 and result["decode"]["max_ms"] == 1.0
     assert result["tokens"] == 2 and result["max_ms"] == 100.0 and result["ttft_max_ms"] == 1000.0
     assert result["refused"] == {"429": 1, "broken": 1}
     assert streams.window(8.0, 10.0)["p50_ms"] == 500.0
@@ -145,8 +148,15 @@ def test_a_window_without_an_attack_is_shared_by_two_attacks(monkeypatch: pytest
 
 def figures(p99: float) -> dict[str, Any]:
     one = {"count": 1, "statuses": {"200": 1}, "worst_ms": [5.0]}
-    itl = {"tokens": 9, "p50_ms": 1.0, "p99_ms": p99, "max_ms": 9.0, "ttft_max_ms": 3.0, "refused": {}}
-    return {"itl": itl, **dict.fromkeys(("health", "completion", "schema", "tokenize"), one)}
+    gaps = {"tokens": 9, "p50_ms": 1.0, "p99_ms": p99, "max_ms": 9.0}
+    itl = {**gaps, "ttft_max_ms": 3.0, "refused": {}, "starts": 2, "decode": gaps}
+    steps = {"all": gaps, "decode": gaps, "prompts": 3}
+    return {
+        "itl": itl,
+        "watcher": {"turns": gaps, "waited_ms": 0.5},
+        "steps": steps,
+        **dict.fromkeys(("health", "completion", "schema", "tokenize"), one),
+    }
 
 
 def test_a_row_of_the_table_and_its_verdict_on_a_gpu() -> None:
@@ -155,12 +165,27 @@ def test_a_row_of_the_table_and_its_verdict_on_a_gpu() -> None:
     rows = [{**common, "beside": figures(p99)} for p99 in (11.0, 12.1, 12.2, 0.0)]
     times = "1.0 / 9.0 / 9 | 1.0 / 11.0 / 9 | 1.0 / 11.0 / 9"
     assert f"| 3 | x | a: 400 in 0.00 s | {times} | 5 | 5 | front 1>2>3 | same |" in table(rows)
-    held, unsure, missed, none = verdicts(rows).splitlines()
+    lines = verdicts(rows).splitlines()
+    held, unsure, missed, none = (line for line in lines if line.startswith("["))
+    assert "  beside: steps of the engine 1.0 / 11.0 / 9; 3 with prompts, the others 1.0 / 11.0 / 9" in lines
+    assert "  quiet: 2 streams started; without their steps 1.0 / 9.0 / 9" in lines[1]
     assert "9.00 > 11.00 > 11.00 ms, 1.100 (held)" in held and "1.210 (unsure)" in unsure
     assert "1.220 (missed)" in missed and "(missed)" in none
     assert verdict((10.0, 10.9), 11.6) == "missed", "the windows without an attack are alike"
-    alone = {**common, "beside": {name: rows[0]["beside"][name] for name in ("itl", "health")}}
+    alone = {**common, "beside": {name: rows[0]["beside"][name] for name in ("itl", "health", "watcher")}}
     assert f"| {times} | 5 | 0 |" in table([alone])
+
+
+def test_times_of_steps_are_those_between_their_ends() -> None:
+    """Steps of 10, 20 and 11 ms, the second with a prompt; other spans do not count."""
+    ends = {0: (3.0, 8, 8), 1: (13.0, 8, 8), 2: (33.0, 8, 40), 3: (44.0, 8, 8)}
+    events = [
+        {"name": name, "ts": 1e3 * (end - 2), "dur": 2e3, "args": {"step": n, "rows": rows, "tokens": tokens}}
+        for n, (end, rows, tokens) in ends.items() for name in ("step", "wait")
+    ]  # fmt: skip
+    found = intervals([{"name": "thread_name", "ph": "M"}, *reversed(events)])
+    assert found["prompts"] == 1 and found["all"] == {"tokens": 3, "p50_ms": 11.0, "p99_ms": 20.0, "max_ms": 20.0}
+    assert found["decode"] == {"tokens": 2, "p50_ms": 10.0, "p99_ms": 11.0, "max_ms": 11.0}
 
 
 def test_memory_is_read_from_counters_as_adding_up_pages_stops_the_process() -> None:

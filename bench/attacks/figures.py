@@ -78,6 +78,8 @@ def describe(result: Mapping[str, Any]) -> str:
         f"  itl ms     {'   '.join(times)}"
         f"   (first token {beside['itl']['ttft_max_ms']:.0f}; refused {beside['itl']['refused'] or 0})"
     )
+    for name in ("quiet", "beside", "after"):
+        lines += [f"  {name:10} {line}" for line in parts_text(result[name])]
     lines.append(f"  health ms  quiet {quiet['health']['worst_ms']}   beside {beside['health']['worst_ms']}")
     for name, row in _ordinary(beside).items():
         lines.append(f"  {name:10} {row['statuses']} worst {row['worst_ms'][0] if row['worst_ms'] else 0:.0f} ms")
@@ -89,7 +91,22 @@ def describe(result: Mapping[str, Any]) -> str:
 
 def _ordinary(window: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the small requests of a window, by name."""
-    return {name: requests for name, requests in window.items() if name not in ("itl", "health")}
+    return {name: requests for name, requests in window.items() if name not in ("itl", "health", "watcher", "steps")}
+
+
+def parts_text(window: Mapping[str, Any]) -> list[str]:
+    """Describe what the inter-token latencies of a window consist of: the engine's steps, and the watching process."""
+    itl, watcher, steps = window["itl"], window["watcher"], window.get("steps")
+    lines = [
+        f"{itl['starts']} streams started; without their steps {itl_text(itl['decode'])};"
+        f" the watching process: turns {itl_text(watcher['turns'])}, waited {watcher['waited_ms']:.1f} ms for a CPU"
+    ]
+    if steps:
+        lines.append(
+            f"steps of the engine {itl_text(steps['all'])}; {steps['prompts']} with prompts, the others"
+            f" {itl_text(steps['decode'])}"
+        )
+    return lines
 
 
 HEAD = (

@@ -12,7 +12,8 @@ from typing import Any
 from bench.attacks.figures import describe, table
 from bench.attacks.link import Door
 from bench.attacks.rows import ATTACKS, Attack, Field, schema
-from bench.attacks.server import KEYS, Sampler, Server, last_log_lines
+from bench.attacks.server import ADMIN_KEY, KEYS, Sampler, Server, last_log_lines
+from bench.attacks.steps import Recording
 from bench.attacks.watch import ORDINARY, Watch
 
 SETTLE = 1.5  # seconds of streams before anything is measured
@@ -40,6 +41,7 @@ class Bench:
     start: float = 120.0
     min_seconds: float = 2.0  # seconds of a window during an attack
     ordinary: Sequence[str] = ORDINARY  # small requests beside the streams
+    trace: bool = False  # whether windows have the engine's times of steps, `steps`
     server: Server | None = None
     watch: Watch | None = None
     quiet: dict[str, Any] | None = None  # the last window without an attack, if the server is still the same
@@ -81,6 +83,7 @@ class Bench:
         sampler = Sampler(server)
         quiet = self.quiet or self._quiet()
         sampler.take()
+        recording = self._recording(self.min_seconds)
         begin, cpu = time.monotonic(), sampler.cpu()
         end = time.monotonic() + max(self.limit, attack.min_seconds)
         ground = Field(server, end, self.connections, tokens=self.attacked)
@@ -89,6 +92,7 @@ class Bench:
         time.sleep(max(0.2, self.min_seconds - seconds))
         end = time.monotonic()
         beside = self.watch.window(begin, end)
+        beside["steps"] = recording.result() if recording else {}
         sampler.take()
         spent = sampler.cpu() - cpu
         time.sleep(self.rest)
@@ -107,11 +111,18 @@ class Bench:
     def _quiet(self) -> dict[str, Any]:
         """Measure a window without an attack."""
         assert self.watch is not None
-        start = time.monotonic()
+        start, recording = time.monotonic(), self._recording(self.seconds)
         time.sleep(self.seconds)
         window = self.watch.window(start, time.monotonic())
+        window["steps"] = recording.result() if recording else {}
         time.sleep(PAUSE)
         return window
+
+    def _recording(self, seconds: float) -> Recording | None:
+        """Start to record the engine's steps, if windows have them."""
+        if not self.trace or self.server is None:
+            return None
+        return Recording(self.server.host, self.server.port, ADMIN_KEY, seconds)
 
     def serves(self, server: Server) -> bool:
         """Return whether a new schema of the neighbour's key is served within a few seconds, so that no attack is still

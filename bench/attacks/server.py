@@ -21,7 +21,8 @@ from bench.attacks.figures import memory_window
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = ("-c", "from llmc_runtime.cli import main_serve; raise SystemExit(main_serve())")
 KEYS = {"attacker": "attacker-key-of-the-bench", "neighbour": "neighbour-key-of-the-bench"}
-KEYS_NAME = "LLMC_ATTACK_KEYS"
+KEYS_NAME, ADMIN_NAME = "LLMC_ATTACK_KEYS", "LLMC_ATTACK_ADMIN"
+ADMIN_KEY = "admin-key-of-the-bench"
 SAMPLE = 0.2  # seconds
 FRONT, ENGINE = "front", "engine"
 
@@ -38,8 +39,10 @@ class Server:
     def __init__(self, artifact: Path | str, log: Path, options: Sequence[str] = (), seconds: float = 120.0,
                  program: Sequence[str] = SERVE) -> None:  # fmt: skip
         self.log = log
-        command = [sys.executable, *program, str(artifact), "--port", "0", "--api-key-env", KEYS_NAME, *options]
-        env = {**os.environ, "PYTHONPATH": python_path(), KEYS_NAME: ",".join(KEYS.values())}
+        command = [sys.executable, *program, str(artifact), "--port", "0", *options]
+        command += ["--api-key-env", KEYS_NAME, "--admin-key-env", ADMIN_NAME]
+        keys = {KEYS_NAME: ",".join(KEYS.values()), ADMIN_NAME: ADMIN_KEY}
+        env = {**os.environ, "PYTHONPATH": python_path(), **keys}
         with log.open("w") as err:
             self.process = subprocess.Popen(command, stderr=err, stdout=err, env=env)
         began = time.monotonic()

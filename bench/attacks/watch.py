@@ -14,11 +14,14 @@ import contextlib
 import gc
 import json
 import os
+import selectors
 import subprocess
 import sys
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from llmc_runtime.bench.http_client import Connection, Reply, WireError
@@ -29,6 +32,7 @@ from bench.attacks.server import python_path
 HEALTH_EVERY = 0.02  # seconds
 ORDINARY = ("completion", "schema", "tokenize")  # names of the small requests that may run beside the streams
 BROKEN = -1  # in place of a status: the stream ended with an error
+STEP_SPREAD = 0.004  # seconds within which the tokens of a step arrive
 RETRY = 0.25  # seconds until a refused stream is requested again
 SENTENCE = "When the morning came, the river was quiet and the old mill stood in the light of the early sun. "
 
@@ -112,7 +116,55 @@ class Streams:
                           for t, status in self.statuses if t <= end and status != 200)  # fmt: skip
         firsts = [seconds for t, seconds in self.firsts if t <= end] + waiting
         gaps = gaps_of([gap for t, gap in self.gaps if t <= end], open_now)
-        return {**gaps, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused)}
+        starts = [t for t, _ in self.firsts if t <= end]
+        return {
+            **gaps, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused),
+            "starts": len(starts), "decode": gaps_of([gap for t, gap in self.gaps if t <= end and not near(t, starts)]),
+        }  # fmt: skip
+
+
+def near(t: float, times: Sequence[float]) -> bool:
+    """Return whether an event belongs to the same step as one of `times`, which are sorted."""
+    at = bisect(times, t)
+    return any(abs(t - other) < STEP_SPREAD for other in times[max(0, at - 1) : at + 1])
+
+
+class TurnSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """A selector that records how long each iteration of the event loop takes, besides waiting for events.
+
+    A token that arrives meanwhile is seen up to that much later.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turns: list[tuple[float, float]] = []  # (time, seconds) of iterations
+        self._returned = time.monotonic()
+        self._waited = cpu_wait()
+
+    def select(self, timeout: float | None = None) -> Any:
+        """See selectors.BaseSelector."""
+        now = time.monotonic()
+        self._turns.append((now, now - self._returned))
+        ready = super().select(timeout)
+        self._returned = time.monotonic()
+        return ready
+
+    def window(self, begin: float, end: float) -> dict[str, Any]:
+        """Return the figures of the iterations of a window, and the time since the last one for which this process was
+        ready and had no CPU.
+        """
+        turns = [seconds for t, seconds in self._turns if begin < t <= end]
+        self._turns.clear()
+        before, self._waited = self._waited, cpu_wait()
+        return {"turns": gaps_of(turns), "waited_ms": milliseconds(self._waited - before)}
+
+
+def cpu_wait() -> float:
+    """Return the seconds for which this thread was ready and had no CPU; 0 if the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 class Asker:
@@ -184,7 +236,7 @@ def ordinary_requests() -> dict[str, tuple[float, Callable[[int], tuple[str, Any
     return {"completion": (0.4, completion), "schema": (0.8, schema), "tokenize": (0.4, tokenize)}
 
 
-async def watch(settings: dict[str, Any]) -> None:
+async def watch(settings: dict[str, Any], selector: TurnSelector) -> None:
     """Measure until stdin closes."""
     streams = Streams(settings)
     askers = {"health": Asker(settings, HEALTH_EVERY, lambda _: ("/health", None))}
@@ -197,6 +249,7 @@ async def watch(settings: dict[str, Any]) -> None:
     while line := await lines.readline():
         options = json.loads(line)
         result: dict[str, Any] = {name: asker.window(**options) for name, asker in askers.items()}
+        result["watcher"] = selector.window(**options)
         print(json.dumps({"itl": streams.window(**options), **result}), flush=True)
         if failed := next((task for task in tasks if task.done()), None):
             failed.result()
@@ -235,4 +288,6 @@ class Watch:
 
 if __name__ == "__main__":
     gc.disable()  # there are no cycles, and a collection would count as the server's time
-    asyncio.run(watch(json.loads(sys.argv[1])))
+    turns = TurnSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(turns)) as runner:
+        runner.run(watch(json.loads(sys.argv[1]), turns))

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from bench.attacks.figures import itl_text, table
+from bench.attacks.figures import itl_text, parts_text, table
 from bench.attacks.run import Bench, chosen, run_all
 from bench.attacks.watch import ORDINARY
 from bench.gpu.card import state, why_no_gpu
@@ -42,6 +42,7 @@ def verdicts(rows: Sequence[Mapping[str, Any]]) -> str:
         longest = f"max {row['quiet']['itl']['max_ms']:.0f} > {row['beside']['itl']['max_ms']:.0f} ms"
         figures = f"ITL p99 {around[0]:.2f} > {beside:.2f} > {around[1]:.2f} ms, {beside / quiet if quiet else 0:.3f}"
         lines.append(f"[{row['row']}] {row['name']}: {figures} ({verdict(around, beside)}); {longest}")
+        lines += [f"  {name}: {part}" for name in ("quiet", "beside", "after") for part in parts_text(row[name])]
     return "\n".join(lines)
 
 
@@ -103,6 +104,7 @@ def arguments() -> argparse.ArgumentParser:
     ap.add_argument("--windows", action="store_true", help="first measure what the small requests of the bench do")
     ap.add_argument("--ordinary", type=_names, default=(), metavar="A,B", help=f"small requests beside the streams, of "
                     f"{', '.join(ORDINARY)}; default none")  # fmt: skip
+    ap.add_argument("--trace", action="store_true", help="record the engine's times of steps in each window")
     ap.add_argument("--options", default="", metavar="TEXT", help="further options of llmc-serve")
     ap.set_defaults(limit=420.0, out=Path("build/bench/gpu/attacks"))
     return ap
@@ -121,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = Bench(
         path, args.out, options, args.neighbours, args.neighbour_tokens,
         seconds=args.seconds, limit=args.attack_limit, rest=args.rest, connections=args.connections, start=300.0,
-        ordinary=args.ordinary,
+        ordinary=args.ordinary, trace=args.trace,
     )  # fmt: skip
 
     def keep(rows: list[dict[str, Any]]) -> None:

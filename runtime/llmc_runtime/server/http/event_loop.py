@@ -1,25 +1,37 @@
-"""The server's event loop, which accepts and serves few connections per iteration."""
+"""The server's event loop, which accepts and serves few connections per iteration, and forwards tokens first.
+
+Many clients that send at the same time make iterations long. The tokens of open streams do not wait for the end of an
+iteration: the engine's socket is looked at before the first callback of an iteration and between the others, and what
+it wakes runs at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
+import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
+from select import EPOLLIN, epoll
 from typing import Any
 
-from llmc_runtime.server.http.fair_selector import FairSelector
+from llmc_runtime.server.http.fair_selector import Events, FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections
 
 _TLS_AT_ONCE = 2  # TLS connections accepted per iteration: each takes 0.3 ms before its handshake
 MIN_HANDSHAKES = 64  # TLS handshakes that may be open even if there are as many connections as allowed
+_LOOK_CALLBACKS = 2  # callbacks between two looks at the clock in an iteration
+_LOOK_SECONDS = 0.0003  # between two looks at the first readers in an iteration
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
     """An event loop that accepts and serves few connections per iteration.
+
+    Readers that are added by `add_reader`, which asyncio itself does not use, are those of engines. They come first:
+    they, and the callbacks that they schedule, run between the other callbacks of an iteration.
 
     Connections over the limit are thus detected before descriptors run out, and many clients that send at once do not
     delay the engine's tokens. TLS handshakes have a time limit; connections do not count before their handshake ends.
@@ -32,11 +44,66 @@ class ServerLoop(asyncio.SelectorEventLoop):
     at_once = 256  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
     light: LightConnections | None = None  # takes new connections without TLS
 
+    _ready: deque[asyncio.Handle]  # asyncio's callbacks to run
+
     def __init__(self) -> None:
         self.fair = FairSelector()
+        self._first, self._first_ready = set[int](), epoll()  # descriptors of the first readers
+        self._look = asyncio.Handle(self._run_first, (), self)
+        self._look_at = 0.0  # when to look at the first readers next
         self.handshakes_allowed: Callable[[], int] = lambda: MIN_HANDSHAKES
         self._handshakes = OrderedDict[Any, None]()  # transports, the oldest first
         super().__init__(self.fair)
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
+        """Extend asyncio's method: the reader is one of the first."""
+        super().add_reader(fd, callback, *args)  # type: ignore[arg-type]
+        if fd not in self._first:
+            self._first.add(fd)
+            self._first_ready.register(fd, EPOLLIN)
+
+    def remove_reader(self, fd: int) -> bool:  # type: ignore[override]
+        """Extend asyncio's method."""
+        if fd in self._first:
+            self._first.remove(fd)
+            self._first_ready.unregister(fd)
+        return super().remove_reader(fd)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Extend asyncio's method."""
+        super().close()
+        self._first_ready.close()
+
+    def _process_events(self, event_list: Events) -> None:
+        """Extend asyncio's method, which schedules the callbacks of an iteration, by looks at the first readers."""
+        others = [event for event in event_list if event[0].fd not in self._first]
+        super()._process_events(others)  # type: ignore[misc]
+        if len(others) == len(event_list) and (not self._first or len(self._ready) <= _LOOK_CALLBACKS):
+            return
+        callbacks, self._look_at = [self._ready.popleft() for _ in range(len(self._ready))], 0.0
+        self._ready.append(self._look)
+        for begin in range(0, len(callbacks), _LOOK_CALLBACKS):
+            self._ready.extend(callbacks[begin : begin + _LOOK_CALLBACKS])
+            self._ready.append(self._look)
+
+    def _run_first(self) -> None:
+        """Run the first readers that have something to read, if it is time to look."""
+        if time.monotonic() < self._look_at:
+            return
+        for fd, _ in self._first_ready.poll(0):
+            if fd in self._first:  # an earlier one has not removed it
+                self._run_with_woken(self.fair.get_key(fd).data[0])
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+
+    def _run_with_woken(self, callback: asyncio.Handle) -> None:
+        """Run a callback, and then those that it has scheduled."""
+        before = len(self._ready)
+        callback._run()
+        woken = [self._ready.pop() for _ in range(len(self._ready) - before)]
+        while woken:
+            handle = woken.pop()
+            if not handle.cancelled():
+                handle._run()
 
     async def create_server(self, *args: Any, **options: Any) -> Any:
         """Extend asyncio's method for a bound `sock`; `backlog` is the length of the accept queue."""

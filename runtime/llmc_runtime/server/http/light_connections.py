@@ -307,14 +307,17 @@ class LightConnections:
         return states
 
     def _sweep(self) -> None:
-        """Close the connections whose next request did not arrive in time."""
-        now = self._loop.time()
-        for light in [light for light in self._watched.values() if light.deadline <= now]:
+        """Close the connections whose next request did not arrive in time; many of them in several iterations."""
+        now, end = self._loop.time(), time.monotonic() + _TURN_SECONDS
+        late = [light for light in self._watched.values() if light.deadline <= now]
+        while late and time.monotonic() < end:
+            light = late.pop()
             if not light.used:
                 send_now(light.sock, self._timeout_response)
             self._release(light)
             light.close()
-        self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep) if self._watched else None
+        seconds = 0.0 if late else self._sweep_seconds
+        self._sweeping = self._loop.call_later(seconds, self._sweep) if self._watched else None
 
 
 def _refused_again(light: _Light, refuse: Refuse | None, deadline: float) -> bytes | None:
