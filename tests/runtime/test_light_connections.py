@@ -17,7 +17,8 @@ pytest.importorskip("uvicorn")
 from llmc_runtime.server.http import light_connections
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.head_turns import HeadTurns
-from llmc_runtime.server.http.light_connections import LightConnections, _Light, _serve, _State
+from llmc_runtime.server.http.light_connections import LightConnections
+from llmc_runtime.server.http.light_requests import LightConnection, LightState, answer_waiting
 from llmc_runtime.server.http.returning_clients import ReturningClients
 from llmc_runtime.server.load_shedding import Answer
 
@@ -65,7 +66,7 @@ class Server:
         length = int(head.partition(b"+")[2].split()[0]) if b"+" in head else 0
         return Answer(REFUSED, length, b"close" in head or last)
 
-    def again(self, data: bytes) -> bytes | None:
+    def repeated(self, data: bytes) -> bytes | None:
         """Requests that are "again no" and nothing else are like an earlier one."""
         return REFUSED if self.busy and data == AGAIN else None
 
@@ -73,9 +74,9 @@ class Server:
         """Heads with "probe" are health probes."""
         return Answer(PROBED, 0, b"close" in head, is_probe=True) if b"probe" in head else None
 
-    def serve(self, one: _Light) -> tuple[_State, bytes]:
+    def serve(self, one: LightConnection) -> tuple[LightState, bytes]:
         """Take the requests that a connection has sent."""
-        return _serve(one, self if self.busy else None, self.probe, 20.0, self.returning)
+        return answer_waiting(one, self if self.busy else None, self.probe, 20.0, self.returning)
 
     def count(self, change: int) -> None:
         self.open += change
@@ -265,23 +266,23 @@ def test_a_refusal_whose_body_has_arrived_reads_the_socket_once() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         counted: Any = Counted(ours)
-        one = _Light(counted, lambda data, passed: None, ours.close, 0.0)
+        one = LightConnection(counted, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"a no +5\r\n\r\nabcde")
-        assert state.serve(one) == (_State.LIGHT, REFUSED) and one.skip == 0
+        assert state.serve(one) == (LightState.LIGHT, REFUSED) and one.skip == 0
         assert counted.sizes == [16] and one.deadline == 20.0
         theirs.send(b"b no +5\r\n\r\nab")
-        assert state.serve(one) == (_State.LIGHT, REFUSED) and one.skip == 3
+        assert state.serve(one) == (LightState.LIGHT, REFUSED) and one.skip == 3
 
 
 def test_the_rest_of_a_long_pipeline_is_left_to_an_ordinary_connection() -> None:
     state = Server()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        one = LightConnection(ours, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"a no\r\n\r\n" * 4)
-        assert state.serve(one) == (_State.LIGHT, 4 * REFUSED)
+        assert state.serve(one) == (LightState.LIGHT, 4 * REFUSED)
         theirs.send(b"a no\r\n\r\n" * 4 + b"b no\r\n\r\nc")
-        assert state.serve(one) == (_State.ORDINARY, 4 * REFUSED)
+        assert state.serve(one) == (LightState.ORDINARY, 4 * REFUSED)
         assert one.data == b"b no\r\n\r\nc" and not one.passed and len(state.refused) == 8
 
 
@@ -289,9 +290,9 @@ def test_a_body_of_ordinary_size_is_refused_with_its_head() -> None:
     state = Server()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        one = LightConnection(ours, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"no close +10000\r\nContent-Length: 10000\r\n\r\n" + bytes(10_000))
-        assert state.serve(one) == (_State.CLOSED, REFUSED)
+        assert state.serve(one) == (LightState.CLOSED, REFUSED)
 
 
 class Held(HeadTurns):
@@ -386,6 +387,34 @@ def test_accepting_and_reading_take_limited_time_per_iteration(monkeypatch: pyte
     run(main)
 
 
+def test_late_connections_end_a_few_per_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of clients that send nothing are late at the same time."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            self.now += light_connections._TURN_SECONDS / 3
+            return self.now
+
+    async def main() -> None:
+        async with serving(head_seconds=0.3) as state:
+            clients = [socket.create_connection(("127.0.0.1", state.port), timeout=10) for _ in range(20)]
+            while state.opened < 20:
+                await asyncio.sleep(0)
+            found = [state.open]
+            while found[-1]:
+                await asyncio.sleep(0)
+                found.append(state.open)
+            assert max(before - after for before, after in itertools.pairwise(found)) <= 3, found
+            for client in clients:
+                assert await asyncio.to_thread(client.makefile("rb").read) == LATE
+                client.close()
+
+    monkeypatch.setattr(light_connections, "time", Clock())
+    run(main)
+
+
 def test_a_chunked_body_is_read_in_small_parts() -> None:
     """Chunks of a byte take 10 us each to parse, so that little of them is handed over at a time."""
     state = Server()
@@ -393,8 +422,11 @@ def test_a_chunked_body_is_read_in_small_parts() -> None:
     for fields, refuse in itertools.product(chunked, (state, None)):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+            one = LightConnection(ours, lambda data, passed: None, ours.close, 0.0)
             sent = b"yes\r\n" + fields + b"\r\n" + b"1\r\na\r\n" * 1500
             theirs.send(sent)
-            assert _serve(one, refuse, lambda head: None, 20.0, ReturningClients()) == (_State.ORDINARY, b"")
+            assert answer_waiting(one, refuse, lambda head: None, 20.0, ReturningClients()) == (
+                LightState.ORDINARY,
+                b"",
+            )
             assert one.data == sent[:2048] and one.passed is (refuse is not None)

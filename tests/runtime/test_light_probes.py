@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 from llmc_runtime.server.http.fair_selector import FairSelector
-from llmc_runtime.server.http.light_connections import _Light, _State
+from llmc_runtime.server.http.light_requests import LightConnection, LightState
 
 from tests.runtime.test_light_connections import PROBED, REFUSED, Server, read, run, serving
 
@@ -39,36 +39,36 @@ def test_a_probe_is_answered_while_nothing_is_refused() -> None:
     state = Server(busy=False)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        one = LightConnection(ours, lambda data, passed: None, ours.close, 0.0)
         theirs.send(b"probe\r\n\r\n")
-        assert state.serve(one) == (_State.LIGHT, PROBED) and one.probing
+        assert state.serve(one) == (LightState.LIGHT, PROBED) and one.probing
         theirs.send(b"probe close\r\n\r\n")
-        assert state.serve(one) == (_State.CLOSED, PROBED)
+        assert state.serve(one) == (LightState.CLOSED, PROBED)
 
 
 def test_refusals_close_new_connections_while_clients_do_not_use_them_again() -> None:
     state = Server()
 
-    def asked(again: bytes) -> tuple[_State, bytes]:
+    def asked(again: bytes) -> tuple[LightState, bytes]:
         ours, theirs = socket.socketpair()
         with ours:
-            one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+            one = LightConnection(ours, lambda data, passed: None, ours.close, 0.0)
             with theirs:
                 theirs.send(b"no +4\r\n\r\nbody")
                 first = state.serve(one)
                 theirs.send(again)
-            if first[0] is _State.LIGHT:
+            if first[0] is LightState.LIGHT:
                 state.serve(one)
         return first
 
-    opened, closed = (_State.LIGHT, REFUSED), (_State.CLOSED, REFUSED)
+    opened, closed = (LightState.LIGHT, REFUSED), (LightState.CLOSED, REFUSED)
     assert asked(b"") == asked(b"no\r\n\r\n") == opened
     found = [asked(b"") for _ in range(100)]
     assert found[:20] == [opened] * 20 and set(found[-32:]) == {opened, closed}
     assert found[-32:].count(opened) == 2, "some stay open, so that clients that return are noticed"
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        one = _Light(ours, lambda data, passed: None, ours.close, 0.0)
+        one = LightConnection(ours, lambda data, passed: None, ours.close, 0.0)
         for data in (b"no +4\r\n\r\n", b"bodyno\r\n\r\n"):
             theirs.send(data)
             assert state.serve(one) == opened, "its body was on its way"

@@ -44,13 +44,13 @@ def test_a_refusal_like_others_of_the_turn_is_the_same_and_is_counted() -> None:
         shed = LoadShedder(server.serving)
         shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
         refused, turn, whole = server.serving.meters._refused, shed.turn([]), head(2, "X-Request-Id: same") + b"{}"
-        assert turn.again(whole) is None, "nothing was refused in this turn"
+        assert turn.repeated(whole) is None, "nothing was refused in this turn"
         first, before = turn(whole[:-2], False), refused["key_limit"]
-        assert first is not None and turn.again(whole) == first.data and refused["key_limit"] == before + 1
+        assert first is not None and turn.repeated(whole) == first.data and refused["key_limit"] == before + 1
         closing, long, new = head(2, "Connection: close"), head(1 << 20), head(2, "X-Other: x")
         assert turn(closing, False) and turn(long, False)
         for unlike in (b"", whole[:-1], whole + b"x", whole + whole, closing + b"{}", long + b"{}", new + b"{}"):
-            assert turn.again(unlike) is None
-        assert shed.turn([]).again(whole) is None, "another turn"
+            assert turn.repeated(unlike) is None
+        assert shed.turn([]).repeated(whole) is None, "another turn"
         for one in links:
             one.close()

@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 import pytest
-from llmc_runtime.server.http.replies import ClientDisconnected, Plain, event, while_connected
+from llmc_runtime.server.http.replies import ClientDisconnected, PlainEvents, event, while_connected
 
 from tests.runtime.served import served
 
@@ -19,7 +19,7 @@ def test_plain_events_are_what_encoding_gives() -> None:
     for key, choice in (("text", {"text": ""}), ("content", {"delta": {"content": ""}})):
         head = {"id": 'x"index":0', "model": '"text":""', "created": 5}
         chunk = {**head, "choices": [{"index": 0, **choice, "finish_reason": None}], "usage": None}
-        plain = Plain(chunk, key)
+        plain = PlainEvents(chunk, key)
         for _ in range(50):
             index, text = random.randrange(300), "".join(random.choices(letters, k=random.randrange(9)))
             one = {"text": text} if key == "text" else {"delta": {"content": text}}

@@ -362,7 +362,7 @@ class Turn:
         self._count(prepared.error.reason or "")
         return self._shedder.answered(prepared, request, last)
 
-    def again(self, data: bytes) -> bytes | None:
+    def repeated(self, data: bytes) -> bytes | None:
         """See refusals.Refuse."""
         end = data.find(b"\r\n\r\n") + 4
         request = self._parsed.get(data[:end])

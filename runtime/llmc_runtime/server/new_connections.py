@@ -6,7 +6,7 @@ from uvicorn.server import ServerState
 
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.light_connections import LightConnections, Refuse
-from llmc_runtime.server.http.plain_errors import late, refusal, too_many
+from llmc_runtime.server.http.plain_errors import closing_response, head_timeout, too_many_connections
 from llmc_runtime.server.protocol import HttpConnection
 
 
@@ -23,7 +23,7 @@ def light_connections(
 
     def full_response() -> bytes:
         limit.on_refused()
-        return refusal(too_many())
+        return closing_response(too_many_connections())
 
     def refusals() -> Refuse | None:
         return shed.turn(state.default_headers) if shed.active else None
@@ -33,7 +33,7 @@ def light_connections(
         capacity=lambda: max(0, limit.maximum - limit.open),
         refusals=refusals,
         on_change=on_change,
-        timeout_response=late(protocol.head_seconds),
+        timeout_response=head_timeout(protocol.head_seconds),
         head_seconds=protocol.head_seconds,
         keep_alive=keep_alive,
         turns=limit.head_turns,

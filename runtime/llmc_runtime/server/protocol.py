@@ -23,7 +23,7 @@ from llmc_runtime.server.http.head_turns import is_probe
 from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.line_patterns import use_linear_patterns
 from llmc_runtime.server.http.lingering_close import Lingering
-from llmc_runtime.server.http.plain_errors import late, refusal, too_many
+from llmc_runtime.server.http.plain_errors import closing_response, head_timeout, too_many_connections
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.load_shedding import LoadShedder
 
@@ -95,11 +95,11 @@ class HttpConnection(H11Protocol):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()
             self._fair.add_client(self._fd)
             self._light = None if self._tls else self.loop.light
-        over = self.limit.enter(self)
-        if over > 0:
+        excess = self.limit.enter(self)
+        if excess > 0:
             self._extra = True
             self.limit.on_refused()
-            if over > self.limit.max_refused:
+            if excess > self.limit.max_refused:
                 transport.abort()
                 return
         self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
@@ -110,7 +110,7 @@ class HttpConnection(H11Protocol):
             self.limit.body_turns.leave(self)
             return
         if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
-            self._refuse(too_many())
+            self._refuse(too_many_connections())
             return
         if self._rest:
             self._rest += data
@@ -362,7 +362,7 @@ class HttpConnection(H11Protocol):
     def _reject_body(self, error: ApiError) -> None:
         """Close the connection, which ends its request: its chunks are malformed, or a line is too long."""
         if not (self.cycle.response_started or self.transport.is_closing()):
-            self.transport.write(refusal(error))
+            self.transport.write(closing_response(error))
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         self.transport.close()
@@ -381,7 +381,7 @@ class HttpConnection(H11Protocol):
         if self.limit.head_turns.waits(self):
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_timeout)
         elif self._idle and not self.transport.is_closing():
-            self.transport.write(late(self.head_seconds))
+            self.transport.write(head_timeout(self.head_seconds))
             self.transport.close()
 
     def _cancel_head_timer(self) -> None:
@@ -391,5 +391,5 @@ class HttpConnection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error without the parser, and close the connection."""
-        self.transport.write(refusal(error))
+        self.transport.write(closing_response(error))
         self.transport.close()

@@ -122,10 +122,10 @@ class Guard:
             await receive()
             return await send({"type": "websocket.close", "code": 1008})
         headers = dict(reversed(scope["headers"]))  # the first of several headers with a name is used
-        name = headers.get(b"x-request-id", b"")
-        scope["llmc.id"] = name.decode() if REQUEST_ID.fullmatch(name) else uuid.uuid4().hex
+        request_id = headers.get(b"x-request-id", b"")
+        scope["llmc.id"] = request_id.decode() if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
 
-        async def named(message: Message) -> None:
+        async def with_request_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", scope["llmc.id"].encode())]
             await send(message)
@@ -135,8 +135,8 @@ class Guard:
             self._refuse(scope)
         except ApiError as e:
             record_error(scope, e)
-            return await as_error(e, scope["path"])(scope, receive, named)
-        return await self._app(scope, receive, named)
+            return await as_error(e, scope["path"])(scope, receive, with_request_id)
+        return await self._app(scope, receive, with_request_id)
 
     def lane_of(self, head: bytes) -> str:
         """Return an identifier of the valid API key in the beginning of a head; "" if there is none."""
@@ -151,15 +151,16 @@ class Guard:
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Check the host, headers and key, and set `llmc.key` and `llmc.admin` in the scope. Raises ApiError."""
-        raw = scope["headers"]
-        if len(raw) > self._limits.header_count or sum(len(k) + len(v) for k, v in raw) > self._limits.headers:
+        raw_headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in raw_headers)
+        if len(raw_headers) > self._limits.header_count or size > self._limits.headers:
             cause = f"send at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
             raise ApiError(cause, status=431, code="headers_too_large")
         if not scope.get("http_version", "1.1").startswith("1."):
             close = {"Connection": "close"}
             raise ApiError("only HTTP/1.0 and HTTP/1.1 are supported", status=505, code="http_version", headers=close)
-        if len(headers) < len(raw):
-            _check_single(raw)
+        if len(headers) < len(raw_headers):
+            _check_single(raw_headers)
         if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
             close = {"Connection": "close"}
             raise ApiError("send Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
@@ -179,7 +180,7 @@ class Guard:
         if not len(self._keys) or scope["method"] in self._open.get(path, ()):
             return
         page = path == PAGE and scope["method"] in _READS
-        name = self._keys.name_of(_of_basic(authorization) if page else authorization)
+        name = self._keys.name_of(_basic_to_bearer(authorization) if page else authorization)
         if name is None:
             raise _unknown_key('Basic realm="llmc: the password is an API key"' if page else "Bearer")
         scope["llmc.key"] = name
@@ -220,7 +221,7 @@ def _unknown_key(challenge: str = "Bearer") -> ApiError:
     return ApiError(cause, status=401, code="invalid_api_key", headers={"WWW-Authenticate": challenge})
 
 
-def _of_basic(authorization: bytes) -> bytes:
+def _basic_to_bearer(authorization: bytes) -> bytes:
     """Convert HTTP Basic credentials to a Bearer header with the password as the key. Other headers are unchanged."""
     scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() != b"basic":
@@ -237,8 +238,8 @@ async def read_body(request: Request, limits: Limits, budget: BodyBudget) -> Bod
         raise ApiError(
             "Content-Encoding is not supported: send the body unencoded", status=415, code="unsupported_media_type"
         )
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
         raise ApiError("Content-Type has to be application/json", status=415, code="unsupported_media_type")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdecimal() and int(length[:19]) > limits.body:

@@ -83,7 +83,7 @@ class UnsentResponses:
         self.used += size
         while self.used > self.maximum:
             heaviest = self._by_key.heaviest
-            longest = next(one for one, (key, _) in self._waiting.items() if key == heaviest)
+            longest = next(connection for connection, (key, _) in self._waiting.items() if key == heaviest)
             self.remove(longest)
             longest.evict()
 
@@ -132,12 +132,12 @@ class ConnectionLimit:
     def enter(self, connection: Connection) -> int:
         """Count a new connection, for which an idle one may be closed. Returns by how many the limit is exceeded."""
         self.open += 1
-        over = self.open - len(self._evicted) - self.maximum
-        if over > 0 and self._evict():
-            over -= 1
-        if over <= 0:
+        excess = self.open - len(self._evicted) - self.maximum
+        if excess > 0 and self._evict():
+            excess -= 1
+        if excess <= 0:
             self._unknown[connection] = None
-        return over
+        return excess
 
     def _evict(self) -> bool:
         """Close an idle connection. Returns False without one."""
@@ -180,12 +180,12 @@ def set_descriptor_limit(requested: int | None) -> int:
     connections need more descriptors than the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = (requested or MAX_CONNECTIONS) + _MAX_REFUSED + _RESERVED
-    if soft != resource.RLIM_INFINITY and soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+    needed = (requested or MAX_CONNECTIONS) + _MAX_REFUSED + _RESERVED
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < need and requested is not None:
-            cause = f"{requested} connections need {need} file descriptors, the limit is {hard}"
+        if soft < needed and requested is not None:
+            cause = f"{requested} connections need {needed} file descriptors, the limit is {hard}"
             raise LlmcError("E667", cause, f"--max-connections {allowed(hard)[0]}, or a higher ulimit -n")
         return min(requested or MAX_CONNECTIONS, allowed(soft)[0])
     return requested or MAX_CONNECTIONS
@@ -198,8 +198,8 @@ def allocate_descriptors(connections: int) -> None:
     (an RCU grace period). In the event loop, that would delay the tokens of all streams.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = connections + _MAX_REFUSED + _RESERVED
-    last = (need if soft == resource.RLIM_INFINITY else min(need, soft)) - 1
+    needed = connections + _MAX_REFUSED + _RESERVED
+    last = (needed if soft == resource.RLIM_INFINITY else min(needed, soft)) - 1
     with open(os.devnull, "rb") as null:
         os.close(fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, last))
 

@@ -27,7 +27,7 @@ _FIELDS: Mapping[str, str | None] = MappingProxyType(
 )
 MESSAGES_PATH = "/v1/messages"  # its errors, and those of paths below, have the format of its API
 # The types of errors in the format of the Messages API, by status.
-_NAMED: Mapping[int, str] = MappingProxyType(
+_MESSAGES_API_TYPES: Mapping[int, str] = MappingProxyType(
     {
         401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
         429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -62,15 +62,15 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def named_body(error: ApiError) -> dict[str, Any]:
+def messages_api_body(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of the Messages API: {"type": "error", "error": {type, message}}."""
-    kind = _NAMED.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    kind = _MESSAGES_API_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def body_of(error: ApiError, path: str) -> dict[str, Any]:
     """Return the body of an error in the format that clients of this path expect."""
-    return named_body(error) if path.startswith(MESSAGES_PATH) else error.body()
+    return messages_api_body(error) if path.startswith(MESSAGES_PATH) else error.body()
 
 
 def to_api_error(error: LlmcError, prompt_param: str) -> ApiError:

@@ -39,9 +39,9 @@ class ServerLoop(asyncio.SelectorEventLoop):
     """
 
     handshake_seconds = 10.0
-    goodbye_seconds = 2.0  # for a client to end TLS after the server has; asyncio's 30 s would keep its descriptor open
+    tls_shutdown_seconds = 2.0  # for a client to end TLS after the server has; asyncio's 30 s would keep descriptors
     tls_buffer = 4 << 10  # bytes decrypted at a time: as new keys they take 4 ms, see tls.BoundedTls
-    at_once = 256  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
+    max_accepted = 256  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
     light: LightConnections | None = None  # takes new connections without TLS
 
     _ready: deque[asyncio.Handle]  # asyncio's callbacks to run
@@ -49,11 +49,11 @@ class ServerLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.fair = FairSelector()
         self._first, self._first_ready = set[int](), epoll()  # descriptors of the first readers
-        self._look = asyncio.Handle(self._run_first, (), self)
-        self._look_at = 0.0  # when to look at the first readers next
+        self._look_at = 0.0  # when to look at them next
         self.handshakes_allowed: Callable[[], int] = lambda: MIN_HANDSHAKES
         self._handshakes = OrderedDict[Any, None]()  # transports, the oldest first
         super().__init__(self.fair)
+        self._look = asyncio.Handle(self._run_first, (), self)
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
         """Extend asyncio's method: the reader is one of the first."""
@@ -109,13 +109,13 @@ class ServerLoop(asyncio.SelectorEventLoop):
         """Extend asyncio's method for a bound `sock`; `backlog` is the length of the accept queue."""
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = self.handshake_seconds
-            options["ssl_shutdown_timeout"] = self.goodbye_seconds
-        waiting, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
-        few = self.at_once if soft == resource.RLIM_INFINITY else max(1, min(8, soft // 16))
-        few = few if options.get("ssl") is None else min(few, _TLS_AT_ONCE)
+            options["ssl_shutdown_timeout"] = self.tls_shutdown_seconds
+        backlog, (soft, _) = options.pop("backlog", 100), resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = self.max_accepted if soft == resource.RLIM_INFINITY else max(1, min(8, soft // 16))
+        limit = limit if options.get("ssl") is None else min(limit, _TLS_AT_ONCE)
         self.fair.add_client(options["sock"].fileno())
-        server = await super().create_server(*args, **options, backlog=few)
-        options["sock"].listen(waiting)  # asyncio uses one number for both
+        server = await super().create_server(*args, **options, backlog=limit)
+        options["sock"].listen(backlog)  # asyncio uses one number for both
         return server
 
     def _accept_connection(
@@ -123,7 +123,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
     ) -> None:
         """Extend asyncio's method, which accepts waiting connections, by light connections."""
         promote = partial(self._promote, factory, server)
-        if self.light is None or sslcontext is not None or not self.light.accept(sock, promote, self.at_once):
+        if self.light is None or sslcontext is not None or not self.light.accept(sock, promote, self.max_accepted):
             super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
 
     def _stop_serving(self, sock: socket.socket) -> None:
@@ -132,7 +132,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
         super()._stop_serving(sock)  # type: ignore[misc]
         self.fair.remove_client(fd)
 
-    def _promote(self, factory: Any, server: Any, conn: socket.socket, address: Any, data: bytes, passed: bool) -> None:
+    def _promote(self, factory: Any, server: Any, sock: socket.socket, address: Any, data: bytes, passed: bool) -> None:
         """Make an accepted socket an ordinary connection, which begins with `data`.
 
         Its protocol gets the attribute `granted`, and `passed` if that is true.
@@ -148,16 +148,16 @@ class ServerLoop(asyncio.SelectorEventLoop):
             if data and not protocol.transport.is_closing():
                 protocol.data_received(data)
 
-        conn.setblocking(False)
+        sock.setblocking(False)
         extra = {"peername": address}
-        self.create_task(self._accept_connection2(created, conn, extra, None, server))  # type: ignore[attr-defined]
+        self.create_task(self._accept_connection2(created, sock, extra, None, server))  # type: ignore[attr-defined]
 
     def _make_ssl_transport(self, sock: socket.socket, *args: Any, **options: Any) -> Any:
         """Create the transport with a smaller buffer than asyncio's 256 KiB per connection, to save memory and time."""
         fd = sock.fileno()
         self.fair.add_handshake(fd)
         transport = super()._make_ssl_transport(sock, *args, **options)  # type: ignore[misc]
-        _uncycle(self._transports[fd])  # type: ignore[attr-defined]
+        _use_weak_callback(self._transports[fd])  # type: ignore[attr-defined]
         self._handshakes[transport] = None
         options["waiter"].add_done_callback(partial(self._end_handshake, transport, fd))
         while len(self._handshakes) > self.handshakes_allowed():
@@ -171,7 +171,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
     def _make_socket_transport(self, sock: socket.socket, *args: Any, **options: Any) -> Any:
         """Extend asyncio's method."""
         transport = super()._make_socket_transport(sock, *args, **options)  # type: ignore[misc]
-        _uncycle(transport)
+        _use_weak_callback(transport)
         return transport
 
     def _end_handshake(self, transport: Any, fd: int, waiter: asyncio.Future[None]) -> None:
@@ -181,13 +181,13 @@ class ServerLoop(asyncio.SelectorEventLoop):
             self.call_soon(_release, error)  # after it was raised where the loop waits for the handshake
 
 
-def _uncycle(transport: Any) -> None:
+def _use_weak_callback(transport: Any) -> None:
     """Make a socket transport's callback a weak one: asyncio's is a method of the transport, also after an abort."""
     method = weakref.WeakMethod(transport._read_ready_cb)
 
     def read_ready() -> None:
-        if (live := method()) is not None:
-            live()
+        if (callback := method()) is not None:
+            callback()
 
     transport._read_ready_cb = read_ready
 

@@ -86,8 +86,8 @@ class BatchTimer:
 
     def limit(self, timeout: float | None) -> float:
         """Return the timeout of a `select` call that must not miss the next batch."""
-        wait = max(0.0, self._latest - time.monotonic())
-        return wait if timeout is None else min(timeout, wait)
+        remaining = max(0.0, self._latest - time.monotonic())
+        return remaining if timeout is None else min(timeout, remaining)
 
 
 class FairSelector(selectors.BaseSelector):
@@ -194,8 +194,8 @@ class FairSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> Events:
         """See selectors.BaseSelector. While clients are polled in batches, it may return early and without events."""
-        long = time.monotonic() - self._returned > LONG_SECONDS
-        self._most_bodies = 1 if long else min(MAX_BODIES, self._most_bodies + 1)
+        slow = time.monotonic() - self._returned > LONG_SECONDS
+        self._most_bodies = 1 if slow else min(MAX_BODIES, self._most_bodies + 1)
         self._set_batching(self.batches.active())
         if self.batching:
             ready = self._main.poll(self.batches.limit(timeout))
@@ -220,9 +220,9 @@ class FairSelector(selectors.BaseSelector):
 
     def _ready_clients(self) -> list[tuple[int, int]]:
         """Return descriptors of clients with their events, up to the limits of one call."""
-        most = MAX_BATCH_CLIENTS if self.batching else MAX_CLIENTS
-        clients, bodies = self._clients.poll(0, most), self._bodies.poll(0, self._most_bodies)
-        self.batches.polled(more=bool(bodies) or len(clients) == most)
+        limit = MAX_BATCH_CLIENTS if self.batching else MAX_CLIENTS
+        clients, bodies = self._clients.poll(0, limit), self._bodies.poll(0, self._most_bodies)
+        self.batches.polled(more=bool(bodies) or len(clients) == limit)
         return clients + bodies
 
     def _events(self, ready: list[tuple[int, int]]) -> Events:

@@ -136,12 +136,12 @@ class HeadTurns:
     def _turn(self) -> None:
         """Begin a new iteration: parse heads that wait, of each lane in turn."""
         now = time.monotonic()
-        long = now - self._turned > ITERATION_SECONDS
+        slow = now - self._turned > ITERATION_SECONDS
         if self._held_back:
             self._maximum, self._held_back = int(self._num_held % HELD_ITERATIONS == 0), False
             self._num_held += 1
         else:
-            self._maximum = max(MIN_HEADS, self._maximum // 2) if long else min(MAX_HEADS, self._maximum + 1)
+            self._maximum = max(MIN_HEADS, self._maximum // 2) if slow else min(MAX_HEADS, self._maximum + 1)
         self._begun, self._begun_probes, self._spent, self._turned = 0, 0, 0.0, now
         self._next = asyncio.get_running_loop().call_soon(self._turn) if self._waiting else None
         while (probes := self._lanes.get(_PROBE_LANE)) and self._may_begin(True):

@@ -19,7 +19,6 @@ client on the same machine, which costs several times as much as sending to one 
 from __future__ import annotations
 
 import asyncio
-import enum
 import socket
 import time
 from collections.abc import Callable
@@ -29,13 +28,11 @@ from itertools import islice
 
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.head_turns import HeadTurns
-from llmc_runtime.server.http.light_sockets import accept_waiting, receive_now, send_now
+from llmc_runtime.server.http.light_requests import LightConnection, LightState, answer_waiting, refuse_repeated
+from llmc_runtime.server.http.light_sockets import accept_waiting, send_now
 from llmc_runtime.server.http.refusals import Probe, Refuse
 from llmc_runtime.server.http.returning_clients import ReturningClients
 
-_READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
-_MAX_READS = 16  # per turn of a connection, so that connections alternate
-_MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
 _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
 _QUEUE_SECONDS = 0.002  # time of accepting if connections were left waiting in the iteration before
@@ -45,33 +42,10 @@ Promote = Callable[[socket.socket, object, bytes, bool], object]
 
 
 @dataclass(eq=False, slots=True)
-class _Light:
-    """The state of a light or lent connection.
-
-    `sock` may be in blocking mode. `promote(data, passed)` makes it an ordinary connection (again), which begins with
-    `data`; `passed`: load shedding has checked the head of the next request, which may be served. `close` ends
-    the connection, at `deadline` (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
-    """
-
-    sock: socket.socket
-    promote: Callable[[bytes, bool], object]
-    close: Callable[[], object]
-    deadline: float
-    lent: bool = False
-    used: bool = False  # whether a request was refused, or a probe answered
-    fresh: bool = True  # whether nothing was sent after the first refusal so far
-    probing: bool = False  # whether the latest request was a health probe
-    first: bool = False  # whether the selector serves it first for that
-    skip: int = 0
-    data: bytes = b""  # the arguments of `promote`
-    passed: bool = False
-
-
-@dataclass(eq=False, slots=True)
 class _Begun:
     """A light connection that has begun a request, and becomes an ordinary one when it is its turn."""
 
-    light: _Light
+    light: LightConnection
     convert: Callable[[_Begun], None]
     reconsider: Callable[[_Begun], None]
 
@@ -88,14 +62,6 @@ class _Begun:
     def refuse(self, data: bytes) -> None:
         """See head_turns.Connection."""
         self.reconsider(self)
-
-
-class _State(enum.Enum):
-    """The state of a light connection after its data was handled: it stays, is promoted, or is closed."""
-
-    LIGHT = enum.auto()
-    ORDINARY = enum.auto()
-    CLOSED = enum.auto()
 
 
 class LightConnections:
@@ -126,10 +92,10 @@ class LightConnections:
         self._capacity, self._refusals, self._probe, self._on_change = capacity, refusals, probe, on_change
         self._timeout_response, self._full_response = timeout_response, full_response
         self._head_seconds, self._keep_alive, self._turns = head_seconds, keep_alive, turns
-        self._watched: dict[int, _Light] = {}  # by descriptor
+        self._watched: dict[int, LightConnection] = {}  # by descriptor
         self._ready: dict[int, None] = {}  # descriptors of those that have sent something, the first first
         self._begun: set[_Begun] = set()
-        self._returns = ReturningClients()
+        self._returning = ReturningClients()
         self._queued = False  # whether connections were left waiting to be accepted
         self._next: asyncio.Handle | None = None  # the call of _turn in the next iteration
         self._sweeping: asyncio.TimerHandle | None = None
@@ -139,8 +105,8 @@ class LightConnections:
     def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
         """Accept up to `count` connections that wait at `listener`, within the capacity.
 
-        `promote` takes a socket, the address of its peer, `data` and `passed` (see _Light). Returns False if asyncio
-        has to accept further connections.
+        `promote` takes a socket, the address of its peer, `data` and `passed` (see LightConnection). Returns False if
+        asyncio has to accept further connections.
         """
         allowed, accepted, failed = min(count, self._capacity()), 0, False
         deadline, waiting = self._loop.time() + self._head_seconds, True
@@ -149,8 +115,11 @@ class LightConnections:
             step = min(_STEP, allowed - accepted)
             found, failed = accept_waiting(listener, step)
             accepted, waiting = accepted + len(found), len(found) == step
-            for light, state in self._served(
-                [_Light(conn, partial(promote, conn, address), conn.close, deadline) for conn, address in found]
+            for light, state in self._respond(
+                [
+                    LightConnection(sock, partial(promote, sock, address), sock.close, deadline)
+                    for sock, address in found
+                ]
             ):
                 self._add(light, state)
         self._queued = waiting and accepted > 0
@@ -164,7 +133,9 @@ class LightConnections:
         `close` ends the connection, which must call `take_back` as it ends.
         """
         self._watch(
-            _Light(sock, promote, close, self._loop.time() + self._keep_alive, lent=True, used=True, fresh=False)
+            LightConnection(
+                sock, promote, close, self._loop.time() + self._keep_alive, lent=True, used=True, fresh=False
+            )
         )
 
     def take_back(self, fd: int) -> None:
@@ -182,7 +153,7 @@ class LightConnections:
             self._release(light)
             light.close()
             return True
-        begun = next((one for one in self._turns.latest_of_longest() if one in self._begun), None)
+        begun = next((waiting for waiting in self._turns.latest_of_longest() if waiting in self._begun), None)
         if not isinstance(begun, _Begun):
             return False
         self._turns.leave(begun)
@@ -207,17 +178,17 @@ class LightConnections:
             self._sweeping.cancel()
             self._sweeping = None
 
-    def _add(self, light: _Light, state: _State) -> None:
+    def _add(self, light: LightConnection, state: LightState) -> None:
         """Watch, promote or close a connection that is neither watched nor counted."""
-        if state is not _State.LIGHT:
-            self._end(light, state)
+        if state is not LightState.LIGHT:
+            self._close_or_promote(light, state)
             return
         self._watch(light)
         self._on_change(1)
         if not light.used:
             self._fair.batches.expect()
 
-    def _watch(self, light: _Light) -> None:
+    def _watch(self, light: LightConnection) -> None:
         """Wait for the next request."""
         fd = light.sock.fileno()
         self._watched[fd] = light
@@ -227,12 +198,12 @@ class LightConnections:
         if self._sweeping is None:
             self._sweeping = self._loop.call_later(self._sweep_seconds, self._sweep)
 
-    def _serve_first(self, light: _Light) -> None:
+    def _serve_first(self, light: LightConnection) -> None:
         """Have the selector serve a watched connection first if its latest request was a probe."""
         light.first = light.probing
         self._fair.set_probing(light.sock.fileno(), light.probing)
 
-    def _release(self, light: _Light) -> None:
+    def _release(self, light: LightConnection) -> None:
         self.take_back(light.sock.fileno())
         if not light.lent:
             self._on_change(-1)
@@ -250,16 +221,16 @@ class LightConnections:
             fds = list(islice(self._ready, _STEP))
             for fd in fds:
                 del self._ready[fd]
-            for light, state in self._served([light for fd in fds if (light := self._watched.get(fd)) is not None]):
-                if state is not _State.LIGHT:
+            for light, state in self._respond([light for fd in fds if (light := self._watched.get(fd)) is not None]):
+                if state is not LightState.LIGHT:
                     self._release(light)
-                    self._end(light, state)
+                    self._close_or_promote(light, state)
         if self._ready:
             self._next = self._loop.call_soon(self._turn)
 
-    def _end(self, light: _Light, state: _State) -> None:
+    def _close_or_promote(self, light: LightConnection, state: LightState) -> None:
         """Close or promote a connection that is not watched."""
-        if state is _State.CLOSED:
+        if state is LightState.CLOSED:
             light.close()
         elif light.lent:
             light.promote(light.data, light.passed)
@@ -281,26 +252,26 @@ class LightConnections:
         """Refuse the request of a connection that has waited for its turn."""
         self._begun.remove(begun)
         self._on_change(-1)
-        for light, state in self._served([begun.light]):
+        for light, state in self._respond([begun.light]):
             self._add(light, state)
 
-    def _served(self, lights: list[_Light]) -> list[tuple[_Light, _State]]:
+    def _respond(self, lights: list[LightConnection]) -> list[tuple[LightConnection, LightState]]:
         """Refuse the requests that have arrived on these connections, or answer probes, and send the responses."""
         if not lights:
             return []
         refuse, deadline, refused = self._refusals(), self._loop.time() + self._keep_alive, 0
         results, states = [], []
         for light in lights:
-            if response := _refused_again(light, refuse, deadline):
-                results.append((light, _State.LIGHT, response))
+            if response := refuse_repeated(light, refuse, deadline):
+                results.append((light, LightState.LIGHT, response))
             else:
-                results.append((light, *_serve(light, refuse, self._probe, deadline, self._returns)))
+                results.append((light, *answer_waiting(light, refuse, self._probe, deadline, self._returning)))
         for light, state, response in results:
             if response:
                 refused += not light.probing
                 if light.probing is not light.first and light.sock.fileno() in self._watched:
                     self._serve_first(light)
-                state = state if send_now(light.sock, response, state is _State.CLOSED) else _State.CLOSED
+                state = state if send_now(light.sock, response, state is LightState.CLOSED) else LightState.CLOSED
             states.append((light, state))
         if refused:
             self._fair.batches.refused(refused)
@@ -318,86 +289,3 @@ class LightConnections:
             light.close()
         seconds = 0.0 if late else self._sweep_seconds
         self._sweeping = self._loop.call_later(seconds, self._sweep) if self._watched else None
-
-
-def _refused_again(light: _Light, refuse: Refuse | None, deadline: float) -> bytes | None:
-    """Return the refusal of a request on a kept connection that is like others of the turn; most are under overload.
-    For anything else, leave what was read to `_serve`, and return None."""
-    if refuse is None or light.fresh or light.probing or light.skip or light.data:
-        return None
-    try:
-        data = light.sock.recv(_READ, socket.MSG_DONTWAIT)
-    except OSError:
-        return None
-    response = refuse.again(data)
-    if response is None:
-        light.data = data
-        return None
-    light.deadline = deadline
-    return response
-
-
-def _serve(
-    light: _Light, refuse: Refuse | None, probe: Probe, deadline: float, returns: ReturningClients
-) -> tuple[_State, bytes]:
-    """Take the requests that are refused, and probes, up to the first that must be served. Return the responses.
-
-    `deadline` is that of the next request.
-    """
-    responses = b""
-    try:
-        for _ in range(_MAX_READS):
-            data, light.data = light.data, b""
-            data = data or light.sock.recv(_READ, socket.MSG_DONTWAIT)
-            if light.used and light.fresh:
-                light.fresh = False
-                returns.saw(bool(data))
-            if not data:
-                return _State.CLOSED, responses
-            state, response = _refused(light, data, refuse, probe, deadline, returns)
-            responses += response
-            if state is not _State.LIGHT:
-                return state, responses
-            if len(data) < _READ:
-                break  # most clients wait for the response, so there is nothing to read; if there is, epoll reports it
-    except (BlockingIOError, InterruptedError):
-        pass
-    except OSError:
-        return _State.CLOSED, b""
-    return _State.LIGHT, responses
-
-
-def _refused(
-    light: _Light, data: bytes, refuse: Refuse | None, probe: Probe, deadline: float, returns: ReturningClients
-) -> tuple[_State, bytes]:
-    """Take the refused requests and the probes at the start of `data`. Return the responses.
-
-    `light.data` is set to what remains.
-    """
-    responses, requests = b"", 0
-    while data:
-        if light.skip:
-            skipped = min(light.skip, len(data))
-            light.skip, data = light.skip - skipped, data[skipped:]
-            continue
-        end = data.find(b"\r\n\r\n") + 4
-        full = requests == _MAX_REQUESTS
-        checks = refuse is not None and end >= 4 and not full
-        refusal, missing = probe(data[:end]) if end >= 4 and not full else None, 0
-        if refusal is None and refuse is not None and checks:
-            whole = end < len(data) < _READ  # with its body, as far as one can tell
-            refusal = refuse(data[:end], whole and light.fresh and not light.used and returns.next_closes())
-        if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
-            data += receive_now(light.sock, missing)
-        if refusal is None or (refusal.closes and refusal.length > len(data) - end):
-            light.data, light.passed = data, refusal is None and checks
-            return _State.ORDINARY, responses
-        responses += refusal.data
-        if refusal.closes:
-            return _State.CLOSED, responses
-        light.used, light.probing, light.deadline = True, refusal.is_probe, deadline
-        if missing == 0:  # most clients wait for the response
-            return _State.LIGHT, responses
-        light.skip, data = refusal.length, data[end:]
-        requests += 1
-    return _State.LIGHT, responses

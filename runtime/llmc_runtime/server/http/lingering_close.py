@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = 2.0  # for the client to stop sending
+LINGER_SECONDS = 2.0  # for the client to stop sending
 MAX_LINGERING = 16  # concurrent connections that linger: discarding data costs processor time
 _READ = 256 << 10  # bytes discarded at a time
 
@@ -41,7 +41,7 @@ class Lingering:
         return self.lingers or self._inner.is_closing()
 
     def close(self) -> None:
-        """Close for writing. The connection itself is closed when the client closes it, or after SECONDS."""
+        """Close for writing. The connection itself is closed when the client closes it, or after LINGER_SECONDS."""
         if self.is_closing():
             return
         if self._count.used >= MAX_LINGERING or not (self._unread() and self._inner.can_write_eof()):
@@ -56,7 +56,7 @@ class Lingering:
         self._count.used += 1
         self._inner.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
         self._inner.resume_reading()
-        asyncio.get_running_loop().call_later(SECONDS, self._inner.close)
+        asyncio.get_running_loop().call_later(LINGER_SECONDS, self._inner.close)
 
     def end(self) -> None:
         """Decrement the count once the connection is closed, and break cycles of references.

@@ -27,7 +27,7 @@ class Refuse(Protocol):
         """Return the refusal of a request, whose connection is to be closed if it is the `last`; None if the request
         may be served."""
 
-    def again(self, data: bytes, /) -> bytes | None:
+    def repeated(self, data: bytes, /) -> bytes | None:
         """Return the response to `data` if that is one whole request, refused like an earlier one of the turn, whose
         connection stays open; None for anything else. This takes a fraction of the time of a call."""
 

@@ -59,7 +59,7 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\n" + event(value)
 
 
-def _before(value: dict[str, Any]) -> bytes:
+def _event_prefix(value: dict[str, Any]) -> bytes:
     """Return what precedes the data of an event; an object with a field `type` is a named event."""
     return b"event: %b\ndata: " % value["type"].encode() if "type" in value else b"data: "
 
@@ -76,12 +76,12 @@ async def as_answer(
     async for part in parts:
         first += part
         if len(first) > _MAX_UNCHUNKED:
-            return JsonStream(_again(bytes(first), parts), on_disconnect, on_sent)
+            return JsonStream(_with_first(bytes(first), parts), on_disconnect, on_sent)
     on_sent()
     return Response(bytes(first), media_type="application/json")
 
 
-async def _again(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_first(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
     async for part in rest:
         yield part
@@ -104,7 +104,7 @@ class Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         try:
-            await while_connected(receive, _apart(self._send(send, scope.get("llmc.part"))))
+            await while_connected(receive, _in_own_task(self._send(send, scope.get("llmc.part"))))
         except ClientDisconnected:
             self._on_disconnect()
         finally:
@@ -175,11 +175,11 @@ class JsonSlices(Response):
             self._on_sent()
 
 
-class Final(bytes):
+class LastEvents(bytes):
     """The last events of a stream, which are sent together with its end."""
 
 
-class Plain:
+class PlainEvents:
     """Encodes events of a stream that differ only in an index and a text; everything else is encoded once.
 
     `example` is such a chunk. Its only choice has the index 0 and contains an empty string under `key`.
@@ -221,12 +221,12 @@ class Events(Stream):
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
-                    if isinstance(chunk, Final):
+                    if isinstance(chunk, LastEvents):
                         tail = chunk
                     elif isinstance(chunk, bytes):
                         await write(chunk)
                     elif is_lazy(chunk):
-                        async for part in self._encoding.parts(chunk, _before(chunk), b"\n\n"):
+                        async for part in self._encoding.parts(chunk, _event_prefix(chunk), b"\n\n"):
                             await write(part)
                     else:
                         await write(encoded := event(chunk))
@@ -283,7 +283,9 @@ def code_location(error: BaseException | None) -> str:
     if error is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
-    return f": {type(error).__name__} at " + " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[::-1])
+    return f": {type(error).__name__} at " + " < ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[::-1]
+    )
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -315,7 +317,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(watcher, return_exceptions=True)
 
 
-async def _apart(work: Coroutine[Any, Any, T]) -> T:
+async def _in_own_task(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which runs in a task of its own: each token of a stream wakes its task, which then
     passes the frames of the stream, and not those of the application around it. Cancelling cancels the task."""
     return await asyncio.create_task(work)

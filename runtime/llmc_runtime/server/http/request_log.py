@@ -112,10 +112,10 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        at = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        local_time = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         fields = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())
         message = f"{record.getMessage()}{_exception(record)}"[:_MAX_LINE]
-        return printable(f"{at} {record.levelname} {record.name}: {message}{fields}")
+        return printable(f"{local_time} {record.levelname} {record.name}: {message}{fields}")
 
 
 class JsonFormatter(logging.Formatter):
@@ -123,8 +123,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        head = {"time": at, "level": record.levelname.lower(), "logger": record.name}
+        utc = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        head = {"time": utc, "level": record.levelname.lower(), "logger": record.name}
         message = (record.getMessage() + _exception(record))[:_MAX_LINE]
         return json.dumps({**head, "message": message, **_fields(record)})
 
@@ -181,14 +181,14 @@ class Record:
     def fields(self) -> dict[str, Any]:
         """Return the fields known so far."""
         status = self.status if self.complete else CLIENT_CLOSED_REQUEST
-        fields: dict[str, Any] = {"status": status, "duration_ms": _ms(time.monotonic() - self._began)}
+        fields: dict[str, Any] = {"status": status, "duration_ms": _milliseconds(time.monotonic() - self._began)}
         if self._id is not None:
             fields |= {
                 "id": self._id, "prompt_tokens": self._prompt, "cached_tokens": sum(self._cached.values()),
                 "output_tokens": self._output, "finish_reason": ",".join(self._reasons) or None,
             }  # fmt: skip
         if self._first is not None:
-            fields["ttft_ms"] = _ms(self._first - self._began)
+            fields["ttft_ms"] = _milliseconds(self._first - self._began)
         return fields | {"error": self._error}
 
 
@@ -202,28 +202,28 @@ class RefusalLog:
     LINES = 10
 
     def __init__(self, lines: bool = True) -> None:
-        self.lines, self._left = lines, self.LINES
-        self._more: Counter[str] = Counter()
-        self._second: asyncio.TimerHandle | None = None
+        self.lines, self._lines_left = lines, self.LINES
+        self._unlogged: Counter[str] = Counter()
+        self._second_timer: asyncio.TimerHandle | None = None
 
     def take(self, reason: str) -> bool:
         """Count a refusal and return whether to log it individually. Must be called in an event loop."""
         if not self.lines:
             return False
-        if self._second is None:
-            self._second = asyncio.get_running_loop().call_later(1.0, self._end)
-        if self._left:
-            self._left -= 1
+        if self._second_timer is None:
+            self._second_timer = asyncio.get_running_loop().call_later(1.0, self._end)
+        if self._lines_left:
+            self._lines_left -= 1
             return True
-        self._more[reason] += 1
+        self._unlogged[reason] += 1
         return False
 
     def _end(self) -> None:
-        self._second, self._left = None, self.LINES
-        if self._more:
-            fields = {"requests": self._more.total(), **self._more}
+        self._second_timer, self._lines_left = None, self.LINES
+        if self._unlogged:
+            fields = {"requests": self._unlogged.total(), **self._unlogged}
             log.warning("more requests were refused", extra={"fields": fields})
-            self._more = Counter()
+            self._unlogged = Counter()
 
 
 class Tracer(Protocol):
@@ -311,5 +311,5 @@ def _quoted(value: Any) -> str:
     return str(value) if plain else json.dumps(value)
 
 
-def _ms(seconds: float) -> float:
+def _milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 3)

@@ -120,11 +120,11 @@ class BoundedTls(ssl.SSLObject):
             if self._handshake < 0:
                 raise ssl.SSLError("the handshake of the client is too long")
 
-    def read(self, most: int = 1024, buffer: Any = None) -> Any:
+    def read(self, size_limit: int = 1024, buffer: Any = None) -> Any:
         """See ssl.SSLObject. Raises SSLError if the client has sent too much that is no data."""
         before, size = self._incoming.pending, 0
         try:
-            data = super().read(most, buffer)
+            data = super().read(size_limit, buffer)
             size = data if isinstance(data, int) else len(data)
             return data
         finally:
@@ -151,14 +151,14 @@ class ReloadingContext(ssl.SSLContext):
         A certificate and its key are not replaced at the same instant, so changed files are loaded only when they are
         unchanged since the check before. If they cannot be used, the error is logged and the previous context stays.
         """
-        used = before = _marks(self.tls)
+        loaded = previous = _file_versions(self.tls)
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
-            now = _marks(self.tls)
-            if now != used and now == before:
-                used = now
+            current = _file_versions(self.tls)
+            if current != loaded and current == previous:
+                loaded = current
                 await self._reload()
-            before = now
+            previous = current
 
     async def _reload(self) -> None:
         try:
@@ -179,12 +179,12 @@ def context_of(tls: Tls | None) -> ssl.SSLContext | None:
     return context
 
 
-def _marks(tls: Tls) -> tuple[Any, ...]:
+def _file_versions(tls: Tls) -> tuple[Any, ...]:
     """Identify the current files, following links; None for a file that cannot be read."""
-    return tuple(_mark(path) for path in (tls.certfile, tls.keyfile, tls.ca_certs) if path is not None)
+    return tuple(_file_version(path) for path in (tls.certfile, tls.keyfile, tls.ca_certs) if path is not None)
 
 
-def _mark(path: Path) -> tuple[int, int, int] | None:
+def _file_version(path: Path) -> tuple[int, int, int] | None:
     try:
         stat = path.stat()
     except OSError:

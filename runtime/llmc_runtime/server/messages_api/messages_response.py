@@ -9,7 +9,7 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.call import Call
-from llmc_runtime.server.http.errors import ApiError, named_body, to_api_error
+from llmc_runtime.server.http.errors import ApiError, messages_api_body, to_api_error
 from llmc_runtime.server.http.replies import named_event
 from llmc_runtime.server.messages_api.content_blocks import ContentBlocks
 from llmc_runtime.server.openai.message_tokens import ScoredToken
@@ -38,7 +38,7 @@ class MessagesResponse(NamedEventsResponse):
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event after an error during the stream."""
-        return named_event(named_body(error))
+        return named_event(messages_api_body(error))
 
     def _opening(self) -> Iterator[dict[str, Any]]:
         yield {"type": "message_start", "message": self._document()}

@@ -14,7 +14,7 @@ from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.lazy_json import Lazy
-from llmc_runtime.server.http.replies import Plain
+from llmc_runtime.server.http.replies import PlainEvents
 from llmc_runtime.server.openai.generation_response import (
     Choice,
     GenerationResponse,
@@ -139,10 +139,10 @@ class ChatResponse(GenerationResponse[ChatRequest]):
                 chunk["prompt_token_ids"] = self._prompts[0].ids
             yield chunk
 
-    def _plain_encoder(self) -> Plain | None:
+    def _plain_encoder(self) -> PlainEvents | None:
         if not self._plan.plain or self._request.logprobs or self._request.return_token_ids:
             return None
-        return Plain(self._chunk(_choice(0, {"content": ""})), "content")
+        return PlainEvents(self._chunk(_choice(0, {"content": ""})), "content")
 
     def _chunk_choices(
         self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores

@@ -12,7 +12,7 @@ from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.lazy_json import Lazy
-from llmc_runtime.server.http.replies import Plain
+from llmc_runtime.server.http.replies import PlainEvents
 from llmc_runtime.server.openai.generation_response import (
     Choice,
     GenerationResponse,
@@ -75,12 +75,12 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
                 index += 1
                 yield body
 
-    def _plain_encoder(self) -> Plain | None:
+    def _plain_encoder(self) -> PlainEvents | None:
         request = self._request
         if self._silent or request.echo or request.logprobs is not None or request.return_token_ids:
             return None
         choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
-        return Plain(self._chunk(choice), "text")
+        return PlainEvents(self._chunk(choice), "text")
 
     def _chunk_choices(
         self, index: int, prompt: Prompt, output: CompletionOutput, scores: Scores

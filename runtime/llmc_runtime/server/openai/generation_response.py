@@ -17,7 +17,7 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, renamed
 from llmc_runtime.server.http.lazy_json import Lazy, is_lazy
-from llmc_runtime.server.http.replies import DONE, Final, Plain, event
+from llmc_runtime.server.http.replies import DONE, LastEvents, PlainEvents, event
 from llmc_runtime.server.requests.request_fields import Generation
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
@@ -154,7 +154,7 @@ class GenerationResponse(ABC, Generic[R]):
                             last = event(chunk)
         if self._usage_at_end:
             last += event({**self._chunk_head, "choices": [], "usage": self._usage.as_json()})
-        yield Final(last)
+        yield LastEvents(last)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._chunk_head, "choices": [choice]}
@@ -204,7 +204,7 @@ class GenerationResponse(ABC, Generic[R]):
         return ()
 
     @abstractmethod
-    def _plain_encoder(self) -> Plain | None:
+    def _plain_encoder(self) -> PlainEvents | None:
         """Return the encoder of chunks that contain only text, or None if chunks contain more."""
 
     @abstractmethod

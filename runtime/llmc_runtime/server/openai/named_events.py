@@ -10,7 +10,7 @@ from typing import Any
 
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.server.http.lazy_json import is_lazy
-from llmc_runtime.server.http.replies import Final, named_event
+from llmc_runtime.server.http.replies import LastEvents, named_event
 from llmc_runtime.server.openai.chat import ChatResponse, ParsedChoice
 from llmc_runtime.server.openai.generation_response import WHOLE_INTERVAL, Choice, Scores
 from llmc_runtime.server.openai.message_tokens import MessageTokens, Piece, ScoredToken, TokenTexts
@@ -70,7 +70,7 @@ class NamedEventsResponse(ChatResponse):
                 last = b""
             else:
                 last += named_event(event)
-        yield Final(last)
+        yield LastEvents(last)
 
     async def _events(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events up to the end of generation, and set `_last` to those after it."""
