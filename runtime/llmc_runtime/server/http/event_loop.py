@@ -53,7 +53,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
         self.handshakes_allowed: Callable[[], int] = lambda: MIN_HANDSHAKES
         self._handshakes = OrderedDict[Any, None]()  # transports, the oldest first
         super().__init__(self.fair)
-        self._look = asyncio.Handle(self._run_first, (), self)
+        self._look = asyncio.Handle(self.run_first, (), self)
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
         """Extend asyncio's method: the reader is one of the first."""
@@ -86,14 +86,16 @@ class ServerLoop(asyncio.SelectorEventLoop):
             self._ready.extend(callbacks[begin : begin + _LOOK_CALLBACKS])
             self._ready.append(self._look)
 
-    def _run_first(self) -> None:
-        """Run the first readers that have something to read, if it is time to look."""
-        if time.monotonic() < self._look_at:
+    def run_first(self) -> None:
+        """Run the first readers that have something to read, if it is time to look. Long callbacks call it."""
+        began = time.monotonic()
+        if began < self._look_at:
             return
         for fd, _ in self._first_ready.poll(0):
             if fd in self._first:  # an earlier one has not removed it
                 self._run_with_woken(self.fair.get_key(fd).data[0])
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        now = time.monotonic()
+        self._look_at = now + max(_LOOK_SECONDS, now - began)  # half of the time is left to other callbacks
 
     def _run_with_woken(self, callback: asyncio.Handle) -> None:
         """Run a callback, and then those that it has scheduled."""
@@ -123,7 +125,8 @@ class ServerLoop(asyncio.SelectorEventLoop):
     ) -> None:
         """Extend asyncio's method, which accepts waiting connections, by light connections."""
         promote = partial(self._promote, factory, server)
-        if self.light is None or sslcontext is not None or not self.light.accept(sock, promote, self.max_accepted):
+        light = self.light if sslcontext is None else None
+        if light is None or not light.accept(sock, promote, self.max_accepted, self.run_first):
             super()._accept_connection(factory, sock, sslcontext, server, *args, **options)  # type: ignore[misc]
 
     def _stop_serving(self, sock: socket.socket) -> None:

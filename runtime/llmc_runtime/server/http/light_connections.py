@@ -102,11 +102,13 @@ class LightConnections:
         self._sweep_seconds = min(_SWEEP_SECONDS, head_seconds / 10)
         fair.on_input = self._has_input
 
-    def accept(self, listener: socket.socket, promote: Promote, count: int) -> bool:
+    def accept(
+        self, listener: socket.socket, promote: Promote, count: int, between: Callable[[], object] = lambda: None
+    ) -> bool:
         """Accept up to `count` connections that wait at `listener`, within the capacity.
 
-        `promote` takes a socket, the address of its peer, `data` and `passed` (see LightConnection). Returns False if
-        asyncio has to accept further connections.
+        `promote` takes a socket, the address of its peer, `data` and `passed` (see LightConnection). `between` is
+        called after every few connections. Returns False if asyncio has to accept further connections.
         """
         allowed, accepted, failed = min(count, self._capacity()), 0, False
         deadline, waiting = self._loop.time() + self._head_seconds, True
