@@ -305,6 +305,39 @@ def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     assert asyncio.run(run()) == [["a", "c"], ["a"], ["b"], ["a"], ["a"], ["a"]]
 
 
+@pytest.mark.parametrize(("more", "expected"), [(0, [["parse", "make"]]), (1, [["parse"], ["make"]])])
+def test_a_request_is_made_of_a_longer_body_in_another_iteration(
+    more: int, expected: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take milliseconds for a body with hundreds of messages."""
+    pytest.importorskip("starlette")
+    from llmc_runtime.server.endpoint import _SHORT, Endpoint
+    from llmc_runtime.server.fair_slots import FairSlots
+    from llmc_runtime.server.http.auth import Limits
+    from llmc_runtime.server.http.body_budget import Body, BodyBudget
+
+    log: list[str] = []
+
+    async def run() -> list[list[str]]:
+        serving: Any = type("Serving", (), {"parsing": FairSlots(1, OSError)})()
+        endpoint, laps = Endpoint(serving, Limits()), list[list[str]]()
+        body = Body(BodyBudget(OSError), "a")
+        body.take(b" " * (_SHORT + more))
+
+        async def handle() -> None:
+            assert await endpoint._in_turn(body, object, "a", lambda fields: False)  # type: ignore[type-var]
+            log.append("make")
+
+        task = asyncio.create_task(handle())
+        while not task.done():
+            await asyncio.sleep(0)
+            turns_of(log, laps)
+        return [lap for lap in laps if lap]
+
+    monkeypatch.setattr(Endpoint, "_small", lambda *args: log.append("parse") or object())  # type: ignore[func-returns-value]
+    assert asyncio.run(run()) == expected
+
+
 def test_a_request_that_waits_for_its_turn_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the first of a connection, after the time for a head, nor the next, after the time between requests."""
     pytest.importorskip("uvicorn")

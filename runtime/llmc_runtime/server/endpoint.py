@@ -84,7 +84,10 @@ class Endpoint:
             job.close()
 
     async def _in_turn(self, body: Body, kind: type[T], key: str, offload: Offload) -> T | None:
-        """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT bytes is parsed."""
+        """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT bytes is parsed.
+
+        What is made of it is made in another iteration.
+        """
         turns = self.serving.parsing
         if len(body) <= _SHORT:
             return self._small(body, kind, offload)
@@ -94,7 +97,10 @@ class Endpoint:
             body.drop()
             raise
         asyncio.get_running_loop().call_soon(turns.release, key)
-        return self._small(body, kind, offload)
+        fields = self._small(body, kind, offload)
+        if fields is not None:
+            await asyncio.sleep(0)
+        return fields
 
     def _small(self, body: Body, kind: type[T], offload: Offload) -> T | None:
         """Parse a body and drop it; return None, with the body kept, if `offload` returns true."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
@@ -226,9 +226,11 @@ def own_items(request: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any
                 raise not_found(f"{cause}; send the item itself, or store: false", "input", "item_not_found")
             items.append(referenced)
         else:
-            prefix = _PREFIXES.get(str(item.get("type", "message")), "item")
-            named = item if isinstance(name, str) else {**item, "id": f"{prefix}_{uuid.uuid4().hex}"}
-            items.append({"type": "message", **named})
+            own_item = {"type": "message", **item}
+            if not isinstance(name, str):
+                prefix = _PREFIXES.get(str(own_item["type"]), "item")
+                own_item["id"] = f"{prefix}_{secrets.token_hex(16)}"
+            items.append(own_item)
     return items
 
 
