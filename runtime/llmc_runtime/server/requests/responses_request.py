@@ -177,7 +177,7 @@ def check(request: ResponsesRequest) -> None:
         if len(value) > MAX_METADATA_TEXT or len(name) > MAX_METADATA_TEXT:
             raise ApiError(f"metadata: keys and values of up to {MAX_METADATA_TEXT} characters", param="metadata")
     if request.truncation not in (None, "disabled"):
-        raise _refused("truncation", "only disabled is supported: send fewer items of input", "truncation")
+        raise _refused("truncation", "only disabled is supported; send fewer items of input", "truncation")
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise _refused("stream_options.include_obfuscation", "only false is supported", "stream_options")
     reasoning = request.reasoning or ReasoningOptions()
