@@ -86,6 +86,7 @@ def arguments() -> argparse.ArgumentParser:
     ap.add_argument("--artifact", type=Path, metavar="DIR", help="artifact to serve instead of the model")
     ap.add_argument("--rows", default="", metavar="N,N", help="numbers of the table's rows to run; default all")
     ap.add_argument("--only", default="", metavar="REGEX", help="run only attacks whose names match")
+    ap.add_argument("--rounds", type=int, default=1, metavar="N", help="how often to run each attack; default 1")
     ap.add_argument("--neighbours", type=int, default=64, metavar="N", help="number of greedy streams; default 64")
     ap.add_argument(
         "--neighbour-tokens", type=int, default=4000, metavar="N", help="tokens of each stream; default 4000"
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     if args.windows:
         quiet_windows(bench)
-    rows = run_all(bench, chosen(args.rows, args.only), True, began + args.limit, keep)
+    rows = run_all(bench, args.rounds * chosen(args.rows, args.only), True, began + args.limit, keep)
     text = verdicts(rows)
     (args.out / "attacks.md").write_text(f"{table(rows)}\n\n{text}\n")
     print(f"\n{text}\n[{time.monotonic() - began:.0f} s]", flush=True)
