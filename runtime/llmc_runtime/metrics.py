@@ -144,7 +144,7 @@ def initial_stats() -> dict[str, Stat]:
 DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
     {name: text for name, (_, text) in _GAUGES.items()}
     | {counter.name: counter.metadata["text"] for counter in fields(Counters)}
-    | _OTHERS
+    | dict(_OTHERS)
 )
 
 

@@ -57,7 +57,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
         """Extend asyncio's method: the reader is one of the first."""
-        super().add_reader(fd, callback, *args)  # type: ignore[arg-type]
+        super().add_reader(fd, callback, *args)
         if fd not in self._first:
             self._first.add(fd)
             self._first_ready.register(fd, EPOLLIN)
@@ -67,7 +67,7 @@ class ServerLoop(asyncio.SelectorEventLoop):
         if fd in self._first:
             self._first.remove(fd)
             self._first_ready.unregister(fd)
-        return super().remove_reader(fd)  # type: ignore[arg-type]
+        return super().remove_reader(fd)
 
     def close(self) -> None:
         """Extend asyncio's method."""
