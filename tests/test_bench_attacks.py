@@ -54,6 +54,7 @@ def test_a_window_of_streams_has_its_own_events_and_what_is_open() -> None:
     streams.latest, streams.requested = {0: 3.9}, {1: 3.0}
     streams.firsts.append((3.001, 0.004))  # in the step of the event at 3.0
     result = streams.window(1.9, 4.0)
+    assert result["slowest"] == [(1100.0, 2.0), (100.0, 1.0)]
     assert result["starts"] == 2 and result["decode"]["tokens"] == 1 and result["decode"]["max_ms"] == 1.0
     assert result["tokens"] == 2 and result["max_ms"] == 100.0 and result["ttft_max_ms"] == 1000.0
     assert result["refused"] == {"429": 1, "broken": 1}
@@ -131,7 +132,7 @@ def test_a_window_without_an_attack_is_shared_by_two_attacks(monkeypatch: pytest
 
     def opened() -> Any:
         bench.watch = Idle()  # type: ignore[assignment]
-        return SimpleNamespace(changes=lambda: "same", log=tmp_path / "log")
+        return SimpleNamespace(changes=lambda: "same", log=tmp_path / "log", cpu_waits=dict)
 
     (tmp_path / "log").touch()
     monkeypatch.setattr(run, "Sampler", lambda server: Idle())
@@ -149,11 +150,13 @@ def test_a_window_without_an_attack_is_shared_by_two_attacks(monkeypatch: pytest
 def figures(p99: float) -> dict[str, Any]:
     one = {"count": 1, "statuses": {"200": 1}, "worst_ms": [5.0]}
     gaps = {"tokens": 9, "p50_ms": 1.0, "p99_ms": p99, "max_ms": 9.0}
-    itl = {**gaps, "ttft_max_ms": 3.0, "refused": {}, "starts": 2, "decode": gaps}
+    itl = {**gaps, "ttft_max_ms": 3.0, "refused": {}, "starts": 2, "decode": gaps, "slowest": [(70.0, 9.0)]}
     steps = {"all": gaps, "decode": gaps, "prompts": 3}
+    watcher, waits = {"turns": gaps, "waited_ms": 0.5}, {"front": 1.5, "engine": 0.0}
     return {
         "itl": itl,
-        "watcher": {"turns": gaps, "waited_ms": 0.5},
+        "watcher": watcher,
+        "waits": waits,
         "steps": steps,
         **dict.fromkeys(("health", "completion", "schema", "tokenize"), one),
     }
@@ -168,11 +171,13 @@ def test_a_row_of_the_table_and_its_verdict_on_a_gpu() -> None:
     lines = verdicts(rows).splitlines()
     held, unsure, missed, none = (line for line in lines if line.startswith("["))
     assert "  beside: steps of the engine 1.0 / 11.0 / 9; 3 with prompts, the others 1.0 / 11.0 / 9" in lines
+    waited = "ms without a CPU: watching 0.5, front 1.5, engine 0.0"
+    assert f"  after: slowest steps, at > of ms: 70 > 9.0; {waited}" in lines
     assert "  quiet: 2 streams started; without their steps 1.0 / 9.0 / 9" in lines[1]
     assert "9.00 > 11.00 > 11.00 ms, 1.100 (held)" in held and "1.210 (unsure)" in unsure
     assert "1.220 (missed)" in missed and "(missed)" in none
     assert verdict((10.0, 10.9), 11.6) == "missed", "the windows without an attack are alike"
-    alone = {**common, "beside": {name: rows[0]["beside"][name] for name in ("itl", "health", "watcher")}}
+    alone = {**common, "beside": {name: rows[0]["beside"][name] for name in ("itl", "health", "watcher", "waits")}}
     assert f"| {times} | 5 | 0 |" in table([alone])
 
 

@@ -89,9 +89,12 @@ def describe(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+NOT_REQUESTS = ("itl", "health", "watcher", "steps", "waits")  # parts of a window
+
+
 def _ordinary(window: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the small requests of a window, by name."""
-    return {name: requests for name, requests in window.items() if name not in ("itl", "health", "watcher", "steps")}
+    return {name: requests for name, requests in window.items() if name not in NOT_REQUESTS}
 
 
 def parts_text(window: Mapping[str, Any]) -> list[str]:
@@ -99,7 +102,10 @@ def parts_text(window: Mapping[str, Any]) -> list[str]:
     itl, watcher, steps = window["itl"], window["watcher"], window.get("steps")
     lines = [
         f"{itl['starts']} streams started; without their steps {itl_text(itl['decode'])};"
-        f" the watching process: turns {itl_text(watcher['turns'])}, waited {watcher['waited_ms']:.1f} ms for a CPU"
+        f" the watching process: turns {itl_text(watcher['turns'])}",
+        f"slowest steps, at > of ms: {', '.join(f'{at:.0f} > {gap:.1f}' for at, gap in itl['slowest'])};"
+        f" ms without a CPU: watching {watcher['waited_ms']:.1f}, "
+        + ", ".join(f"{role} {wait:.1f}" for role, wait in window["waits"].items()),
     ]
     if steps:
         lines.append(

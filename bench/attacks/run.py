@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.attacks.figures import describe, table
+from bench.attacks.figures import describe, milliseconds, table
 from bench.attacks.link import Door
 from bench.attacks.rows import ATTACKS, Attack, Field, schema
 from bench.attacks.server import ADMIN_KEY, KEYS, Sampler, Server, last_log_lines
@@ -84,7 +84,7 @@ class Bench:
         quiet = self.quiet or self._quiet()
         sampler.take()
         recording = self._recording(self.min_seconds)
-        begin, cpu = time.monotonic(), sampler.cpu()
+        begin, cpu, waits = time.monotonic(), sampler.cpu(), server.cpu_waits()
         end = time.monotonic() + max(self.limit, attack.min_seconds)
         ground = Field(server, end, self.connections, tokens=self.attacked)
         answers = attack.run(ground)
@@ -92,6 +92,7 @@ class Bench:
         time.sleep(max(0.2, self.min_seconds - seconds))
         end = time.monotonic()
         beside = self.watch.window(begin, end)
+        beside["waits"] = _since(waits, server)
         beside["steps"] = recording.result() if recording else {}
         sampler.take()
         spent = sampler.cpu() - cpu
@@ -111,9 +112,11 @@ class Bench:
     def _quiet(self) -> dict[str, Any]:
         """Measure a window without an attack."""
         assert self.watch is not None
-        start, recording = time.monotonic(), self._recording(self.seconds)
+        server = self.open()
+        start, waits, recording = time.monotonic(), server.cpu_waits(), self._recording(self.seconds)
         time.sleep(self.seconds)
         window = self.watch.window(start, time.monotonic())
+        window["waits"] = _since(waits, server)
         window["steps"] = recording.result() if recording else {}
         time.sleep(PAUSE)
         return window
@@ -131,6 +134,11 @@ class Bench:
         form = schema({"type": "object", "properties": {f"after{time.monotonic_ns()}": {"type": "null"}}})
         door = Door(server.host, server.port, KEYS["neighbour"], time.monotonic() + PATIENCE)
         return door.ask("after", "/v1/completions", form).status == 200
+
+
+def _since(waits: dict[str, float], server: Server) -> dict[str, float]:
+    """Return the milliseconds for which the processes of the server had no CPU since these waits."""
+    return {role: milliseconds(seconds - waits.get(role, 0.0)) for role, seconds in server.cpu_waits().items()}
 
 
 def chosen(rows: str, only: str) -> list[Attack]:

@@ -70,6 +70,10 @@ class Server:
         """The engine's process id, or None."""
         return next((pid for pid, (_, role) in self.family().items() if role == ENGINE), None)
 
+    def cpu_waits(self) -> dict[str, float]:
+        """Return `cpu_wait` of the main threads of the front end and of the engine."""
+        return {role: cpu_wait(f"{pid}/task/{pid}") for pid, (_, role) in self.began.items() if role in (FRONT, ENGINE)}
+
     def changes(self) -> str:
         """Describe what became of the initial processes, except helpers."""
         now = self.family()
@@ -98,6 +102,16 @@ class Server:
                 if psutil.Process(pid).create_time() == began:
                     psutil.Process(pid).kill()
         return code
+
+
+def cpu_wait(task: str = "thread-self") -> float:
+    """Return the seconds for which a thread was ready and had no CPU; 0 if the kernel does not count them, or if it has
+    ended. `task` is its folder below /proc.
+    """
+    try:
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _role(process: psutil.Process, top: int) -> str:

@@ -21,18 +21,18 @@ import time
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from llmc_runtime.bench.http_client import Connection, Reply, WireError
 
 from bench.attacks.figures import gaps_of, milliseconds
-from bench.attacks.server import python_path
+from bench.attacks.server import cpu_wait, python_path
 
 HEALTH_EVERY = 0.02  # seconds
 ORDINARY = ("completion", "schema", "tokenize")  # names of the small requests that may run beside the streams
 BROKEN = -1  # in place of a status: the stream ended with an error
 STEP_SPREAD = 0.004  # seconds within which the tokens of a step arrive
+SLOWEST = 5  # steps whose times are reported
 RETRY = 0.25  # seconds until a refused stream is requested again
 SENTENCE = "When the morning came, the river was quiet and the old mill stood in the light of the early sun. "
 
@@ -119,8 +119,19 @@ class Streams:
         starts = [t for t, _ in self.firsts if t <= end]
         return {
             **gaps, "ttft_max_ms": milliseconds(max(firsts, default=0.0)), "refused": dict(refused),
-            "starts": len(starts), "decode": gaps_of([gap for t, gap in self.gaps if t <= end and not near(t, starts)]),
+            "slowest": self._slowest(begin, end), "starts": len(starts),
+            "decode": gaps_of([gap for t, gap in self.gaps if t <= end and not near(t, starts)]),
         }  # fmt: skip
+
+    def _slowest(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """Return the largest gaps of different steps: (milliseconds since the beginning of the window, of the gap)."""
+        found: list[tuple[float, float]] = []
+        for t, gap in sorted((one for one in self.gaps if one[0] <= end), key=lambda one: -one[1]):
+            if not any(abs(t - other) < STEP_SPREAD for other, _ in found):
+                found.append((t, gap))
+            if len(found) == SLOWEST:
+                break
+        return [(milliseconds(t - begin), milliseconds(gap)) for t, gap in found]
 
 
 def near(t: float, times: Sequence[float]) -> bool:
@@ -157,14 +168,6 @@ class TurnSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         self._turns.clear()
         before, self._waited = self._waited, cpu_wait()
         return {"turns": gaps_of(turns), "waited_ms": milliseconds(self._waited - before)}
-
-
-def cpu_wait() -> float:
-    """Return the seconds for which this thread was ready and had no CPU; 0 if the kernel does not count them."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 class Asker:

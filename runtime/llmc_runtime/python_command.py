@@ -18,14 +18,17 @@ _MAX_SOCKET_NAME = 107  # bytes of a Unix socket's path
 _FALLBACK_FOLDERS = ("/tmp", "/dev/shm")  # for sockets, if the default folder for temporary files is unsuitable
 # The child imports the package from its parent's sys.path, never from its working directory.
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import os; os.nice({nice}); import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from {module} import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
-def module_command(module: str) -> list[str]:
-    """Return the command that runs `main(argv)` of `module`; the caller appends the arguments."""
-    return [sys.executable, "-P", "-c", _BOOT.format(module=module), json.dumps([*filter(None, sys.path)])]
+def module_command(module: str, nice: int = 0) -> list[str]:
+    """Return the command that runs `main(argv)` of `module`; the caller appends the arguments.
+
+    `nice` is added to the niceness before anything of the module is imported, which may take half a second.
+    """
+    return [sys.executable, "-P", "-c", _BOOT.format(module=module, nice=nice), json.dumps([*filter(None, sys.path)])]
 
 
 class LinkedProcess:

@@ -31,7 +31,7 @@ class TextProcess(LinkedProcess):
             for end in (self._link, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
             descriptors = [theirs.fileno(), spec.fileno()]
-            command = module_command("llmc_runtime.server.text_pool.text_worker")
+            command = module_command("llmc_runtime.server.text_pool.text_worker", m.NICE)
             super().__init__(self._link, [*command, *map(str, descriptors)], descriptors)
         self._link.setblocking(False)
 

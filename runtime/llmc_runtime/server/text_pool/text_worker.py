@@ -132,7 +132,6 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     malloc.return_freed_memory(1)
-    os.nice(m.NICE)
     link = Link(socket.socket(fileno=int(argv[0])))
     spec_file = int(argv[1])  # shared with other processes, including the file position
     spec = msgspec.msgpack.decode(os.pread(spec_file, os.fstat(spec_file).st_size, 0), type=m.TextProcessConfig)
