@@ -371,7 +371,7 @@ def test_limits_of_time_and_memory_end_the_job_alone(monkeypatch: pytest.MonkeyP
     from llmc_runtime.server.text_pool import text_process
 
     command = [sys.executable, "-P", "-c", PATCHED.format(path=sys.path, limit=limit)]
-    monkeypatch.setattr(text_process, "module_command", lambda module: command)
+    monkeypatch.setattr(text_process, "module_command", lambda module, nice: command)
     name = limit.partition(" = ")[0]
     monkeypatch.setattr(m, name.removeprefix("m."), 0.05 if limit == CPU else 32 << 20)
     with served() as server:
