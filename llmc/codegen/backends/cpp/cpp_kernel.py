@@ -96,10 +96,11 @@ class CppKernel(Kernel):
 
     headers: ClassVar[tuple[str, ...]] = ("llmc_abi.h",)
     packages: ClassVar[tuple[str, ...]] = (HEADERS,)  # packages to search for headers; an extension puts its own first
+    dtypes: ClassVar[tuple[str, ...]] = tuple(CTYPES)  # of operands and results
 
     def reject(self, node: Node, target: Target) -> str | None:
         """Return why this kernel cannot run the node, or None."""
-        return unsupported(node)
+        return unsupported(node, self.dtypes)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         """Return the statements of the kernel function, in which `ctx`, `args` and `sizes` are in scope."""
@@ -137,6 +138,40 @@ def pointers(node: Node) -> str:
     n = len(node.operands)
     lines += [f"{ctype(v.type)}* y{i} = ({ctype(v.type)}*)args[{n + i}];" for i, v in enumerate(node.results)]
     return "\n".join(lines)
+
+
+class Call(CppKernel):
+    """Base class of kernels that are one call of a C++ function: `function(ctx, results, operands, numbers)`.
+
+    An operand whose next version is a result is not passed.
+    """
+
+    function: ClassVar[str] = ""  # the op's name if it is empty
+    # The last arguments, as names in one text: attributes, and sizes in terms of the op's signature, such as "r-1". A
+    # mapping has a text for each op.
+    numbers: ClassVar[str | Mapping[str, str]] = ""
+
+    def operands(self, node: Node, sizes: Sizes) -> list[str]:
+        """Return the arguments for the op's operands."""
+        slots = node.op.slots([v.type for v in node.operands])
+        return [f"x{i}" for i, slot in enumerate(slots) if slot.name not in node.op.writes]
+
+    def number_texts(self, node: Node, sizes: Sizes) -> list[str]:
+        """Return `numbers` as C++ expressions."""
+        names = self.numbers if isinstance(self.numbers, str) else self.numbers[node.op.name]
+        known = node.op.sizes([v.type for v in node.operands], node.attrs)
+        return [_number(node.attrs.get(name), Dim.of(name).subs(known), sizes) for name in names.split()]
+
+    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
+        results = [f"y{i}" for i in range(len(node.results))]
+        values = [*results, *self.operands(node, sizes), *self.number_texts(node, sizes)]
+        return f"{pointers(node)}\n{self.function or node.op.name}(ctx, {', '.join(values)});"
+
+
+def _number(attribute: object, size: Dim, sizes: Sizes) -> str:
+    if isinstance(attribute, bool):
+        return str(attribute).lower()
+    return f"{attribute!r}f" if isinstance(attribute, float) else sizes(size)
 
 
 def product_text(dims: Sequence[Dim], sizes: Sizes) -> str:

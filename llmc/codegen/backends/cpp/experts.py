@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, INTS, Call, CppKernel, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import EXACT, Schedule
@@ -31,18 +31,14 @@ CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )  # fmt: skip
 
 
-class Route(CppKernel):
+class Route(Call):
     """moe_route."""
 
     constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_experts.h")
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, ("i32", "i64"))
-
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        pairs = sizes(node.operands[0].type.numel)
-        return f"{pointers(node)}\nroute(ctx, y0, y1, x0, {pairs}, {node.attrs['experts']});"
+    dtypes = ("i32", "i64")
+    function = "route"
+    numbers = "t*k experts"
 
 
 class Experts(CppKernel):

@@ -34,7 +34,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
         "cpu/row_recurrence": f"{_HERE}.recurrent:RECURRENCE",
         "cpu/row_log": f"{_HERE}.recurrent:LOG",
         "cpu/state": f"{_HERE}.state:STATES",
-        "cpu/pooling": f"{_HERE}.pooling:POOLING",
+        "cpu/pooling": f"{_HERE}.state:POOLING",
         "cpu/draft": f"{_HERE}.state:DRAFTS",
         "cpu/sample": f"{_HERE}.state:SAMPLING",
         "cpu/matmul": f"{_HERE}.reference:MATMUL",

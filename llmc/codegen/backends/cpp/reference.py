@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, Call, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.print_expr import inline
-from llmc.ir.dim import D, Dim, product
+from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.ops.moe import gate
 from llmc.targets.target import Target
 
 
-class Matmul(CppKernel):
+class Matmul(Call):
     """Batched products of activations."""
 
     constant_reduction_order = "one column after another"
     headers = ("llmc_abi.h", "llmc_reference.h")
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, FLOATS)
-
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        a, c = (v.type for v in node.operands)
-        dims = [product(a.shape[:-2]), a.shape[-2], a.shape[-1], c.shape[-1]]
-        return f"{pointers(node)}\nmatmul<false>(ctx, y0, x0, x1, {', '.join(sizes(d) for d in dims)});"
+    dtypes = FLOATS
+    function = "matmul<false>"
+    numbers = "b m k n"
 
 
 class HeadMatmul(Matmul):
     """Products of the heads of tokens, each with its own weight."""
 
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        x, w = (v.type for v in node.operands)
-        dims = [x.shape[1], x.shape[0], x.shape[2], w.shape[2]]
-        return f"{pointers(node)}\nmatmul<true>(ctx, y0, x0, x1, {', '.join(sizes(d) for d in dims)});"
+    function = "matmul<true>"
+    numbers = "h t k n"
 
 
 class Attention(CppKernel):

@@ -23,12 +23,10 @@ class Rows(CppKernel):
 
     constant_reduction_order = "lanes of a vector"
     headers = ("llmc_abi.h", "llmc_math.h", "llmc_store.h")
+    dtypes = (*FLOATS, "bool")
 
     def claims(self, node: Node) -> bool:
         return expressions(node) is not None
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, "bool"))
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return same_layout(node)

@@ -1,11 +1,10 @@
-"""Kernels for device rows, KV pages, sampling and rotary embedding. Each one calls a C++ template."""
+"""Kernels for device rows, KV pages, sampling, rotary embedding and pooling. Each one calls a C++ template."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import MappingProxyType
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, Call
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, Dim
@@ -13,83 +12,61 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 
-class Rope(CppKernel):
+class Rope(Call):
     """Rotation of heads; in place if the unrotated heads are not read again."""
 
     constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_rope.h")
+    dtypes = FLOATS
+    numbers = "t n d h interleaved"
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[1].type.dtype != node.operands[2].type.dtype:
             return "cos and sin have different dtypes"
-        return unsupported(node, FLOATS)
+        return super().reject(node, target)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((0, 0),)
 
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        t, heads, d = (sizes(s) for s in node.operands[0].type.shape)
-        h = sizes(node.operands[1].type.shape[1])
-        flag = "true" if node.attrs["interleaved"] else "false"
-        return f"{pointers(node)}\nrope(ctx, y0, x0, x1, x2, {t}, {heads}, {d}, {h}, {flag});"
 
-
-class RopeTables(CppKernel):
+class RopeTables(Call):
     """cos and sin of position times frequency."""
 
     constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_rope.h")
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        freq, pos = (v.type.dtype for v in node.operands)
-        if freq not in FLOATS or pos not in INTS or node.attrs["dtype"] not in FLOATS:
-            return f"dtypes {freq}, {pos}, {node.attrs['dtype']} are not float, integer, float"
-        return None
-
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        t, h = (sizes(s) for s in node.results[0].type.shape)
-        return f"{pointers(node)}\nrope_tables(ctx, y0, y1, x0, x1, {t}, {h}, {node.attrs['scaling']!r}f);"
+    dtypes = (*FLOATS, *INTS)
+    numbers = "t h scaling"
 
 
-class KvAppend(CppKernel):
+class KvAppend(Call):
     """Write keys and values to pages; threads divide the (token, head) pairs."""
 
     constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_kv.h")
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, "i32"))
-
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        _, _, _, page, d = (sizes(s) for s in node.operands[0].type.shape)
-        t, g, _ = (sizes(s) for s in node.operands[1].type.shape)
-        return f"{pointers(node)}\nkv_append(ctx, y0, x1, x2, x3, {t}, {g}, {page}, {d});"
+    dtypes = (*FLOATS, "i32")
+    numbers = "t g page d"
 
 
-# The numbers that the C++ function of an op takes after its pointers: sizes of the op's signature, and attributes.
-NUMBERS: Mapping[str, str] = MappingProxyType(
-    {
-        "row_spans": "r tokens", "row_ids": "t l", "row_slots": "t l page", "row_last": "r-1", "row_commit": "r l v",
-        "row_accept": "r l v limit", "row_propose": "r l", "row_rewind": "r", "row_extend": "r l",
-        "row_penalize": "r v w b", "row_mask": "r v s a", "row_sample": "r v l", "row_logprobs": "r v k",
-    }
-)  # fmt: skip
+class Pooling(Call):
+    """First tokens, last positions, means and new lengths of prompts."""
+
+    headers = ("llmc_abi.h", "llmc_pooling.h")
+    dtypes = (*FLOATS, "i32")
+    numbers = MappingProxyType({"row_first": "r-1", "row_reach": "r-1 t", "row_mean": "r-1 d", "row_advance": "r"})
 
 
-def numbers(node: Node, sizes: Sizes) -> list[str]:
-    """Return the NUMBERS of a node's op as C++ expressions."""
-    known = node.op.sizes([v.type for v in node.operands], node.attrs)
-    return [sizes(Dim.of(size).subs(known)) for size in NUMBERS[node.op.name].split()]
-
-
-class States(CppKernel):
+class States(Call):
     """The small row_* ops, computed by a single thread."""
 
     constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_state.h")
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, "i32"))
+    dtypes = (*FLOATS, "i32")
+    numbers = MappingProxyType(
+        {
+            "row_spans": "r tokens", "row_ids": "t l", "row_slots": "t l page", "row_last": "r-1",
+            "row_commit": "r l v",
+        }
+    )  # fmt: skip
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         for v in node.operands:
@@ -99,25 +76,32 @@ class States(CppKernel):
         results = [  # the next version of a state has the memory of its operand
             f"(int32_t*)args[{len(operands) + i}]" for i, r in enumerate(node.results) if not r.type.state
         ]
-        return f"{node.op.name}(ctx, {', '.join([*results, *operands, *numbers(node, sizes)])});"
+        return f"{node.op.name}(ctx, {', '.join([*results, *operands, *self.number_texts(node, sizes)])});"
 
 
 class Drafts(States):
     """Accepting and drafting tokens, computed by a single thread."""
 
     headers = ("llmc_abi.h", "llmc_draft.h")
+    numbers = MappingProxyType(
+        {"row_accept": "r l v limit", "row_propose": "r l", "row_rewind": "r", "row_extend": "r l"}
+    )
 
 
-class Sampling(CppKernel):
+class Sampling(Call):
     """Penalties, masks, the random draw and log-probabilities."""
 
     constant_reduction_order = "one id after another"
     headers = ("llmc_abi.h", "llmc_sample.h")
+    dtypes = (*FLOATS, "i32")
+    numbers = MappingProxyType(
+        {"row_penalize": "r v w b", "row_mask": "r v s a", "row_sample": "r v l", "row_logprobs": "r v k"}
+    )
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.op.name == "row_logprobs" and len(node.operands) == 3:
             return "the operand iparams is missing"
-        return unsupported(node, (*FLOATS, "i32"))
+        return super().reject(node, target)
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         writes = node.op.name in ("row_penalize", "row_mask") and node.operands[0].type.dtype == "f32"
@@ -127,14 +111,8 @@ class Sampling(CppKernel):
         v = node.operands[0].type.shape[1]
         return v * 12 + (2048 * 16 + 256) if node.op.name == "row_sample" else D(0)
 
-    def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
-        results = [f"y{i}" for i in range(len(node.results))]
-        values = [*results, *self._operands(node, sizes), *numbers(node, sizes)]
-        return f"{pointers(node)}\n{node.op.name}(ctx, {', '.join(values)});"
-
-    @staticmethod
-    def _operands(node: Node, sizes: Sizes) -> list[str]:
-        """The arguments of the C++ function for the op's operands; an operand that the node lacks is null."""
+    def operands(self, node: Node, sizes: Sizes) -> list[str]:
+        """Return the arguments for the op's operands; an operand that the node lacks is null."""
         operands = [f"x{i}" for i in range(len(node.operands))]
         if node.op.name == "row_logprobs" and len(operands) == 2:  # without the rows that request log-probabilities
             return [*operands, "nullptr", "nullptr"]
@@ -149,6 +127,7 @@ class Sampling(CppKernel):
 ROPE = Rope("cpu/rope", ("rope",))
 ROPE_TABLES = RopeTables("cpu/rope_tables", ("rope_tables",))
 KV_APPEND = KvAppend("cpu/kv_append", ("kv_append",))
+POOLING = Pooling("cpu/pooling", ("row_first", "row_reach", "row_mean", "row_advance"))
 STATES = States("cpu/state", ("row_spans", "row_ids", "row_slots", "row_last", "row_commit"))
 DRAFTS = Drafts("cpu/draft", ("row_accept", "row_propose", "row_rewind", "row_extend"))
 SAMPLING = Sampling("cpu/sample", ("row_penalize", "row_mask", "row_sample", "row_logprobs"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -19,8 +19,7 @@ WARPS = 4
 class Mean(TritonKernel):
     """row_mean: a program adds the tokens of one entry, for a block of columns."""
 
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, "i32"))
+    dtypes = (*FLOATS, "i32")
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         entries, columns = node.result.type.shape

@@ -44,9 +44,7 @@ class RowConv(TritonKernel):
     """row_conv: a program computes a tile of a run, or a whole run if every entry has one token."""
 
     constant_reduction_order = EXACT  # each output adds its terms in one order, whatever the tile
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, "i32"), target)
+    dtypes = (*FLOATS, "i32")
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         least = next_power_of_2(max(1, int(node.operands[1].type.shape[1]) - 1))
@@ -200,9 +198,7 @@ class RowLog(TritonKernel):
     """row_log: a program has one run and a block of the log's columns."""
 
     constant_reduction_order = EXACT
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, "i32"), target)
+    dtypes = (*FLOATS, "i32")
 
     def _columns(self, node: Node) -> Dim:
         return node.operands[4].type.shape[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from llmc.codegen.backends.triton.tiling import (
     WIDEST,
@@ -19,7 +20,7 @@ from llmc.codegen.backends.triton.tiling import (
     times,
 )
 from llmc.codegen.backends.triton.triton_expr import helpers, loaded
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import Dim, product
@@ -126,9 +127,7 @@ class Lines(TritonKernel):
     """Base class: schedules and costs by lines of the axis."""
 
     constant_reduction_order = BY_SCHEDULE
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, *INTS))
+    dtypes: ClassVar[tuple[str, ...]] = (*FLOATS, *INTS)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         outer, n, inner = split(node)
@@ -244,8 +243,7 @@ class Cumsum(Lines):
 class Softmax(Lines):
     """Softmax over an axis other than the last, in three loops: maximum, sum, quotients."""
 
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, FLOATS)
+    dtypes = FLOATS
 
     def code(self, u: Unit) -> Code:
         w = Walk(u)

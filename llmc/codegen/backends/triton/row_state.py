@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -37,6 +37,7 @@ class RowKernel(TritonKernel):
     """
 
     constant_reduction_order: ClassVar[str | None] = EXACT
+    dtypes: ClassVar[tuple[str, ...]] = ("i32",)
     module: str = "row_state"
     operands: str = ""
     results: str = "out_ptr"
@@ -45,9 +46,6 @@ class RowKernel(TritonKernel):
     arguments: Mapping[str, str | int] = field(default_factory=dict)
     chain: int = 2
     searches: bool = False
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, ("i32",))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         return target.launch_us + self.chain * LATENCY_US

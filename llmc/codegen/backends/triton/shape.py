@@ -344,8 +344,7 @@ class TakeColumns(Indexed):
 class Iota(Moving):
     """0, 1, 2, ..."""
 
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, (*FLOATS, *INTS))
+    dtypes = (*FLOATS, *INTS)
 
     def code(self, u: Unit) -> Code:
         t = u.node.result.type

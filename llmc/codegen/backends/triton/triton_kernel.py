@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import ClassVar
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.emit import Sizes, describe, indent, unsupported_dtype
@@ -198,9 +199,10 @@ class TritonKernel(Kernel):
 
     language: str = "triton"
     waits_first = True
+    dtypes: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)  # of operands and results
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node)
+        return unsupported(node, self.dtypes)
 
     def code(self, u: Unit) -> Code:
         """Return the code of `u.node` under `u.schedule`. It must execute `u.wait` exactly once."""
