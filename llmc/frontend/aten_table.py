@@ -1,4 +1,4 @@
-"""The aten table: maps each supported aten overload, and the ops of `hooks`, to the function that lowers it."""
+"""The aten table: maps each supported aten overload, and the ops of `traced_ops`, to the function that lowers it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Custom torch ops that stand for attention, experts and rotary tables in a trace, and their registration.
-
-transformers calls them through its attention, mask and experts interfaces. They have shapes but no implementation.
-"""
+"""The functions that transformers calls through its attention, mask and experts interfaces while a model is traced."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend import expert_activation
+from llmc.frontend import expert_activation, traced_ops
 from llmc.frontend.config_limits import chunk_size
 
 GATE = "llmc_gate"  # attribute of an experts module that stores its Gate
@@ -46,74 +43,9 @@ class MaskTag:
         return self
 
 
-@torch.library.custom_op("llmc::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
-    causal: bool = True,
-) -> Tensor:
-    """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E] -> [1,T,H,E]."""
-    raise NotImplementedError("llmc::attention is traced, never run")
-
-
-@attention.register_fake
-def _(q, k, v, layer, scale, window, softcap, sinks=None, causal=True):  # type: ignore[no-untyped-def]
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
-
-
-@torch.library.custom_op("llmc::alibi_attention", mutates_args=())
-def alibi_attention(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, layer: int, scale: float) -> Tensor:
-    """q [1,H,T,D], k [1,G,T,D], v [1,G,T,E], slopes [H] -> [1,T,H,E]."""
-    raise NotImplementedError("llmc::alibi_attention is traced, never run")
-
-
-@alibi_attention.register_fake
-def _(q, k, v, slopes, layer, scale):  # type: ignore[no-untyped-def]
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
-
-
-@torch.library.custom_op("llmc::moe", mutates_args=())
-def moe(
-    x: Tensor,
-    idx: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    body: str,
-    gate_bias: Optional[Tensor] = None,  # noqa: UP045
-    down_bias: Optional[Tensor] = None,  # noqa: UP045
-) -> Tensor:
-    """x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i], biases [e,2i] and [e,d] -> [t,d]."""
-    raise NotImplementedError("llmc::moe is traced, never run")
-
-
-@moe.register_fake
-def _(x, idx, weights, gate_up, down, body, gate_bias=None, down_bias=None):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("llmc::rope_tables", mutates_args=())
-def rope_tables(
-    inv_freq: Tensor, positions: Tensor, scaling: float, layout: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """inv_freq [h], positions [1,T] -> cos and sin, each [1,T,h] (layout "half") or [1,T,2h] ("twice", "pairs")."""
-    raise NotImplementedError("llmc::rope_tables is traced, never run")
-
-
-@rope_tables.register_fake
-def _(inv_freq, positions, scaling, layout, dtype):  # type: ignore[no-untyped-def]
-    width = inv_freq.shape[0] * (1 if layout == "half" else 2)
-    return tuple(inv_freq.new_empty((*positions.shape, width), dtype=dtype) for _ in range(2))
-
-
 def register() -> None:
-    """Register the hooks with transformers under the name "llmc". Repeated calls are harmless."""
+    """Declare our ops, and register the hooks with transformers as "llmc". Repeated calls are harmless."""
+    traced_ops.declare()
     AttentionInterface.register(NAME, _attention_hook)
     AttentionMaskInterface.register(NAME, _mask_hook)
     ExpertsInterface.register(NAME, _experts_hook)

@@ -1,4 +1,4 @@
-"""Custom torch ops that stand for recurrent layers in a trace, and the functions of transformers that call them.
+"""The functions that replace those of transformers' recurrent layers while a model is traced.
 
 transformers' recurrent layers call functions of their modelling module: `causal_conv1d_fn` for the convolution along
 the sequence, and one of a few functions for the recurrence. While a model is traced, ours replace them, by name, in
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,43 +22,6 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend.legacy_attention import replaced
 
 EPS = 1e-6  # of the norms of queries and keys, in transformers and in flash-linear-attention
-
-
-@torch.library.custom_op("llmc::causal_conv", mutates_args=())
-def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor] = None,  # noqa: UP045 (torch reads the annotation)
-) -> Tensor:
-    """x [1,T,C], weight [C,W], bias [C] -> [1,T,C]."""
-    raise NotImplementedError("llmc::causal_conv is traced, never run")
-
-
-@causal_conv.register_fake
-def _(x, weight, bias=None):  # type: ignore[no-untyped-def]
-    return torch.empty_like(x)
-
-
-@torch.library.custom_op("llmc::linear_recurrence", mutates_args=())
-def linear_recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Optional[Tensor] = None,  # noqa: UP045
-    scale: float = 1.0,
-    eps: float = 0.0,
-) -> Tensor:
-    """q and k [1,T,G,D], v [1,T,H,E], decay [1,T,H] or [1,T,H,D] and beta [1,T,H] in f32 -> [1,T,H,E].
-
-    With eps > 0, q and k are divided by the root of their sum of squares and eps. q is multiplied by `scale`.
-    """
-    raise NotImplementedError("llmc::linear_recurrence is traced, never run")
-
-
-@linear_recurrence.register_fake
-def _(q, k, v, decay, beta=None, scale=1.0, eps=0.0):  # type: ignore[no-untyped-def]
-    return torch.empty_like(v)
 
 
 def _conv(

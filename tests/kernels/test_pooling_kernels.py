@@ -12,7 +12,7 @@ from kernels import harness, triton_harness
 from kernels.harness import Case
 from kernels.test_triton_state import drawn_rows
 
-from llmc.codegen.backends.cpp.pooling import POOLING
+from llmc.codegen.backends.cpp.state import POOLING
 from llmc.codegen.backends.triton.pooling import MEAN
 from llmc.codegen.backends.triton.row_state import ADVANCE, FIRST, REACH
 from llmc.extension import load
