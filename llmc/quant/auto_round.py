@@ -16,7 +16,18 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.quant import awq, compressed_tensors, fp8, gptq
-from llmc.quant.scheme import AGAIN, Codes, Stored, activations, columns_of_group, integer, last_part, refuse, table
+from llmc.quant.scheme import (
+    AGAIN,
+    Codes,
+    Stored,
+    activations,
+    columns_of_group,
+    integer,
+    last_part,
+    refuse,
+    supported,
+    table,
+)
 
 
 @dataclass(frozen=True)
@@ -39,15 +50,14 @@ def _gptq(less_one: bool) -> Callable[[Stored, Mapping[str, Any]], Codes]:
 
 
 def _check_integers(stored: Stored, keys: Mapping[str, Any]) -> None:
-    if (kind := keys.get("data_type") or "int") not in INTEGERS:
-        raise refuse("auto-round", f"data_type of {stored.module} in a packing of integers", kind, INTEGERS)
+    kind = keys.get("data_type") or "int"
+    supported("auto-round", f"data_type of {stored.module} in a packing of integers", kind, INTEGERS)
 
 
 def _awq(stored: Stored, keys: Mapping[str, Any]) -> Codes:
     _check_integers(stored, keys)
     bits = integer(keys, "bits", "auto-round")
-    if bits != 4:
-        raise refuse("auto-round", f"bits of {stored.module} in the packing of AWQ", bits, (4,))
+    supported("auto-round", f"bits of {stored.module} in the packing of AWQ", bits, (4,))
     return awq.unpack(stored, columns_of_group(keys, "group_size", "auto-round", -1))
 
 
@@ -133,16 +143,14 @@ def _act(module: str, keys: Mapping[str, Any]) -> str:
     if bits is None or (type(bits) is int and bits >= 16):
         return ""
     kind = keys.get("act_data_type") or keys.get("data_type") or "int"
-    if kind not in (*INTEGERS, *FLOATS):
-        raise refuse("auto-round", f"act_data_type of {module}", kind, (*INTEGERS, *FLOATS))
+    supported("auto-round", f"act_data_type of {module}", kind, (*INTEGERS, *FLOATS))
     return activations("auto-round", f"act_bits of {module}", "int" if kind in INTEGERS else "float", bits)
 
 
 def auto_round(config: Mapping[str, Any]) -> AutoRound:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
     packing = str(config.get("packing_format") or _old_packing(config)).removeprefix("auto_round:")
-    if packing not in PACKINGS:
-        raise refuse("auto-round", "packing_format", packing, tuple(PACKINGS))
+    supported("auto-round", "packing_format", packing, PACKINGS)
     for key in ROTATIONS:
         if config.get(key):
             raise refuse("auto-round", key, config[key], ("none",))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmc.quant.scheme import Codes, Stored, columns_of_group, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import Codes, PartNames, Stored, columns_of_group, integer, refuse, shape_of, supported
 
 PARTS = ("qweight", "qzeros", "scales", "weight")
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -22,15 +22,12 @@ LABEL = "awq 4 bit"
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(PartNames):
     """The scheme of one checkpoint."""
 
+    parts = PARTS
     group_size: int
     layout: str = LAYOUTS[0]
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -40,13 +37,10 @@ class Awq:
 def awq(config: Mapping[str, Any]) -> Awq:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
     layout = str(config.get("version") or config.get("format") or LAYOUTS[0]).lower()
-    if layout not in LAYOUTS:
-        raise refuse("awq", "version", layout, LAYOUTS)
+    supported("awq", "version", layout, LAYOUTS)
     if config.get("backend") == OTHER_BACKEND:
         raise refuse("awq", "backend", OTHER_BACKEND, ("autoawq",))
-    bits = integer(config, "bits" if "bits" in config else "w_bit", "awq", 4)
-    if bits != 4:
-        raise refuse("awq", "bits", bits, (4,))
+    supported("awq", "bits", integer(config, "bits" if "bits" in config else "w_bit", "awq", 4), (4,))
     key = "group_size" if "group_size" in config else "q_group_size"
     return Awq(columns_of_group(config, key, "awq", 128), layout)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, refuse, shape_of, supported
 
 METHOD = "bitnet"
 FLOATS = ("bf16", "f16", "f32")
@@ -23,14 +23,11 @@ FIELDS = 4  # codes in a byte
 
 
 @dataclass(frozen=True)
-class BitNet:
+class BitNet(PartNames):
     """The scheme of one checkpoint. divides: whether scales are divisors."""
 
+    parts = PARTS
     divides: bool
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -51,10 +48,9 @@ class BitNet:
 
 def bitnet(config: Mapping[str, Any]) -> BitNet:
     """The scheme of a quantization_config; raises Diagnostic E307."""
-    if (kind := config.get("linear_class") or CLASSES[0]) not in CLASSES:
-        raise refuse(METHOD, "linear_class", kind, CLASSES)
-    if (mode := config.get("quantization_mode") or "offline") != "offline":
-        raise refuse(METHOD, "quantization_mode", mode, ("offline",))  # weights that every product rounds anew
+    kind = supported(METHOD, "linear_class", config.get("linear_class") or CLASSES[0], CLASSES)
+    # "online" has weights that every product rounds again.
+    supported(METHOD, "quantization_mode", config.get("quantization_mode") or "offline", ("offline",))
     if config.get("use_rms_norm"):
         raise refuse(METHOD, "use_rms_norm", True, (False,))
     return BitNet(kind == CLASSES[0])

@@ -36,11 +36,11 @@ from llmc.quant.scheme import (
     AGAIN,
     Codes,
     Groups,
+    PartNames,
     Stored,
     activations,
     block_of,
     integer,
-    last_part,
     left_out,
     microscaled,
     nibbles,
@@ -210,15 +210,12 @@ def match(targets: Iterable[str], stored: Stored) -> str | None:
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
+class CompressedTensors(PartNames):
     """The scheme of one checkpoint. ignore: targets of modules that are not quantised."""
 
+    parts = PARTS
     groups: tuple[Group, ...]
     ignore: tuple[str, ...] = ()
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""

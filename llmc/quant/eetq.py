@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmc.quant.scheme import Codes, Stored, last_part, refuse, shape_of
+from llmc.quant.scheme import Codes, PartNames, Stored, refuse, shape_of, supported
 
 METHOD = "eetq"
 PARTS = ("weight", "weight_scales")
 RUN = 64  # columns of a row that are stored together
 
 
-class Eetq:
+class Eetq(PartNames):
     """The scheme of a checkpoint."""
 
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
+    parts = PARTS
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -42,6 +40,5 @@ class Eetq:
 
 def eetq(config: Mapping[str, Any]) -> Eetq:
     """The scheme of a quantization_config; raises Diagnostic E307."""
-    if (weights := config.get("weights") or "int8") != "int8":
-        raise refuse(METHOD, "weights", weights, ("int8",))
+    supported(METHOD, "weights", config.get("weights") or "int8", ("int8",))
     return Eetq()

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, POWERS, Codes, Stored, block_of, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, POWERS, Codes, Stored, block_of, last_part, refuse, shape_of, supported
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = ("f32", "bf16", "f16", "f8e8m0", "u8")
@@ -62,8 +62,7 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
             raise refuse("fp8", key, kind, FORMATS)
     if (meaning := config.get("weight_scale_semantics")) not in (None, DIVISOR):
         raise refuse("fp8", "weight_scale_semantics", meaning, (DIVISOR,))
-    if (scheme := config.get("activation_scheme") or "dynamic") not in ACTIVATIONS:
-        raise refuse("fp8", "activation_scheme", scheme, ACTIVATIONS)
+    supported("fp8", "activation_scheme", config.get("activation_scheme") or "dynamic", ACTIVATIONS)
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
     return Fp8(tile(config.get("weight_block_size"), "fp8"), meaning is not None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, integer, refuse, shape_of, supported
 
 METHOD = "gemma"
 TABLE, TABLE_SCALE = "embedding_quantized", "embedding_scale"
@@ -25,15 +25,12 @@ BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Gemma:
+class Gemma(PartNames):
     """The scheme of one checkpoint. bits: of modules that no pattern matches. rules: patterns and their bits."""
 
+    parts = PARTS
     bits: int
     rules: tuple[tuple[re.Pattern[str], int], ...]
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -79,6 +76,5 @@ def gemma(config: Mapping[str, Any]) -> Gemma:
         except re.error as e:
             raise Diagnostic("E340", f"module_quant_configs has the pattern {pattern!r}: {e}", AGAIN) from None
     for num_bits in (bits, *(width for _, width in rules)):
-        if num_bits not in BITS:
-            raise refuse(METHOD, "num_bits", num_bits, BITS)
+        supported(METHOD, "num_bits", num_bits, BITS)
     return Gemma(bits, tuple(rules))

@@ -20,13 +20,14 @@ from llmc.ir.ops.quantize import unpack_bits
 from llmc.quant.scheme import (
     AGAIN,
     Codes,
+    PartNames,
     Stored,
     columns_of_group,
     integer,
-    last_part,
     left_out,
     refuse,
     shape_of,
+    supported,
     table,
 )
 
@@ -39,21 +40,18 @@ INPUTS = ("adapter", "rotation")  # keys of checkpoints that compute more than a
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(PartNames):
     """The scheme of one checkpoint. `dynamic`: (pattern, scheme of its modules or None for plain), the first match.
 
     indexed: every weight has a g_idx, because its columns were quantised in another order (`desc_act`).
     """
 
+    parts = PARTS
     bits: int
     group_size: int
     less_one: bool
     indexed: bool = False
     dynamic: tuple[tuple[re.Pattern[str], Gptq | None], ...] = ()
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -75,8 +73,7 @@ class Gptq:
 def gptq(config: Mapping[str, Any]) -> Gptq:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if kind not in FORMATS:
-        raise refuse("gptq", "checkpoint_format", kind, FORMATS)
+    supported("gptq", "checkpoint_format", kind, FORMATS)
     if config.get("is_marlin_format"):
         raise refuse("gptq", "is_marlin_format", True, (False,))
     if config.get("pack_dtype", "int32") not in ("int32", "torch.int32"):
@@ -103,8 +100,7 @@ def _rule(key: str, changes: Any, config: Mapping[str, Any]) -> tuple[re.Pattern
 
 def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:
     """The codes of a weight in GPTQ's layout; raises Diagnostic E307, E340, E341 or E342."""
-    if bits not in BITS:
-        raise refuse("gptq", f"bits of {stored.module}", bits, BITS)
+    supported("gptq", f"bits of {stored.module}", bits, BITS)
     b = stored.build
     words, zeros = stored.part("qweight", ("i32",), 2), stored.part("qzeros", ("i32",), 2)
     scales = stored.part("scales", ("f16", "bf16", "f32"), 2)

@@ -23,7 +23,7 @@ import numpy as np
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, last_part, refuse, shape_of
+from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, refuse, shape_of, supported
 
 METHOD = "hqq"
 FLOATS = ("f16", "bf16", "f32")
@@ -39,12 +39,10 @@ PACKINGS: Mapping[str, tuple[int, str]] = MappingProxyType(
 FALSE = ("view_as_float", "quant_scale", "quant_zero")  # what must not be true
 
 
-class Hqq:
+class Hqq(PartNames):
     """The scheme of a checkpoint."""
 
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
+    parts = PARTS
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -84,9 +82,7 @@ def _number(stored: Stored, part: str) -> int:
 def _text(stored: Stored, part: str) -> str:
     """A part that is a text; raises Diagnostic E307 if it is not a packing."""
     packing = bytes(stored.load(stored.part(part, ("u8",), 1).name)[:80]).decode("latin-1")
-    if packing not in PACKINGS:
-        raise refuse(METHOD, f"packing of {stored.module}", packing, tuple(PACKINGS))
-    return packing
+    return str(supported(METHOD, f"packing of {stored.module}", packing, PACKINGS))
 
 
 def _unpacked(stored: Stored, packing: str, rows: int, columns: int) -> Value:

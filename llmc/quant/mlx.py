@@ -20,7 +20,18 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, left_out, refuse, shape_of, with_offsets
+from llmc.quant.scheme import (
+    AGAIN,
+    Codes,
+    Stored,
+    integer,
+    last_part,
+    left_out,
+    refuse,
+    shape_of,
+    supported,
+    with_offsets,
+)
 
 METHOD, METAL = "mlx", "metal"
 FLOATS = ("bf16", "f16", "f32")
@@ -49,16 +60,13 @@ class Mlx:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         settings = self._settings(stored.module)
-        mode = settings.get("mode") or "affine"
-        if mode not in ("affine", *MODES):
-            raise refuse(self.method, "mode", mode, ("affine", *MODES))
+        mode = supported(self.method, "mode", settings.get("mode") or "affine", ("affine", *MODES))
         default_bits, default_size = MODES[mode][:2] if mode != "affine" else (4, 64)
         bits = integer(settings, "bits", self.method, default_bits)
         size = integer(settings, "group_size", self.method, default_size)
         if mode != "affine" and (bits, size) != (default_bits, default_size):
             raise refuse(self.method, f"bits and group_size of {mode}", (bits, size), ((default_bits, default_size),))
-        if bits not in BITS:
-            raise refuse(self.method, "bits", bits, BITS)
+        supported(self.method, "bits", bits, BITS)
         n, k = self._shape(stored, bits, size)
         return _affine(stored, bits, size, n, k) if mode == "affine" else _floats(stored, mode, n, k)
 

@@ -34,9 +34,9 @@ from llmc.quant.scheme import (
     AGAIN,
     POWERS,
     Codes,
+    PartNames,
     Stored,
     block_of,
-    last_part,
     microscaled,
     nibbles,
     nvfp4,
@@ -129,18 +129,15 @@ GROUPS: Mapping[Callable[[Stored], Codes], int] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class ModelOpt:
+class ModelOpt(PartNames):
     """The scheme of one checkpoint.
 
     default: the decoder of all weights; if None, `modules` has one for each module, or for all modules below a name.
     """
 
+    parts = PARTS
     default: Callable[[Stored], Codes] | None
     modules: Mapping[str, Callable[[Stored], Codes]]
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, last_part, refuse, shape_of, with_offsets
+from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, last_part, refuse, shape_of, supported, with_offsets
 
 METHOD = "quanto"
 FLOATS = ("bf16", "f16", "f32")
@@ -62,18 +62,15 @@ class Quanto:
             raise Diagnostic("E340", f"{stored.module} is quantised, and quanto_qmap.json does not list it", AGAIN)
         if not isinstance(settings, Mapping):
             raise refuse(METHOD, stored.module, settings, ("weights and activations",))
-        weights = settings.get("weights")
-        if weights not in tuple(TYPES):
-            raise refuse(METHOD, f"weights of {stored.module}", weights, tuple(TYPES))
+        weights = supported(METHOD, f"weights of {stored.module}", settings.get("weights"), TYPES)
         return str(weights), str(settings.get("activations"))
 
 
 def quanto(config: Mapping[str, Any]) -> Quanto:
     """The scheme of a quantization_config; raises Diagnostic E307."""
-    weights = config.get("weights")
-    if weights is not None and weights not in tuple(NAMES):
-        raise refuse(METHOD, "weights", weights, tuple(NAMES))
-    return Quanto(config, NAMES[weights] if weights else "")
+    if (weights := config.get("weights")) is None:
+        return Quanto(config, "")
+    return Quanto(config, NAMES[supported(METHOD, "weights", weights, NAMES)])
 
 
 def _plain(stored: Stored, kind: str, dtype: str) -> Codes:

@@ -28,7 +28,7 @@ import numpy as np
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
 from llmc.quant.awq import ORDER
-from llmc.quant.scheme import AGAIN, Codes, Stored, integer, last_part, refuse, shape_of, table
+from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, integer, refuse, shape_of, supported, table
 
 METHOD = "quark"
 PARTS = (
@@ -43,17 +43,14 @@ PACKS = ("reorder", "order")
 
 
 @dataclass(frozen=True)
-class Quark:
+class Quark(PartNames):
     """The scheme of one checkpoint. rules: settings by pattern of names; classes: by class; rest: of other modules."""
 
+    parts = PARTS
     rules: Mapping[str, Any]
     classes: Mapping[str, Any]
     rest: Any
     order: tuple[int, ...]
-
-    def split(self, name: str) -> tuple[str, str] | None:
-        """See `Scheme.split`."""
-        return last_part(name, PARTS)
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
@@ -80,10 +77,8 @@ def quark(config: Mapping[str, Any]) -> Quark:
     """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
     export = config.get("export") or {}
     pack = export.get("pack_method") or PACKS[0] if isinstance(export, dict) else None
-    if pack not in PACKS:
-        raise refuse(METHOD, "pack_method", pack, PACKS)
-    if isinstance(export, dict) and (kind := export.get("weight_format") or "real_quantized") != "real_quantized":
-        raise refuse(METHOD, "weight_format", kind, ("real_quantized",))
+    supported(METHOD, "pack_method", pack, PACKS)
+    supported(METHOD, "weight_format", export.get("weight_format") or "real_quantized", ("real_quantized",))
     rules, classes = (table(config, key, METHOD) for key in ("layer_quant_config", "layer_type_quant_config"))
     return Quark(rules, classes, config.get("global_quant_config"), ORDER if pack == PACKS[0] else ())
 
@@ -103,11 +98,9 @@ def _act(settings: Any) -> str:
 
 
 def _decoded(stored: Stored, weight: Mapping[str, Any], order: tuple[int, ...]) -> Codes:
-    b, kind, scheme = stored.build, weight.get("dtype"), weight.get("qscheme")
-    if kind not in DTYPES:
-        raise refuse(METHOD, f"dtype of {stored.module}", kind, DTYPES)
-    if scheme not in SCHEMES:
-        raise refuse(METHOD, f"qscheme of {stored.module}", scheme, SCHEMES)
+    b = stored.build
+    kind = supported(METHOD, f"dtype of {stored.module}", weight.get("dtype"), DTYPES)
+    scheme = supported(METHOD, f"qscheme of {stored.module}", weight.get("qscheme"), SCHEMES)
     if (axis := weight.get("ch_axis")) not in {"per_tensor": (axis,), "per_channel": (0, -2)}.get(scheme, (1, -1)):
         raise refuse(METHOD, f"ch_axis of {stored.module}", axis, (0 if scheme == "per_channel" else -1,))
     turned = scheme == "per_group" and "int" in kind

@@ -7,9 +7,9 @@ layouts. Schemes are registered under the `quant_method` of config.json in `Exte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -164,6 +164,16 @@ class Scheme(Protocol):
         """Return the codes of a weight; raises Diagnostic E307 (unsupported variant), E340, E341 or E342."""
 
 
+class PartNames:
+    """Base class of schemes whose tensors are named "module.part", with the parts in `parts`."""
+
+    parts: ClassVar[tuple[str, ...]]
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """See `Scheme.split`."""
+        return last_part(name, self.parts)
+
+
 SchemeOf = Callable[[Mapping[str, Any]], Scheme]
 
 
@@ -185,6 +195,13 @@ def refuse(method: str, key: str, value: Any, known: Sequence[Any]) -> Diagnosti
         "E307", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}; supported: {choices}",
         "use a checkpoint of a supported variant, or the original one",
     )  # fmt: skip
+
+
+def supported(method: str, key: str, value: Any, known: Collection[Any]) -> Any:
+    """Return the value if it is among the supported ones; raises Diagnostic E307 otherwise."""
+    if value not in tuple(known):
+        raise refuse(method, key, value, tuple(known))
+    return value
 
 
 def activations(method: str, key: str, kind: str, bits: Any) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, Codes, Stored, nibbles, refuse, shape_of, with_offsets
+from llmc.quant.scheme import AGAIN, Codes, Stored, nibbles, refuse, shape_of, supported, with_offsets
 
 METHOD = "torchao"
 FLOATS = ("f32", "bf16", "f16")
@@ -54,8 +54,7 @@ class TorchAo:
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
         kind, facts = _facts(stored)
-        if kind not in KINDS:
-            raise refuse(METHOD, f"type of {stored.name}", kind, tuple(KINDS))
+        supported(METHOD, f"type of {stored.name}", kind, KINDS)
         if "act_pre_scale" in stored.parts:
             raise refuse(METHOD, "tensor", stored.parts["act_pre_scale"].name, ("weights whose inputs are not scaled",))
         codes = KINDS[kind](stored, facts)
@@ -194,8 +193,7 @@ def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) ->
 
 def _mx(stored: Stored, facts: Facts) -> Codes:
     b, scale = stored.build, stored.part("scale", ("f8e8m0", "u8"), 2)
-    if facts.get("block_size") != 32:
-        raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (32,))
+    supported(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (32,))
     code = stored.part("qdata", ("u8", "f8e4m3"), 2)
     if packed := code.type.dtype == "u8":
         code = nibbles(stored, "qdata")
@@ -208,8 +206,7 @@ def _mx(stored: Stored, facts: Facts) -> Codes:
 
 def _nvfp4(stored: Stored, facts: Facts) -> Codes:
     b, scale = stored.build, stored.part("scale", ("f8e4m3",), 2)
-    if facts.get("block_size") != 16:
-        raise refuse(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (16,))
+    supported(METHOD, f"block_size of {stored.name}", facts.get("block_size"), (16,))
     code = nibbles(stored, "qdata")
     n, k = shape_of(code)
     factor = b.cast(_natural(stored, facts, scale, n, -(-k // 16)), dtype="f32")
