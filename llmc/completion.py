@@ -76,7 +76,7 @@ def _subcommands(
 
 
 def _value_kind(action: argparse.Action) -> tuple[str, ...] | str | None:
-    """The kind of value that follows an option, in the form of `Option.value`."""
+    """Return the kind of value that follows an option, in the form of `Option.value`."""
     metavar = str(action.metavar or "")
     if action.choices is not None:
         return tuple(map(str, action.choices))
@@ -90,7 +90,7 @@ def _value_kind(action: argparse.Action) -> tuple[str, ...] | str | None:
 
 
 def _summary(text: str) -> str:
-    """The first 70 characters of a help text, without characters that would need quoting in a script."""
+    """Return the first 70 characters of a help text, without characters that would need quoting in a script."""
     return re.sub(r"[^\w ./,<>+-]", "", text.replace("%%", "%").replace(": ", ", "))[:70].strip()
 
 
@@ -140,7 +140,7 @@ complete -F _llmc_complete {names}
 
 
 def _bash_words(node: Node) -> str:
-    """The case of a command: its subcommands or arguments, then its options."""
+    """Return the case of a command: its subcommands or arguments, then its options."""
     flags = [flag for option in node.options for flag in option.flags]
     takes_files = node.arguments == _FILES
     first = [n.name for n in node.subcommands] or ([] if takes_files else list(node.arguments))

@@ -104,7 +104,7 @@ def _has_weights(job: Compilation) -> bool:
 
 
 def _model(job: Compilation, traced: Any) -> dict[str, Any]:
-    """The facts about the model that do not depend on the target's kernels."""
+    """Return the facts about the model that do not depend on the target's kernels."""
     facts = traced.facts
     sizes = [w.type.numel.const or 0 for name, w in traced.weights.items() if name not in traced.buffers]
     recipes = [f"{count} in {label}" for label, count in job.formats.items()]
@@ -238,7 +238,7 @@ def render(plan: Mapping[str, Any], argv: Sequence[str]) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line that performs the planned compile."""
+    """Return the command line that performs the planned compile."""
     p = ArgumentParser(add_help=False)
     p.add_argument("--dry-run", action="store_true")
     for option in ("--memory", "-o", "--output"):
@@ -248,7 +248,7 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _fits(plan: Mapping[str, Any]) -> list[str]:
-    """The lines about fitting, with a remedy if the model does not fit."""
+    """Return the lines about fitting, with a remedy if the model does not fit."""
     mem, kv = plan["memory"], plan["kv"]
     if plan["fits"] is None:
         return ["  fits      unknown: the target has no memory size; pass --memory, for example --memory 24GiB"]

@@ -48,7 +48,7 @@ KINDS = tuple(f.name for f in fields(Extension) if f.name != "name")
 
 
 def _singular(kind: str) -> str:
-    """The singular of a kind."""
+    """Return the singular of a kind."""
     return "pass" if kind == "passes" else kind.removesuffix("s")
 
 
@@ -246,6 +246,6 @@ def extension_at_fault(error: Exception) -> Diagnostic | None:
 
 
 def _modules(e: Extension) -> set[str]:
-    """The top-level modules that an extension's texts name, except llmc."""
+    """Return the top-level modules that an extension's texts name, except llmc."""
     texts = (text for kind in KINDS if kind != "pipelines" for text in getattr(e, kind).values())
     return {text.partition(":")[0].partition(".")[0] for text in texts} - {"llmc", "llmc_runtime"}

@@ -175,7 +175,7 @@ def read_options(args: argparse.Namespace, default_cache: Path) -> Options:
 
 
 def _values(owner: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The parsed values of `owner`'s options; options without a flag of this command keep their defaults."""
+    """Return the parsed values of `owner`'s options; options without a flag of this command keep their defaults."""
     return {name: o.value(args) for name, o in options_of(owner).items() if o.dest in args}
 
 

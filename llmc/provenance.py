@@ -60,7 +60,7 @@ def idle_passes(used: Mapping[str, Sequence[str]], report: Iterable[Mapping[str,
 
 
 def _scheme_of(config: Mapping[str, Any]) -> str:
-    """The quantisation method that a model's config names, or ""."""
+    """Return the quantisation method that a model's config names, or ""."""
     quantisation = config.get("quantization_config")
     return str(quantisation.get("quant_method", "")) if isinstance(quantisation, dict) else ""
 

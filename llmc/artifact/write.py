@@ -197,7 +197,7 @@ def _checked(program: Program) -> bytes:
 
 
 def _tokenizer_name(path: Path) -> str:
-    """The file's name in the model folder; additional chat templates are in a subfolder."""
+    """Return the file's name in the model folder; additional chat templates are in a subfolder."""
     inner = path.parent.name == TEMPLATES
     return f"{TEMPLATES}/{path.name}" if inner else path.name
 

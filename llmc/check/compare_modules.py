@@ -73,7 +73,7 @@ def _rounded(inputs: Inputs, g: Graph) -> Inputs:
 
 
 def _counterparts(name: str, after: Module) -> list[Graph]:
-    """The graphs of `after` that correspond to the graph `name` of the earlier module."""
+    """Return the graphs of `after` that correspond to the graph `name` of the earlier module."""
     if name == "weights" or (name == DRAFT and DRAFT not in after.graphs):
         return []  # the entry points of a draft model return drafts, not logits
     if name in after.graphs:
@@ -92,6 +92,6 @@ def _with_weights(inputs: Inputs, m: Module, g: Graph, rng: np.random.Generator)
 
 
 def _decoding(inputs: Inputs, drawn: Inputs, g: Graph) -> Inputs:
-    """The weights of `inputs`, together with the other inputs of @decode as drawn for it (one token per row)."""
+    """Return the weights of `inputs`, together with the other inputs of @decode as drawn for it (one token per row)."""
     arrays = {v.name: drawn.arrays[v.name] for v in g.inputs if not v.weight}
     return Inputs(inputs.arrays | arrays, inputs.sizes | drawn.sizes | {"T": drawn.sizes["R"]})

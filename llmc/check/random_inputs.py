@@ -98,7 +98,7 @@ def _step(g: Graph, sizes: dict[str, int], rng: np.random.Generator) -> Step:
 
 
 def _table_operands(n: Node) -> list[int]:
-    """The numbers of the operands that are weights with a row per token id: others of the node index them."""
+    """Return the numbers of the operands that are weights with a row per token id: others of the node index them."""
     names = [name for name, _ in named_operands(n)]
     indices = [c for name in names if isinstance(c := n.op.holds.get(name), Index) and c.of in names]
     return [i for c in indices if n.operands[i := names.index(c.of)].weight]

@@ -49,7 +49,7 @@ def _run_node(
 
 
 def _collective(n: Node, xs: Sequence[np.ndarray], sizes: Mapping[str, int], exact: bool) -> list[np.ndarray]:
-    """The results of a collective, which are the same on all ranks."""
+    """Return the results of a collective, which are the same on all ranks."""
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
     result = n.op.ref(*xs, **attrs)
     results = result if isinstance(result, tuple) else (result,)

@@ -49,5 +49,5 @@ def dry_build(
 
 
 def _launch_info(s: Source) -> launch_plan.LaunchInfo:
-    """The launch parameters that are known without a compiled kernel."""
+    """Return the launch parameters that are known without a compiled kernel."""
     return launch_plan.LaunchInfo(_NO_KEY, boxes=tuple((m.box, 0) for m in s.maps))

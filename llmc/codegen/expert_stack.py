@@ -41,14 +41,14 @@ class Stack:
         return 2 if self.up else 1
 
     def operand(self, name: str) -> int | None:
-        """The index of an operand: code, scale, x_scale, zero, weights or bias; None if the node lacks it."""
+        """Return the index of an operand: code, scale, x_scale, zero, weights or bias; None if the node lacks it."""
         names = ["x", "order", "starts", "code", *["scale"] * self.quantized, *["x_scale"] * self.scaled]
         names += ["weights"] * (not self.up) + ["zero"] * bool(self.node.attrs.get("zeros"))
         names += ["bias"] * (len(self.node.operands) > len(names))
         return names.index(name) if name in names else None
 
     def type(self, name: str) -> Type | None:
-        """The type of an operand, None if the node lacks it."""
+        """Return the type of an operand, None if the node lacks it."""
         i = self.operand(name)
         return None if i is None else self.node.operands[i].type
 

@@ -90,7 +90,7 @@ class Dag:
 
 
 def _simple_pow(e: E) -> E | None:
-    """The expression without pow if the exponent is a simple constant, else None."""
+    """Return the expression without pow if the exponent is a simple constant, else None."""
     base, exponent = e.args
     if exponent.fn != "const":
         return None

@@ -38,7 +38,7 @@ def expressions(node: Node) -> list[E] | None:
 
 
 def _row_reduction(node: Node) -> E | None:
-    """A reduction op over the last axis of floats as an expression, or None."""
+    """Return a reduction op over the last axis of floats as an expression, or None."""
     reduction = {"sum": "row_sum", "mean": "row_mean", "amax": "row_max", "amin": "row_max"}.get(node.op.name)
     x = node.operands[0].type if node.operands else None
     if reduction is None or x is None or x.dtype not in FLOATS or node.attrs["axis"] % x.rank != x.rank - 1:
@@ -129,7 +129,7 @@ class RowProgram:
         return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:
-        """The target nodes of each pass: the reductions of its level, in the last pass the results that vary."""
+        """Return the target nodes of each pass: the reductions of its level, in the last pass the results that vary."""
         needed = self.dag.below(self.roots)
         reductions = [i for i in needed if self.reduction(i)]
         last = max((self.level[i] + self.reduction(i) for i in self.roots), default=0)

@@ -90,7 +90,7 @@ class Tuning:
         return min(self._nearest(node, target, env).values(), default=math.inf)
 
     def _nearest(self, node: Node, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
-        """The times of a node at the nearest measured sizes; empty if there are no close ones.
+        """Return the times of a node at the nearest measured sizes; empty if there are no close ones.
 
         Tokens and rows are equivalent for a node that depends on one of them only: a decode step of 512 rows has the
         products of a step with 512 tokens.
@@ -106,7 +106,9 @@ class Tuning:
         return self._close(re.sub(rf"\b{symbol}\b", other, text), target, {other: size})
 
     def _close(self, text: str, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
-        """The times of the node with this text at the measured sizes nearest to `env`; empty if they are not close."""
+        """Return the times of the node with this text at the measured sizes nearest to `env`; empty if they are not
+        close.
+        """
         points = self.records.get((machine(target), text))
         if not points:
             return {}

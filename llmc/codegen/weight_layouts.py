@@ -64,7 +64,7 @@ def agreeing(n: Node, ranked: list[Candidate], agreed: dict[str, str], target: T
 
 
 def _origin(v: Value) -> str:
-    """A weight's identity across entry points: its name, or the expression that computes it from weights."""
+    """Return a weight's identity across entry points: its name, or the expression that computes it from weights."""
     if v.node is None:
         return v.name
     inner = ",".join(_origin(x) for x in v.node.operands)

@@ -50,7 +50,7 @@ def _symbols(t: Type) -> set[str]:
 
 
 def _axes(t: Type) -> list[int]:
-    """The axes whose size depends on the number of tokens."""
+    """Return the axes whose size depends on the number of tokens."""
     return [i for i, d in enumerate(t.shape) if TOKENS in d.symbols]
 
 

@@ -359,7 +359,7 @@ def _check_not_quantised(stored: Mapping[str, Stored]) -> None:
 
 
 def _type(stored: Stored) -> Type:
-    """The type of a stored tensor; raises Diagnostic E326 if the IR has no such dtype."""
+    """Return the type of a stored tensor; raises Diagnostic E326 if the IR has no such dtype."""
     if stored.dtype not in DTYPES:
         cause = f"{stored.name[:200]!r} is stored as {stored.dtype} in {stored.file.name}, which is not supported"
         raise Diagnostic("E326", cause, "compile the original checkpoint")

@@ -58,7 +58,9 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
 
 
 def _needed(nodes: Any) -> set[Any]:
-    """The nodes that the output depends on, with in-place ops on them. This drops detection of packed sequences."""
+    """Return the nodes that the output depends on, with in-place ops on them. This drops detection of
+    packed sequences.
+    """
     needed: set[Any] = set()
     for n in reversed(nodes):
         if n.op == "output" or _in_place(n):
@@ -110,7 +112,7 @@ class _Lowering:
             raise Diagnostic("E310", f"{n.op} {n.target} cannot be lowered", _REPORT, loc=_loc(n)[0])
 
     def _placeholder(self, n: Any) -> Any:
-        """The value of an input: one of the step inputs, or a weight, tied ones under their common name."""
+        """Return the value of an input: one of the step inputs, or a weight, tied ones under their common name."""
         fake = n.meta.get("val")
         if not isinstance(fake, torch.Tensor):
             return fake
@@ -257,7 +259,7 @@ def _fit(call: Call, v: Value, expected: Type) -> Value:
 
 
 def _functional(name: str) -> str:
-    """The name of an in-place op's functional form: aten.div_.Tensor -> aten.div.Tensor."""
+    """Return the name of an in-place op's functional form: aten.div_.Tensor -> aten.div.Tensor."""
     space, op, overload = name.split(".")
     return f"{space}.{op.removesuffix('_')}.{overload}"
 

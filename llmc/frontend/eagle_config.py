@@ -76,7 +76,9 @@ def read_head(folder: Path) -> HeadConfig:
 
 
 def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The numbers of the layers whose inputs are read. Below eagle_config, SGLang's key names layers by outputs."""
+    """Return the numbers of the layers whose inputs are read. Below eagle_config, SGLang's key names
+    layers by outputs.
+    """
     nested = config.get("eagle_config")
     beside = nested.get(_KEY) if isinstance(nested, Mapping) else None
     numbers = config.get(_KEY) if beside is None else beside

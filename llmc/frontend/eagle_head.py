@@ -205,7 +205,7 @@ class HeadWeights:
         return Diagnostic("E360", f"the head {self.head.folder} {its}, the model {the}", ANOTHER)
 
     def _vocabulary(self, vocab: int) -> np.ndarray:
-        """The draft id of each of the model's ids; for those without one, the number of draft ids."""
+        """Return the draft id of each of the model's ids; for those without one, the number of draft ids."""
         count = self.head.draft_vocab
         if self._shape(D2T) != (count,):
             raise self._another(f"has {self._shape(D2T)[0]} draft ids in {D2T}", f"{count} by config.json")

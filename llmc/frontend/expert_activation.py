@@ -83,7 +83,7 @@ def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
 
 
 def _expression(g: Graph) -> E:
-    """The output as a scalar expression: slices of the input are its arguments, all other ops are pointwise."""
+    """Return the output as a scalar expression: slices of the input are its arguments, all other ops are pointwise."""
     done: dict[Value, E] = {}
     for n in g.nodes:
         done[n.result] = _part(n) if n.op.name == "slice" else _of(n, done)

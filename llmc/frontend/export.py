@@ -301,7 +301,9 @@ def export(
 
 
 def _failed(name: str, failure: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
-    """The Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known one."""
+    """Return the Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known
+    one.
+    """
     loc, cls = at
     text = str(e)
     reason = f"{type(e).__name__}: {' '.join(text.split())[:200]}"
@@ -346,7 +348,9 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
 
 
 def _owner(model: Any, path: str) -> Any:
-    """The innermost model of transformers that contains the module at `path`: each initializes its own modules."""
+    """Return the innermost model of transformers that contains the module at `path`: each initializes
+    its own modules.
+    """
     owner = module = model
     for part in filter(None, path.split(".")):
         module = getattr(module, part)

@@ -221,7 +221,7 @@ class _Fetch:
         return self.hub.endpoint or "the hub"
 
     def unreachable(self, e: Exception) -> Diagnostic:
-        """The error for a hub that does not respond."""
+        """Return the error for a hub that does not respond."""
         if self.hub.offline:
             return Diagnostic(
                 "E332",
@@ -235,7 +235,7 @@ class _Fetch:
         )
 
     def unusable(self, why: str) -> Diagnostic:
-        """The error for an unusable answer."""
+        """Return the error for an unusable answer."""
         return Diagnostic(
             "E334",
             f"the answer of {self.at} for {self.where} is unusable: {why}",

@@ -27,7 +27,7 @@ EPS = 1e-6  # of the norms of queries and keys, in transformers and in flash-lin
 def _conv(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
 ) -> Tensor:
-    """The convolution of hidden_states [1,C,T] by weight [C,W], and an activation."""
+    """Compute the convolution of hidden_states [1,C,T] by weight [C,W], and an activation."""
     out = torch.ops.llmc.causal_conv(hidden_states.transpose(1, 2).to(weight.dtype), weight, bias)
     out = out if activation is None else ACT2FN[activation](out)
     return out.to(hidden_states.dtype).transpose(1, 2)
@@ -37,8 +37,8 @@ def _delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
     **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """The gated delta rule of query and key [1,T,G,D], value [1,T,H,E], g [1,T,H] or, for each channel of a key,
-    [1,T,H,D], and beta [1,T,H]; no state is returned.
+    """Compute the gated delta rule of query and key [1,T,G,D], value [1,T,H,E], g [1,T,H] or, for each channel of a
+    key, [1,T,H,D], and beta [1,T,H]; no state is returned.
     """
     k, v = key.to(query.dtype), value.to(query.dtype)
     eps, scale = EPS if use_qk_l2norm_in_kernel else 0.0, query.shape[-1] ** -0.5
@@ -50,7 +50,9 @@ def _mamba2(
     dt_bias: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, torch.inf), **more: Any,
 ) -> Tensor:  # fmt: skip
-    """The scan of Mamba-2: hidden_states [1,T,H,E], dt [1,T,H], A and D [H], B and C [1,T,G,D] -> f32 [1,T,H,E]."""
+    """Compute the scan of Mamba-2: hidden_states [1,T,H,E], dt [1,T,H], A and D [H], B and C [1,T,G,D] -> f32
+    [1,T,H,E].
+    """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
     low, high = dt_limit
@@ -66,7 +68,8 @@ def _mamba1(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **more: Any,
 ) -> Tensor:  # fmt: skip
-    """The scan of Mamba-1: hidden_states, dt and z [1,H,T], A [H,N], B and C [1,N,T], D and delta_bias [H] -> [1,H,T].
+    """Compute the scan of Mamba-1: hidden_states, dt and z [1,H,T], A [H,N], B and C [1,N,T], D and delta_bias [H] ->
+    [1,H,T].
 
     Each channel is a head with one value and N elements of a key, each of which decays at a rate of its own.
     """

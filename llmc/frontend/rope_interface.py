@@ -98,7 +98,9 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
 
 
 def _refusal(error: Diagnostic) -> Callable[..., Any]:
-    """A forward that raises: a module that does not run for text, such as one of a vision tower, does not matter."""
+    """Return a forward that raises: a module that does not run for text, such as one of a vision tower, does not
+    matter.
+    """
 
     def forward(*_: Any, **__: Any) -> Any:
         raise error
@@ -132,7 +134,7 @@ def _one_axis(positions: Tensor, name: str) -> Tensor:
 
 
 def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, max_positions: int) -> Tensor:
-    """The frequencies of a rope module, fixed for `max_positions`; raises Diagnostic E306."""
+    """Return the frequencies of a rope module, fixed for `max_positions`; raises Diagnostic E306."""
     extra: dict[str, Any] = {"layer_type": layer_type} if layer_type else {}
     if kind == "dynamic" and max_positions > (limit := module.config.max_position_embeddings):
         raise Diagnostic(
@@ -149,9 +151,9 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
 
 
 def _scaling(module: Any, prefix: str, max_positions: int) -> float:
-    """The factor of the tables. longrope of Phi-3.5-MoE has two factors, for short and for long sequences, chosen as in
-    `patch`. For long sequences, transformers' Phi-3.5-MoE uses the frequencies of short ones; its publisher's code, and
-    llmc, use those of long ones.
+    """Return the factor of the tables. longrope of Phi-3.5-MoE has two factors, for short and for long sequences,
+    chosen as in `patch`. For long sequences, transformers' Phi-3.5-MoE uses the frequencies of short ones; its
+    publisher's code, and llmc, use those of long ones.
     """
     rope = getattr(module.config, "rope_parameters", None) or {}
     if not {"short_mscale", "long_mscale"} <= rope.keys():

@@ -153,7 +153,7 @@ def notes_of(traced: Traced) -> Iterator[str]:
 
 
 def _cut(config: Any, layers: int | None) -> tuple[Any, tuple[int, int] | None]:
-    """The config of the first layers, and (compiled, total) layers; `config` and None for the whole model."""
+    """Return the config of the first layers, and (compiled, total) layers; `config` and None for the whole model."""
     from llmc.frontend import export
 
     if layers is None:
@@ -164,7 +164,7 @@ def _cut(config: Any, layers: int | None) -> tuple[Any, tuple[int, int] | None]:
 
 
 def _stored_dtype(source: Source, config: Any) -> str:
-    """The dtype named in config.json, else the most common dtype of the stored tensors, else f32."""
+    """Return the dtype named in config.json, else the most common dtype of the stored tensors, else f32."""
     names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
     for part in (config, config.get_text_config()):
         if dtype := names.get(str(part.dtype).removeprefix("torch.")):
@@ -184,7 +184,9 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 def _longest(source: Source, text: Any, requested: int | None, pooled: PooledModel | None = None) -> int:
-    """The longest sequence to compile for; raises Diagnostic E305 if the config does not allow the requested length."""
+    """Return the longest sequence to compile for; raises Diagnostic E305 if the config does not allow the requested
+    length.
+    """
     limit = _limit(text)
     if pooled is not None:
         limit = min(limit - position_offset(text), pooled.max_length or limit)
@@ -200,7 +202,7 @@ def _longest(source: Source, text: Any, requested: int | None, pooled: PooledMod
 
 
 def _limit(config: Any) -> int:
-    """The longest sequence that the config supports, including the stretch of a scaled rotary embedding.
+    """Return the longest sequence that the config supports, including the stretch of a scaled rotary embedding.
 
     `dynamic` scaling is excluded: its frequencies would change while a sequence grows, see `rope.patch`. Attention in
     chunks and sparse attention limit it, see `dense_limit`.

@@ -95,7 +95,7 @@ def outside(config: Mapping[str, Any]) -> str | None:
 
 
 def refuse_file(path: Path) -> Diagnostic:
-    """The error for a path that is a file instead of a model folder."""
+    """Return the error for a path that is a file instead of a model folder."""
     description, remedy = FILES.get(
         path.suffix, ("a file", "give a Hugging Face folder: config.json, tokenizer.json, *.safetensors")
     )
@@ -103,7 +103,7 @@ def refuse_file(path: Path) -> Diagnostic:
 
 
 def refuse_code(request: str, remedy: str = "") -> Diagnostic:
-    """The error for a model that needs Python code from its repository; `request` names the option or key."""
+    """Return the error for a model that needs Python code from its repository; `request` names the option or key."""
     return Diagnostic(
         "E304",
         f"{request}: Python code in a model's repository is never run",
@@ -112,7 +112,7 @@ def refuse_code(request: str, remedy: str = "") -> Diagnostic:
 
 
 def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
-    """The error for a folder or repository without a config.json."""
+    """Return the error for a folder or repository without a config.json."""
     for name, (description, remedy) in FOLDERS.items():
         if name in names:
             return Diagnostic("E302", f"{where} {description}", remedy.format(where=where))
@@ -129,13 +129,13 @@ def refuse_without_config(names: Collection[str], where: str) -> Diagnostic:
 
 
 def refuse_adapter(where: str, base: object) -> Diagnostic:
-    """The error for an adapter without its base model; `base` is the base model's name."""
+    """Return the error for an adapter without its base model; `base` is the base model's name."""
     description, remedy = FOLDERS["adapter_config.json"]
     return Diagnostic("E302", f"{where} {description}; its base model is {base}", remedy)
 
 
 def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
-    """The error for a folder or repository without safetensors weights."""
+    """Return the error for a folder or repository without safetensors weights."""
     if "adapter_model.safetensors" in names:
         return refuse_adapter(where, "not named")
     lacks = f"{where} has neither {SINGLE} nor {INDEX}"

@@ -83,7 +83,7 @@ def places_of(model: Any) -> Callable[[str], Place]:
 
 
 def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The renamings and converters of a model's checkpoints."""
+    """Return the renamings and converters of a model's checkpoints."""
     method = getattr(model, "checkpoint_transforms", None)
     transforms = method() if method else conversion_mapping.get_model_conversion_mapping(model)
     if any(SEPARATE_EXPERTS.search(name) for name in tensors):
@@ -133,13 +133,13 @@ def _convert(build: Builder, converter: Any, target: str, group: Group, known: A
 
 
 def _placed(converter: Any, target: str, key: str) -> str:
-    """The state-dict name of one target pattern of a converter, whose first one has the name `target`."""
+    """Return the state-dict name of one target pattern of a converter, whose first one has the name `target`."""
     head, _, tail = target.partition(converter.target_patterns[0])
     return head + key + tail if key != target else key
 
 
 def _unsupported(converter: Any) -> str:
-    """The name of a converter's first operation that is not supported, or ""."""
+    """Return the name of a converter's first operation that is not supported, or ""."""
     names = (type(operation).__name__ for operation in converter.operations)
     return next((name for name in names if name not in _OPERATIONS), "")
 
@@ -154,7 +154,7 @@ def _stack(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: st
 
 
 def _stacked(b: Builder, values: list[Value], target: str) -> Value:
-    """The values, of equal shapes, along a new first axis."""
+    """Return the values, of equal shapes, along a new first axis."""
     if len({v.type.shape for v in values}) > 1:
         raise _unequal(target, values)
     rows = [b.reshape(v, shape=(1, *v.type.shape)) for v in _one_dtype(b, values)]
@@ -185,7 +185,7 @@ def _concatenate(b: Builder, op: Any, c: Any, group: Group, parameter: Any, targ
 
 
 def _joined(b: Builder, values: list[Value], dim: int, target: str) -> Value:
-    """The values joined along an axis; their other axes are equal."""
+    """Return the values joined along an axis; their other axes are equal."""
     axis = dim % values[0].type.rank
     if len({(*v.type.shape[:axis], *v.type.shape[axis + 1 :]) for v in values}) > 1:
         raise _unequal(target, values)
@@ -215,7 +215,7 @@ def _transpose(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target
 
 
 def _one_dtype(b: Builder, values: list[Value]) -> list[Value]:
-    """The values in the dtype that holds all of theirs."""
+    """Return the values in the dtype that holds all of theirs."""
     dtype = reduce(promote, (v.type.dtype for v in values))
     return [v if v.type.dtype == dtype else b.cast(v, dtype=dtype) for v in values]
 

@@ -221,32 +221,32 @@ def factor(name: str) -> Content:
 
 
 def rows(d: Drawing, shape: Shape) -> Array:
-    """The device row of each entry."""
+    """Return the device row of each entry."""
     return np.resize(d.step.rows, shape)
 
 
 def qlens(d: Drawing, shape: Shape) -> Array:
-    """The number of tokens of each entry."""
+    """Return the number of tokens of each entry."""
     return np.resize(d.step.qlens, shape)
 
 
 def starts(d: Drawing, shape: Shape) -> Array:
-    """The offset of each entry's first token, and the total."""
+    """Return the offset of each entry's first token, and the total."""
     return np.resize(d.step.starts, shape)
 
 
 def token_row(d: Drawing, shape: Shape) -> Array:
-    """The device row of each token."""
+    """Return the device row of each token."""
     return d.step.per_token(d.step.token_row, shape)
 
 
 def positions(d: Drawing, shape: Shape) -> Array:
-    """The position of each token in its sequence."""
+    """Return the position of each token in its sequence."""
     return d.step.per_token(d.step.positions, shape)
 
 
 def length(d: Drawing, shape: Shape) -> Array:
-    """The number of computed tokens of each device row."""
+    """Return the number of computed tokens of each device row."""
     return np.resize(d.step.before, shape)
 
 
@@ -256,7 +256,9 @@ def row_numbers(d: Drawing, shape: Shape) -> Array:
 
 
 def page_table(d: Drawing, shape: Shape) -> Array:
-    """The KV pages of each device row, shared among rows only if the table has more entries than there are pages."""
+    """Return the KV pages of each device row, shared among rows only if the table has more entries than there are
+    pages.
+    """
     return np.resize(d.rng.permutation(d.step.pages), shape)
 
 
@@ -277,7 +279,7 @@ def token_ids(d: Drawing, shape: Shape) -> Array:
 
 
 def history(d: Drawing, shape: Shape) -> Array:
-    """The token ids of each device row."""
+    """Return the token ids of each device row."""
     return token_ids(d, shape)
 
 
@@ -292,12 +294,12 @@ def logits(d: Drawing, shape: Shape) -> Array:
 
 
 def counts(d: Drawing, shape: Shape) -> Array:
-    """The number of times that each id was sampled: 0 to 2."""
+    """Return the number of times that each id was sampled: 0 to 2."""
     return np.zeros(shape) if d.step.greedy else d.rng.integers(0, 3, shape)
 
 
 def seen(d: Drawing, shape: Shape) -> Array:
-    """A bitmap of the ids of the prompt."""
+    """Return a bitmap of the ids of the prompt."""
     return np.zeros(shape) if d.step.greedy else d.rng.integers(-(2**31), 2**31, shape)
 
 
@@ -307,7 +309,7 @@ def allowed(d: Drawing, shape: Shape) -> Array:
 
 
 def stops(d: Drawing, shape: Shape) -> Array:
-    """The stop ids of each device row, -1 for none: up to two, none of which is a third id (see `allowed`)."""
+    """Return the stop ids of each device row, -1 for none: up to two, none of which is a third id (see `allowed`)."""
     out = np.full(shape, -1)
     few = np.arange(1, d.vocabulary, 3)
     if not d.step.greedy and len(few):
@@ -323,7 +325,7 @@ def bias_ids(d: Drawing, shape: Shape) -> Array:
 
 
 def biases(d: Drawing, shape: Shape) -> Array:
-    """The biases of those ids."""
+    """Return the biases of those ids."""
     return 4 * d.rng.standard_normal(shape)
 
 
@@ -336,7 +338,7 @@ def _columns(shape: Shape, names: tuple[str, ...], values: Mapping[str, Any]) ->
 
 
 def fparams(d: Drawing, shape: Shape) -> Array:
-    """The float sampling parameters of each device row."""
+    """Return the float sampling parameters of each device row."""
     if d.step.greedy:
         return _columns(shape, FLOAT_COLUMNS, {})
     n, choice = shape[0], d.rng.choice
@@ -349,7 +351,7 @@ def fparams(d: Drawing, shape: Shape) -> Array:
 
 
 def iparams(d: Drawing, shape: Shape) -> Array:
-    """The integer sampling parameters of each device row."""
+    """Return the integer sampling parameters of each device row."""
     if d.step.greedy:
         return _columns(shape, INT_COLUMNS, {})
     n, integers = shape[0], d.rng.integers
@@ -363,7 +365,7 @@ def iparams(d: Drawing, shape: Shape) -> Array:
 
 
 def drafts(d: Drawing, shape: Shape) -> Array:
-    """The number of drafted tokens of each device row, and the lengths of the suffixes that are searched for."""
+    """Return the number of drafted tokens of each device row, and the lengths of the suffixes that are searched for."""
     if d.step.greedy:
         return _columns(shape, DRAFT_COLUMNS, {"max_drafts": 4, "min_ngram": 1, "max_ngram": 3})
     n, integers = shape[0], d.rng.integers

@@ -69,7 +69,7 @@ def _operands(op: OpDef) -> list[tuple[str, Shape, str]]:
 
 
 def _shape(op: OpDef, dims: Sequence[str], sizes: dict[str, int]) -> Shape:
-    """The shape of an operand with these axes. Symbols that `sizes` lacks are added to it."""
+    """Return the shape of an operand with these axes. Symbols that `sizes` lacks are added to it."""
     shape: list[int] = []
     for dim in dims:
         if dim[0] == "*":

@@ -159,7 +159,7 @@ class OpDef:
         return [self._result(r, env, attrs) for r in self.results]
 
     def _result(self, slot: Slot, env: dict[str, Any], attrs: Mapping[str, Any]) -> Type:
-        """The type of one result, with dtype reference and dims resolved in the binding."""
+        """Return the type of one result, with dtype reference and dims resolved in the binding."""
         dtype = slot.dtype
         if isinstance(ref := env.get(dtype), Type):
             dtype = ref.dtype

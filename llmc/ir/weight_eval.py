@@ -263,7 +263,7 @@ def _pack_panel(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _apply(v: Value, *operands: np.ndarray, **changed: Any) -> np.ndarray:
-    """The op's reference on rows of its operands in storage form, with some attributes changed."""
+    """Return the op's reference on rows of its operands in storage form, with some attributes changed."""
     assert v.node is not None
     wide = [widen(x, o.type.dtype) for x, o in zip(operands, v.node.operands, strict=True)]
     return narrow(v.node.op.ref(*wide, **{**v.node.attrs, **changed}), v.type.dtype)
@@ -286,7 +286,7 @@ def _bitcast(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _fnuz_codes(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
-    """The op's reference for each of the 256 codes, taken by the bytes of the operand."""
+    """Return the op's reference for each of the 256 codes, taken by the bytes of the operand."""
     (x,) = _operands(v)
     return _apply(v, np.arange(256, dtype=np.uint8))[blocks.rows(x, lo, hi)]
 

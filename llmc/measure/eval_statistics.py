@@ -52,7 +52,7 @@ class Distribution(Mean):
         self._bins += np.bincount(bins, minlength=_BINS + 1)
 
     def percentile(self, percent: float) -> float:
-        """The smallest value that at least `percent` per cent of the numbers do not exceed."""
+        """Return the smallest value that at least `percent` per cent of the numbers do not exceed."""
         at = int(np.searchsorted(np.cumsum(self._bins), math.ceil(self.count * percent / 100)))
         return min(self.maximum, _LEAST * _RATIO ** (at - 0.5)) if at else 0.0
 

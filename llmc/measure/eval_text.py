@@ -146,11 +146,11 @@ def _unusable(path: Path, why: str) -> LlmcError:
 
 
 def changed(path: Path) -> LlmcError:
-    """The error for a text that has fewer windows when it is scored than when it was checked."""
+    """Return the error for a text that has fewer windows when it is scored than when it was checked."""
     return LlmcError("E130", f"{path} changed while it was scored", "run the command again")
 
 
 def too_short(path: Path, tokens: int, needed: int) -> LlmcError:
-    """The error for a text that does not fill a window."""
+    """Return the error for a text that does not fill a window."""
     cause = f"{path} has {tokens} tokens; a window needs {needed}"
     return LlmcError("E130", cause, "use a longer text, or a smaller --context")

@@ -216,7 +216,7 @@ class Timer:
         return Placed(program, c, env, *_places(program, env, () if self.target.family == "cpu" else _pairs(c)))
 
     def _time(self, device: Device, memory: Memory, p: Placed) -> float:
-        """The median time of a launch in microseconds, over ROUNDS rounds of equal length."""
+        """Return the median time of a launch in microseconds, over ROUNDS rounds of equal length."""
         device.repeat(memory.part(0, p.nbytes), self.tile, 0)
         self._fill(device, memory, p)
         symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)

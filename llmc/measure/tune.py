@@ -194,7 +194,7 @@ def _why_not(n: Node) -> str | None:
 
 
 def _named(offered: Sequence[Candidate], kernels: Sequence[str], measured: set[str]) -> list[Candidate]:
-    """The schedules of the named kernels, with a few of other kernels if none of those is measured yet.
+    """Return the schedules of the named kernels, with a few of other kernels if none of those is measured yet.
 
     Without a measured alternative, a named kernel would be selected however slow it is.
     """

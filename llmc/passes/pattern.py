@@ -222,7 +222,7 @@ def _match_all(ps: Sequence[Pattern], vs: Sequence[Value], s: State, t: Tracker)
 
 
 def _outside(inner: Sequence[tuple[Node, bool]], g: Graph, root: Node) -> str | None:
-    """The reason why an inner node cannot be removed, or None if all can be."""
+    """Return the reason why an inner node cannot be removed, or None if all can be."""
     matched = {id(n) for n, _ in inner}
     outputs = {id(v) for v in g.outputs}
     for n, is_shared in inner:
@@ -288,7 +288,7 @@ def _check_op(p: Op, op: OpDef, rule: str) -> None:
 
 
 def _wrong_count(count: int, op: OpDef) -> str:
-    """The numbers of operands that the op takes, such as "2 to 3"; empty if `count` is one of these numbers."""
+    """Return the numbers of operands that the op takes, such as "2 to 3"; empty if `count` is one of these numbers."""
     minimum = sum(1 for s in op.operands if not (s.optional or s.many or s.scales))
     if any(s.many for s in op.operands):
         return "" if count >= minimum else f"{minimum} or more"

@@ -39,7 +39,7 @@ class Packing:
 
 
 def _gptq(less_one: bool) -> Callable[[Stored, Mapping[str, Any]], Codes]:
-    """The layout of GPTQ; less_one: zero points are stored minus one, as by GPTQ's first version."""
+    """Return the layout of GPTQ; less_one: zero points are stored minus one, as by GPTQ's first version."""
 
     def decode(stored: Stored, keys: Mapping[str, Any]) -> Codes:
         _check_integers(stored, keys)
@@ -125,7 +125,9 @@ class AutoRound:
         return replace(self.packing.decode(stored, keys), act=_act(stored.module, keys))
 
     def _changes(self, module: str) -> Mapping[str, Any]:
-        """The keys that are overridden for a module: under its name, or under the first pattern that occurs in it."""
+        """Return the keys that are overridden for a module: under its name, or under the first pattern that occurs in
+        it.
+        """
         if module in self.extra:
             return self.extra[module]
         for name, changes in self.extra.items():
@@ -138,7 +140,7 @@ class AutoRound:
 
 
 def _act(module: str, keys: Mapping[str, Any]) -> str:
-    """The dtype of a module's activations by its keys; raises Diagnostic E307 for an unknown one."""
+    """Return the dtype of a module's activations by its keys; raises Diagnostic E307 for an unknown one."""
     bits = keys.get("act_bits")
     if bits is None or (type(bits) is int and bits >= 16):
         return ""
@@ -148,7 +150,7 @@ def _act(module: str, keys: Mapping[str, Any]) -> str:
 
 
 def auto_round(config: Mapping[str, Any]) -> AutoRound:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     packing = str(config.get("packing_format") or _old_packing(config)).removeprefix("auto_round:")
     supported("auto-round", "packing_format", packing, PACKINGS)
     for key in ROTATIONS:
@@ -162,7 +164,9 @@ def auto_round(config: Mapping[str, Any]) -> AutoRound:
 
 
 def _old_packing(config: Mapping[str, Any]) -> str:
-    """The packing of a configuration that does not name one; raises Diagnostic E307 for a backend with its own."""
+    """Return the packing of a configuration that does not name one; raises Diagnostic E307 for a
+    backend with its own.
+    """
     if config.get("quant_method") != OLD_METHOD:
         return "auto_gptq"
     backend = str(config.get("backend"))

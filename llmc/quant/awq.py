@@ -35,7 +35,7 @@ class Awq(PartNames):
 
 
 def awq(config: Mapping[str, Any]) -> Awq:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     layout = str(config.get("version") or config.get("format") or LAYOUTS[0]).lower()
     supported("awq", "version", layout, LAYOUTS)
     if config.get("backend") == OTHER_BACKEND:
@@ -46,7 +46,7 @@ def awq(config: Mapping[str, Any]) -> Awq:
 
 
 def unpack(stored: Stored, group_size: int) -> Codes:
-    """The codes of a weight in the layout "gemm"; raises Diagnostic E340, E341 or E342."""
+    """Return the codes of a weight in the layout "gemm"; raises Diagnostic E340, E341 or E342."""
     b = stored.build
     words, scales = stored.part("qweight", ("i32",), 2), stored.part("scales", ("f16", "bf16", "f32"), 2)
     k, n = shape_of(words)[0], shape_of(words)[1] * 8
@@ -63,7 +63,7 @@ def unpack(stored: Stored, group_size: int) -> Codes:
 
 
 def unpack_rows(stored: Stored, group_size: int) -> Codes:
-    """The codes of a weight in the layout "gemv"; raises Diagnostic E340, E341 or E342."""
+    """Return the codes of a weight in the layout "gemv"; raises Diagnostic E340, E341 or E342."""
     b = stored.build
     words, scales = stored.part("qweight", ("i32",), 2), stored.part("scales", ("f16", "bf16", "f32"), 2)
     zeros = stored.part("qzeros", ("i32",), 2)

@@ -47,7 +47,7 @@ class BitNet(PartNames):
 
 
 def bitnet(config: Mapping[str, Any]) -> BitNet:
-    """The scheme of a quantization_config; raises Diagnostic E307."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307."""
     kind = supported(METHOD, "linear_class", config.get("linear_class") or CLASSES[0], CLASSES)
     # "online" has weights that every product rounds again.
     supported(METHOD, "quantization_mode", config.get("quantization_mode") or "offline", ("offline",))

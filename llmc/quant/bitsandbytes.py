@@ -39,7 +39,7 @@ class BitsAndBytes:
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
-    """The scheme of a quantization_config; raises Diagnostic E307."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307."""
     storage = config.get("bnb_4bit_quant_storage") or "uint8"
     if storage not in ("uint8", "torch.uint8"):
         raise refuse(METHOD, "bnb_4bit_quant_storage", storage, ("uint8",))
@@ -72,7 +72,7 @@ def _four_bits(stored: Stored) -> Codes:
 
 
 def _state(stored: Stored) -> dict[str, Any]:
-    """The quant_state of a weight; raises Diagnostic E340."""
+    """Return the quant_state of a weight; raises Diagnostic E340."""
     kind = next((s for s in STATES if s in stored.parts), STATES[0])
     data = stored.load(stored.part(kind, ("u8",), 1).name)
     try:
@@ -89,7 +89,7 @@ def _state(stored: Stored) -> dict[str, Any]:
 
 
 def _scales(stored: Stored, facts: Mapping[str, Any], n: int, runs: int) -> Value:
-    """The scale of each run of columns [n, runs].
+    """Return the scale of each run of columns [n, runs].
 
     If the model ran on a CPU before it was saved, the scales are stored as [runs, n].
     """

@@ -70,20 +70,22 @@ class Kind:
 
 
 def _columns(args: Mapping[str, Any], k: int) -> int:
-    """The columns of a group, 0 for all."""
+    """Return the columns of a group, 0 for all."""
     size = args.get("group_size")
     return size if isinstance(size, int) and 0 < size < k else 0
 
 
 def _tile(size: Any) -> tuple[int, int]:
-    """The `block_structure` of weights; older files have it as text, "128x128"."""
+    """Return the `block_structure` of weights; older files have it as text, "128x128"."""
     if isinstance(size, str) and re.fullmatch(r"\d+x\d+", size):
         size = [int(x) for x in size.split("x")]
     return tile(size, METHOD)
 
 
 def _groups(stored: Stored, args: Mapping[str, Any], k: int) -> Groups | None:
-    """The group of each column, if groups are not runs of neighbours (`actorder` "group", which old files have)."""
+    """Return the group of each column, if groups are not runs of neighbours (`actorder` "group", which
+    old files have).
+    """
     size = _columns(args, k)
     if size and str(args.get("actorder")).lower() in ("group", "dynamic", "true"):
         stored.part("weight_g_idx", ("i32",))
@@ -122,7 +124,7 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
 
 
 def _packed_zeros(stored: Stored, scale: Value, bits: int, n: int) -> Value:
-    """The zero points of packed codes, plus 2 ** (bits - 1) as the codes are; raises Diagnostic E341 or E342."""
+    """Return the zero points of packed codes, plus 2 ** (bits - 1) as the codes are; raises Diagnostic E341 or E342."""
     b, zeros = stored.build, stored.part("weight_zero_point", ("i32", "i8"))
     if zeros.type.dtype == "i32":
         stored.expect(zeros, -(-n * bits // 32), shape_of(scale)[1])
@@ -203,7 +205,7 @@ class Group:
 
 
 def match(targets: Iterable[str], stored: Stored) -> str | None:
-    """The target that applies to a module (see the module's documentation), or None."""
+    """Return the target that applies to a module (see the module's documentation), or None."""
     ordered = sorted(targets, key=lambda t: (t.startswith("re:"), t))
     named = (t for t in ordered if (re.match(t[3:], stored.module) if t.startswith("re:") else t == stored.module))
     return next(named, next((t for t in ordered if t in stored.classes), None))
@@ -235,7 +237,7 @@ class CompressedTensors(PartNames):
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     sparsity, dense = config.get("sparsity_config"), (None, "dense")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") in dense):
         raise refuse(METHOD, "sparsity_config", sparsity, ("none",))
@@ -257,7 +259,7 @@ def _check_transforms(config: Any) -> None:
 
 
 def _targets(targets: Any, where: str) -> tuple[str, ...]:
-    """A list of targets; raises Diagnostic E340."""
+    """Return a list of targets; raises Diagnostic E340."""
     if not isinstance(targets, Sequence) or not all(isinstance(t, str) for t in targets) or isinstance(targets, str):
         raise Diagnostic("E340", f"quantization_config ({METHOD}): {where} has no list of targets", AGAIN)
     for text in targets:
@@ -286,7 +288,7 @@ def _group(name: str, group: Any, default: Any) -> Group:
 
 
 def _act(name: str, group: Mapping[str, Any]) -> str:
-    """The dtype of the `input_activations` of a group."""
+    """Return the dtype of the `input_activations` of a group."""
     settings, key = group.get("input_activations"), f"input_activations of group {name[:80]!r}"
     if settings is None:
         return ""

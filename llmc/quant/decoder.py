@@ -101,7 +101,9 @@ class Decoder:
         return parts_of(codes, self._orders[groups.content] if groups else None, build)
 
     def _joined(self, weight: Value, b: Builder) -> QuantisedWeight | None:
-        """The parts of a concatenation of weights in one format, or of a weight with an axis of size 1 in front."""
+        """Return the parts of a concatenation of weights in one format, or of a weight with an axis of size
+        1 in front.
+        """
         n = weight.node
         if n is None or n.op.name not in ("concat", "reshape"):
             return None
@@ -134,7 +136,7 @@ def _bare_codes(weight: Value) -> bool:
 
 
 def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight | None:
-    """The format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
+    """Return the format of codes, and the codes, scales and zero points as the format holds them; None if none fits.
 
     `order` sorts the columns by their groups, if they have a group index.
     """
@@ -156,7 +158,8 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
 
 
 def code_dtype(codes: Codes) -> str | None:
-    """The dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype fits.
+    """Return the dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype
+    fits.
 
     Zero points that are not integers have no format.
     """
@@ -174,7 +177,7 @@ def code_dtype(codes: Codes) -> str | None:
 
 
 def dequantized(codes: Codes, b: Builder) -> Value:
-    """The weight in float32, as the model holds it."""
+    """Return the weight in float32, as the model holds it."""
     scale, zero, block = codes.scale, codes.zero, codes.block
     if codes.groups is not None:
         scale = b.take_columns(scale, codes.groups.index)
@@ -189,7 +192,7 @@ def dequantized(codes: Codes, b: Builder) -> Value:
 
 
 def decoder_of(config: Mapping[str, Any], schemes: Mapping[str, SchemeOf]) -> Decoder | None:
-    """The decoder of a model's config.json, or None if it names no quantisation.
+    """Return the decoder of a model's config.json, or None if it names no quantisation.
 
     `schemes` are those of the registry. Raises Diagnostic E307 for an unknown method, E340 for contradictory keys.
     """

@@ -39,6 +39,6 @@ class Eetq(PartNames):
 
 
 def eetq(config: Mapping[str, Any]) -> Eetq:
-    """The scheme of a quantization_config; raises Diagnostic E307."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307."""
     supported(METHOD, "weights", config.get("weights") or "int8", ("int8",))
     return Eetq()

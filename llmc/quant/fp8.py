@@ -56,7 +56,7 @@ class Fp8:
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     for key in ("fmt", "format"):
         if (kind := config.get(key) or FORMATS[0]) not in (*FORMATS, "fp8"):
             raise refuse("fp8", key, kind, FORMATS)
@@ -69,17 +69,17 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
 
 
 def mxfp8(config: Mapping[str, Any]) -> Fp8:
-    """The scheme of a quantization_config of 8-bit floats with a power of two for each 32 columns."""
+    """Return the scheme of a quantization_config of 8-bit floats with a power of two for each 32 columns."""
     return fp8({**config, "weight_block_size": config.get("weight_block_size") or (1, POWERS)})
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
-    """The scheme of a quantization_config of FBGEMM: one scale for each row, weight_scale [n, 1]."""
+    """Return the scheme of a quantization_config of FBGEMM: one scale for each row, weight_scale [n, 1]."""
     return Fp8((0, 0))
 
 
 def tile(size: Any, method: str) -> tuple[int, int]:
-    """A block size of a configuration as (rows, columns), (0, 0) if there is none; raises Diagnostic E340."""
+    """Return a block size of a configuration as (rows, columns), (0, 0) if there is none; raises Diagnostic E340."""
     if size is None:
         return 0, 0
     if not isinstance(size, list | tuple) or len(size) != 2 or not all(type(x) is int and x > 0 for x in size):
@@ -88,7 +88,7 @@ def tile(size: Any, method: str) -> tuple[int, int]:
 
 
 def scaled(stored: Stored, block: tuple[int, int]) -> Codes:
-    """The codes of a float8 weight and its scale; raises Diagnostic E340, E341 or E342."""
+    """Return the codes of a float8 weight and its scale; raises Diagnostic E340, E341 or E342."""
     code = stored.part("weight", ("f8e4m3",), 2)
     scales = [name for name in SCALES if name in stored.parts]
     if len(scales) > 1:
@@ -100,14 +100,14 @@ def scaled(stored: Stored, block: tuple[int, int]) -> Codes:
 
 
 def _scale(stored: Stored, part: str) -> Value:
-    """The scale of a weight; bytes are exponents of powers of two."""
+    """Return the scale of a weight; bytes are exponents of powers of two."""
     scale = stored.part(part, SCALE_DTYPES)
     stored.check_scales(scale)
     return stored.build.bitcast(scale, dtype="f8e8m0") if scale.type.dtype == "u8" else scale
 
 
 def stack(stored: Stored, block: tuple[int, int]) -> Codes:
-    """The codes of a stack of experts [experts, n, k] and its scale; raises Diagnostic E340, E341 or E342.
+    """Return the codes of a stack of experts [experts, n, k] and its scale; raises Diagnostic E340, E341 or E342.
 
     The scale is of experts [experts] or [experts, 1, 1], of rows [experts, n, 1], or of tiles; a stack of two matrices
     that share no tile has [experts, 2, columns].

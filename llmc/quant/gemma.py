@@ -63,7 +63,7 @@ class Gemma(PartNames):
 
 
 def gemma(config: Mapping[str, Any]) -> Gemma:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     rules, bits = [], integer(config, "num_bits", METHOD, 4)
     named = config.get("module_quant_configs") or {}
     if not isinstance(named, Mapping) or not all(isinstance(rule, Mapping) for rule in named.values()):

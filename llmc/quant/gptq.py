@@ -71,7 +71,7 @@ class Gptq(PartNames):
 
 
 def gptq(config: Mapping[str, Any]) -> Gptq:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     kind = config.get("checkpoint_format") or config.get("format") or "gptq"
     supported("gptq", "checkpoint_format", kind, FORMATS)
     if config.get("is_marlin_format"):
@@ -89,7 +89,9 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
 
 
 def _rule(key: str, changes: Any, config: Mapping[str, Any]) -> tuple[re.Pattern[str], Gptq | None]:
-    """A rule of `dynamic`: "+:pattern" (or a bare one) changes some keys, "-:pattern" leaves modules unquantised."""
+    """Return a rule of `dynamic`: "+:pattern" (or a bare one) changes some keys, "-:pattern" leaves modules
+    unquantised.
+    """
     try:
         pattern = re.compile(key[2:] if key[:2] in ("+:", "-:") else key)
         settings = None if key.startswith("-:") else {**config, **dict(changes), "dynamic": None}
@@ -99,7 +101,7 @@ def _rule(key: str, changes: Any, config: Mapping[str, Any]) -> tuple[re.Pattern
 
 
 def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:
-    """The codes of a weight in GPTQ's layout; raises Diagnostic E307, E340, E341 or E342."""
+    """Return the codes of a weight in GPTQ's layout; raises Diagnostic E307, E340, E341 or E342."""
     supported("gptq", f"bits of {stored.module}", bits, BITS)
     b = stored.build
     words, zeros = stored.part("qweight", ("i32",), 2), stored.part("qzeros", ("i32",), 2)

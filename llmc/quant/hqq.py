@@ -67,12 +67,12 @@ class Hqq(PartNames):
 
 
 def hqq(config: Mapping[str, Any]) -> Hqq:
-    """The scheme of a quantization_config, whose settings every weight repeats."""
+    """Return the scheme of a quantization_config, whose settings every weight repeats."""
     return Hqq()
 
 
 def _number(stored: Stored, part: str) -> int:
-    """A part that is one number."""
+    """Return a part that is one number."""
     value = stored.part(part, ("u8", "i32", "i64"))
     if int(np.prod(shape_of(value))) != 1:
         raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
@@ -80,13 +80,13 @@ def _number(stored: Stored, part: str) -> int:
 
 
 def _text(stored: Stored, part: str) -> str:
-    """A part that is a text; raises Diagnostic E307 if it is not a packing."""
+    """Return a part that is a text; raises Diagnostic E307 if it is not a packing."""
     packing = bytes(stored.load(stored.part(part, ("u8",), 1).name)[:80]).decode("latin-1")
     return str(supported(METHOD, f"packing of {stored.module}", packing, PACKINGS))
 
 
 def _unpacked(stored: Stored, packing: str, rows: int, columns: int) -> Value:
-    """The codes of the regrouped matrix, [rows, columns]."""
+    """Return the codes of the regrouped matrix, [rows, columns]."""
     b, (bits, dtype) = stored.build, PACKINGS[packing]
     fields = 32 // bits if dtype == "i32" else 8 // bits
     words = stored.part("W_q", (dtype,), 2)
@@ -119,7 +119,7 @@ def _spread(stored: Stored, part: str, axis: int, rows: int, columns: int) -> Va
 
 
 def _codes(stored: Stored, code: Value, scale: Value, zero: Value, n: int, k: int) -> Codes:
-    """The codes [n, k]; numbers with a scale of 1 if a group is no run of columns of one row."""
+    """Return the codes [n, k]; numbers with a scale of 1 if a group is no run of columns of one row."""
     b, label = stored.build, "hqq"
     rows, columns = shape_of(code)
     if shape_of(scale) == (rows, 1) and k % columns == 0:

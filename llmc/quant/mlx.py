@@ -71,7 +71,7 @@ class Mlx:
         return _affine(stored, bits, size, n, k) if mode == "affine" else _floats(stored, mode, n, k)
 
     def _settings(self, module: str) -> Mapping[str, Any]:
-        """The settings of a module; raises Diagnostic E340."""
+        """Return the settings of a module; raises Diagnostic E340."""
         value = self.config.get(module)
         if value is False:
             raise left_out(module, f"{module} is false")
@@ -80,7 +80,7 @@ class Mlx:
         return value if isinstance(value, Mapping) else self.config
 
     def _shape(self, stored: Stored, bits: int, size: int) -> tuple[int, int]:
-        """The weight's rows and columns; raises Diagnostic E341 if words and scales do not fit each other."""
+        """Return the weight's rows and columns; raises Diagnostic E341 if words and scales do not fit each other."""
         words, scale = stored.part("weight", ("u32",), 2), stored.part("scales", (*FLOATS, "u8"), 2)
         (n, count), groups = shape_of(words), shape_of(scale)[1]
         k = groups * size
@@ -93,12 +93,12 @@ class Mlx:
 
 
 def mlx(config: Mapping[str, Any]) -> Mlx:
-    """The scheme of the key `quantization`, which quantization_config repeats."""
+    """Return the scheme of the key `quantization`, which quantization_config repeats."""
     return Mlx(config)
 
 
 def metal(config: Mapping[str, Any]) -> Mlx:
-    """The scheme of transformers' kernels for Apple's GPUs, which name one of the tensors differently."""
+    """Return the scheme of transformers' kernels for Apple's GPUs, which name one of the tensors differently."""
     return Mlx({key: value for key, value in config.items() if key in ("bits", "group_size", "mode")}, METAL)
 
 

@@ -104,7 +104,7 @@ def _int4(stored: Stored) -> Codes:
 
 
 def _scaled_inputs(stored: Stored, codes: Codes) -> Codes:
-    """The numbers of a weight whose columns are multiplied by the scales of its inputs."""
+    """Return the numbers of a weight whose columns are multiplied by the scales of its inputs."""
     b, scale = stored.build, stored.part("pre_quant_scale", FLOATS)
     weight = dequantized(codes, b)
     k = shape_of(weight)[1]
@@ -156,7 +156,7 @@ class ModelOpt(PartNames):
 
 
 def modelopt(config: Mapping[str, Any]) -> ModelOpt:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340.
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340.
 
     The keys of hf_quant_config.json are in its `quantization`, and some tools copy that key into config.json.
     """

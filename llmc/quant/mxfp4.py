@@ -40,5 +40,5 @@ class Mxfp4:
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
-    """The scheme of a quantization_config."""
+    """Return the scheme of a quantization_config."""
     return Mxfp4()

@@ -56,7 +56,7 @@ class Quanto:
         return replace(codes, act=ACTS.get(activations, ""))
 
     def _types(self, stored: Stored) -> tuple[str, str]:
-        """The types of a weight and of its activations; raises Diagnostic E307 or E340."""
+        """Return the types of a weight and of its activations; raises Diagnostic E307 or E340."""
         settings = self.modules.get(stored.module, {"weights": self.everywhere} if self.everywhere else None)
         if settings is None:
             raise Diagnostic("E340", f"{stored.module} is quantised, and quanto_qmap.json does not list it", AGAIN)
@@ -67,14 +67,14 @@ class Quanto:
 
 
 def quanto(config: Mapping[str, Any]) -> Quanto:
-    """The scheme of a quantization_config; raises Diagnostic E307."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307."""
     if (weights := config.get("weights")) is None:
         return Quanto(config, "")
     return Quanto(config, NAMES[supported(METHOD, "weights", weights, NAMES)])
 
 
 def _plain(stored: Stored, kind: str, dtype: str) -> Codes:
-    """The codes of 8 bits, one for each element."""
+    """Return the codes of 8 bits, one for each element."""
     if PACKED in stored.parts:
         raise _contradicts(stored, kind)
     code, scale = stored.part("_data", (dtype,), 2), stored.part("_scale", FLOATS)
@@ -85,7 +85,7 @@ def _plain(stored: Stored, kind: str, dtype: str) -> Codes:
 
 
 def _packed(stored: Stored, kind: str, bits: int) -> Codes:
-    """The codes of fewer bits; groups are runs of columns."""
+    """Return the codes of fewer bits; groups are runs of columns."""
     if PACKED not in stored.parts and "_data" in stored.parts:
         raise _contradicts(stored, kind)
     b, packed, scale = stored.build, stored.part(PACKED, ("u8",), 2), stored.part("_scale", FLOATS, 2)

@@ -64,7 +64,7 @@ class Quark(PartNames):
         return replace(_decoded(stored, weight, self.order), act=_act(settings.get("input_tensors")))
 
     def _settings(self, stored: Stored) -> Mapping[str, Any]:
-        """The settings of a module; raises Diagnostic E340 if it has none."""
+        """Return the settings of a module; raises Diagnostic E340 if it has none."""
         settings = next((s for pattern, s in self.rules.items() if fnmatch(stored.module, pattern)), None)
         settings = settings or next((self.classes[c] for c in stored.classes if c in self.classes), self.rest)
         if not isinstance(settings, dict):
@@ -74,7 +74,7 @@ class Quark(PartNames):
 
 
 def quark(config: Mapping[str, Any]) -> Quark:
-    """The scheme of a quantization_config; raises Diagnostic E307 or E340."""
+    """Return the scheme of a quantization_config; raises Diagnostic E307 or E340."""
     export = config.get("export") or {}
     pack = export.get("pack_method") or PACKS[0] if isinstance(export, dict) else None
     supported(METHOD, "pack_method", pack, PACKS)
@@ -92,7 +92,7 @@ def _weight_settings(settings: Mapping[str, Any], stored: Stored) -> Any:
 
 
 def _act(settings: Any) -> str:
-    """The dtype of activations that products can round to."""
+    """Return the dtype of activations that products can round to."""
     known = {"int8": "i8", "fp8_e4m3": "f8e4m3"}
     return known.get(str(settings.get("dtype")), "") if isinstance(settings, dict) else ""
 
@@ -122,7 +122,7 @@ def _decoded(stored: Stored, weight: Mapping[str, Any], order: tuple[int, ...]) 
 
 
 def _codes(stored: Stored, kind: str, order: tuple[int, ...]) -> Value:
-    """The codes as they are stored, unpacked along the last axis; signed codes of 4 bits plus 8."""
+    """Return the codes as they are stored, unpacked along the last axis; signed codes of 4 bits plus 8."""
     stored_as = {"fp8_e4m3": "f8e4m3", "int8": "i8", "uint8": "u8", "fp4": "u8"}.get(kind, "i32")
     words = stored.part("weight", (stored_as,), 2)
     return _unpacked(stored, words, kind, order)
@@ -150,7 +150,7 @@ def _placed(stored: Stored, value: Value, counts: tuple[int, int], turned: bool)
 
 
 def _zero(stored: Stored, kind: str, order: tuple[int, ...], counts: tuple[int, int], turned: bool) -> Value | int:
-    """The zero points in the range of the unpacked codes: one number if all are equal."""
+    """Return the zero points in the range of the unpacked codes: one number if all are equal."""
     middle = 8 if kind == "int4" else 0
     if "weight_zero_point" not in stored.parts:
         return middle

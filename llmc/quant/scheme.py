@@ -184,12 +184,12 @@ def last_part(name: str, parts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def shape_of(value: Value) -> tuple[int, ...]:
-    """The shape of a stored tensor or of a value made of some."""
+    """Return the shape of a stored tensor or of a value made of some."""
     return tuple(int(d.const or 0) for d in value.type.shape)
 
 
 def refuse(method: str, key: str, value: Any, known: Sequence[Any]) -> Diagnostic:
-    """The error for a variant of a scheme that is not supported."""
+    """Return the error for a variant of a scheme that is not supported."""
     choices = ", ".join(map(str, known))
     return Diagnostic(
         "E307", f"quantization_config ({method}) has {key} = {str(value)[:80]!r}; supported: {choices}",
@@ -205,7 +205,7 @@ def supported(method: str, key: str, value: Any, known: Collection[Any]) -> Any:
 
 
 def activations(method: str, key: str, kind: str, bits: Any) -> str:
-    """The dtype of activations of `kind` ("int" or "float") as `Codes.act` names it.
+    """Return the dtype of activations of `kind` ("int" or "float") as `Codes.act` names it.
 
     Activations of 4 bits have none: they are not rounded. The checkpoint's scales of activations are not used, because
     products compute a scale for each row at run time. Raises Diagnostic E307 for other kinds.
@@ -217,12 +217,12 @@ def activations(method: str, key: str, kind: str, bits: Any) -> str:
 
 
 def left_out(module: str, rule: str) -> Diagnostic:
-    """The error for a module that is quantised although a rule of the configuration leaves it out."""
+    """Return the error for a module that is quantised although a rule of the configuration leaves it out."""
     return Diagnostic("E340", f"{module} is quantised, and quantization_config leaves it out: {rule}", AGAIN)
 
 
 def integer(config: Mapping[str, Any], key: str, method: str, default: int | None = None) -> int:
-    """An integer of a quantization_config; raises Diagnostic E340 if it is missing or another type."""
+    """Return an integer of a quantization_config; raises Diagnostic E340 if it is missing or another type."""
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool):
         raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {value!r:.80}, not an integer", AGAIN)
@@ -239,7 +239,7 @@ def columns_of_group(config: Mapping[str, Any], key: str, method: str, default: 
 
 
 def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]:
-    """A table of a quantization_config, empty if it is missing; raises Diagnostic E340 for another type."""
+    """Return a table of a quantization_config, empty if it is missing; raises Diagnostic E340 for another type."""
     value = config.get(key) or {}
     if not isinstance(value, dict):
         raise Diagnostic("E340", f"quantization_config ({method}) has {key} = {value!r:.80}, not a table", AGAIN)
@@ -247,7 +247,9 @@ def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]
 
 
 def with_offsets(b: Builder, code: Value, scale: Value, offset: Value, size: int, label: str, zero: int = 0) -> Codes:
-    """The codes of `(code - zero) * scale + offset`, with scales and offsets of groups of `size` columns (0: all)."""
+    """Return the codes of `(code - zero) * scale + offset`, with scales and offsets of groups of `size` columns (0:
+    all).
+    """
     block = (1, size)
     scaled = b.dequantize(code, scale, block=block, dtype="f32", zero_point=zero)
     ones = b.broadcast(b.constant(1.0, "f32"), shape=shape_of(scale))
@@ -271,7 +273,9 @@ def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]
 
 
 def nibbles(stored: Stored, part: str) -> Value:
-    """The codes [n, k] of 4 bits in a part u8 [n, k / 2], the low four bits first; raises Diagnostic E340 or E341."""
+    """Return the codes [n, k] of 4 bits in a part u8 [n, k / 2], the low four bits first; raises Diagnostic E340 or
+    E341.
+    """
     packed = stored.part(part, ("u8",), 2)
     return stored.build.unpack_bits(packed, bits=4, axis=1, size=2 * shape_of(packed)[1])
 

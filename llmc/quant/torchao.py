@@ -62,12 +62,12 @@ class TorchAo:
 
 
 def torchao(config: Mapping[str, Any]) -> TorchAo:
-    """The scheme of a quantization_config, whose `quant_type` is what produced the weights; it is not needed."""
+    """Return the scheme of a quantization_config, whose `quant_type` is what produced the weights; it is not needed."""
     return TorchAo()
 
 
 def _facts(stored: Stored) -> tuple[str, Facts]:
-    """The subclass of a weight and its attributes; raises Diagnostic E340."""
+    """Return the subclass of a weight and its attributes; raises Diagnostic E340."""
     text = stored.metadata().get(stored.name)
     if text is None:
         have = ", ".join(sorted(stored.parts))
@@ -84,13 +84,13 @@ def _facts(stored: Stored) -> tuple[str, Facts]:
 
 
 def _act(facts: Facts, label: str) -> str:
-    """The dtype of the activations that a weight names, if products can round to it."""
+    """Return the dtype of the activations that a weight names, if products can round to it."""
     named = facts.get("act_quant_kwargs") or facts.get("activation_quantization")
     return {"int8": "i8", "fp8": "f8e4m3", "mxfp8": "f8e4m3"}.get(label, "") if named else ""
 
 
 def _numbers(stored: Stored, facts: Facts, key: str, count: int) -> tuple[int, ...]:
-    """An attribute that is a list of positive numbers; raises Diagnostic E340."""
+    """Return an attribute that is a list of positive numbers; raises Diagnostic E340."""
     sizes = facts.get(key)
     if not isinstance(sizes, list) or len(sizes) != count or not all(type(x) is int and x > 0 for x in sizes):
         raise Diagnostic("E340", f"the description of {stored.name} has {key} = {str(sizes)[:80]!r}", AGAIN)
@@ -169,7 +169,7 @@ def _tiles(stored: Stored, facts: Facts) -> Codes:
 
 
 def _cut(stored: Stored, value: Value, n: int, k: int) -> Value:
-    """The first rows and columns of a padded matrix."""
+    """Return the first rows and columns of a padded matrix."""
     for axis, size in enumerate((n, k)):
         if shape_of(value)[axis] != size:
             value = stored.build.slice(value, axis=axis, start=0, stop=size, step=1)
@@ -177,7 +177,7 @@ def _cut(stored: Stored, value: Value, n: int, k: int) -> Value:
 
 
 def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) -> Value:
-    """The scales [n, groups] in the order of the weight; raises Diagnostic E342 if one is NaN or infinite."""
+    """Return the scales [n, groups] in the order of the weight; raises Diagnostic E342 if one is NaN or infinite."""
     b = stored.build
     if not facts.get("is_swizzled_scales"):
         stored.expect(scale, n, groups)

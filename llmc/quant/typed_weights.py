@@ -61,7 +61,7 @@ def use_codes(m: Module, source: QuantisedSource, ops: Mapping[str, OpDef]) -> i
 
 
 def _moves(v: Value, f: QFormat, transposed: bool) -> list[Node] | None:
-    """The nodes that move a weight on its way to products, in order; None if it has other readers.
+    """Return the nodes that move a weight on its way to products, in order; None if it has other readers.
 
     A weight that is the transpose of its parts has only readers that transpose it back.
 
@@ -93,7 +93,8 @@ def _moves(v: Value, f: QFormat, transposed: bool) -> list[Node] | None:
 
 
 def _moved_type(n: Node, operands: list[Type | None], source: Type | None, f: QFormat) -> Type | None:
-    """The type of the result of `n`, which moves a value of type `source`; None if parts cannot be moved this way.
+    """Return the type of the result of `n`, which moves a value of type `source`; None if parts cannot be moved this
+    way.
 
     `operands` are the types of all operands of `n`, and None types are as in `_moves`.
     """

@@ -74,7 +74,7 @@ def _artifacts(a: Opened, b: Opened) -> dict[str, Any]:
 
 
 def _about(artifact: Opened) -> dict[str, Any]:
-    """The facts about an artifact that are compared, by name; hashes by their first 16 digits."""
+    """Return the facts about an artifact that are compared, by name; hashes by their first 16 digits."""
     m = artifact.manifest
     compiled = artifact.reports.get("compile", {})
 

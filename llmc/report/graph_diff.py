@@ -56,7 +56,7 @@ def _align(a: GraphText, b: GraphText) -> tuple[list[dict[str, Any]], list[tuple
 
 
 def _lines(g: GraphText) -> list[tuple[str, str]]:
-    """The text and location of each node."""
+    """Return the text and location of each node."""
     return [(n.text, n.loc) for n in g.nodes]
 
 

@@ -83,7 +83,7 @@ def _counts(ops: Mapping[str, int]) -> str:
 
 
 def _facts(a: Opened) -> list[tuple[str, str]]:
-    """The rows of the report's first table that have a value."""
+    """Return the rows of the report's first table that have a value."""
     m = a.manifest
     compiled = a.reports.get("compile", {})
     facts = (
@@ -105,17 +105,17 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
 
 
 def _accuracy(recorded: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The measures that `llmc eval` recorded; the rows are empty if it did not."""
+    """Return the measures that `llmc eval` recorded; the rows are empty if it did not."""
     return {"scored": scored_text(recorded), "measures": accuracy_rows(recorded)} if recorded else {"measures": ()}
 
 
 def _time(a: Opened, predictions: Mapping[str, Any]) -> dict[str, Any]:
-    """The predicted costs of the programs, and the machine that they are predicted for."""
+    """Return the predicted costs of the programs, and the machine that they are predicted for."""
     return {"machine": predictions["machine"], "costs": program_costs(a.programs, predictions)}
 
 
 def _modules(a: Opened, predictions: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of modules, with the launches of one decode program and one prefill program as columns."""
+    """Return the tree of modules, with the launches of one decode program and one prefill program as columns."""
     predicted = predictions.get("programs", {})
     columns = [name for name in (_decode(a), _prefill(a, predicted)) if name in predicted]
     root = tree(a.text(next(iter(a.stages.values()))), {c: predicted[c]["launches"] for c in columns})
@@ -128,14 +128,14 @@ def _decode(a: Opened) -> str:
 
 
 def _prefill(a: Opened, predicted: Mapping[str, Any]) -> str:
-    """The first program that can run a prompt of 512 tokens, or else the one with the largest token limit."""
+    """Return the first program that can run a prompt of 512 tokens, or else the one with the largest token limit."""
     steps = [p for p in a.programs if not p.uniform and not p.role and p.name in predicted]
     fits = (p.name for p in steps if p.serves.get("T", (1, 1))[1] >= 512)
     return next(fits, steps[-1].name if steps else "")
 
 
 def _stages(a: Opened) -> dict[str, Any]:
-    """The stage files, and the last stage of the narrowest program in full."""
+    """Return the stage files, and the last stage of the narrowest program in full."""
     rows = [(name, file, a.manifest.files[file].bytes) for name, file in a.stages.items()]
     name, text = _decode(a) or next((p.name for p in a.programs), ""), ""
     if rows and name:

@@ -224,7 +224,7 @@ def _kernel_lines(data: Mapping[str, Any]) -> list[str]:
 
 
 def _changed_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded options of a compile that are not the defaults, without the limits, which have a line."""
+    """Return the recorded options of a compile that are not the defaults, without the limits, which have a line."""
     defaults = Options().recorded()
     other = {k: v for k, v in options.items() if not k.startswith("max_") and v not in (None, "")}
     return {k: v for k, v in other.items() if v != defaults.get(k)}

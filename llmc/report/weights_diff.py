@@ -85,5 +85,5 @@ def _equal(a: Stored, b: Stored) -> bool:
 
 
 def _blocks(s: Stored) -> tuple[str, ...]:
-    """The hashes of the blocks that contain the tensor."""
+    """Return the hashes of the blocks that contain the tensor."""
     return s.file.blocks[s.begin // s.file.block : -(-s.end // s.file.block)]

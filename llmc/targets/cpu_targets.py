@@ -36,7 +36,7 @@ _GIGA = 1e9
 def _record(
     name: str, arch: str, features: frozenset[str], vector: int, flags: tuple[str, ...], threads: int
 ) -> Target:
-    """A CPU target with estimated peaks for that vector width (bytes) and number of threads."""
+    """Return a CPU target with estimated peaks for that vector width (bytes) and number of threads."""
     f32 = threads * vector / 4 * 2 * 2 * 2.5 * _GIGA  # lanes, two pipes, multiply and add, 2.5 GHz
     bf16 = f32 * (2 if "avx512_bf16" in features else 0.5)
     peaks = {"f32": f32, "bf16": bf16, "f16": f32 / 2, "i8": f32 * 2}
@@ -72,7 +72,7 @@ def x86_64_v4() -> Target:
 
 
 def native() -> Target:
-    """The present machine according to /proc/cpuinfo: its level, and the optional features that kernels use."""
+    """Return the present machine according to /proc/cpuinfo: its level, and the optional features that kernels use."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

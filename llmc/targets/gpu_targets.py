@@ -29,9 +29,9 @@ def _record(
     name: str, family: str, features: tuple[str, ...], limits: Limits, bf16: float, f32: float, bandwidth: float,
     gib: int, int8: float = 2, float8: str = "f8e4m3", link: float = 0,
 ) -> Target:  # fmt: skip
-    """A GPU target; peaks are in TFLOP/s, bandwidth and link in TB/s, memory in GiB. `int8` is the rate of products of
-    i8, divided by that of bf16. `float8` is the dtype of the 8-bit floats that it multiplies, twice as fast as bf16; ""
-    if there are none.
+    """Return a GPU target; peaks are in TFLOP/s, bandwidth and link in TB/s, memory in GiB. `int8` is the rate of
+    products of i8, divided by that of bf16. `float8` is the dtype of the 8-bit floats that it multiplies, twice as fast
+    as bf16; "" if there are none.
     """
     dependent = PDL in features  # dependent launches make a separate attention launch for decoding rows worthwhile
     peaks = {

@@ -79,7 +79,7 @@ def check_kernel(kernel: Kernel, op: OpDef, dtypes: Iterable[str] = DTYPES, seed
 
 
 def _target_of(kernel: Kernel) -> Target:
-    """The target for which this machine runs kernels of a language."""
+    """Return the target for which this machine runs kernels of a language."""
     if kernel.language != "triton":
         return native()
     from llmc.testing.triton_interpreter import INTERPRETED

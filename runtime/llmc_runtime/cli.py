@@ -134,7 +134,7 @@ def _serve(argv: Sequence[str], prog: str) -> int:
 
 
 def collect_env_parser() -> argparse.ArgumentParser:
-    """The parser of `llmc collect-env`."""
+    """Return the parser of `llmc collect-env`."""
     description = "Print information about this machine and installation for a bug report, without secrets and paths."
     result = CommandParser(prog="llmc collect-env", description=description)
     result.add_argument("--json", action="store_true", help="print JSON")
@@ -142,7 +142,7 @@ def collect_env_parser() -> argparse.ArgumentParser:
 
 
 def bench_parser() -> argparse.ArgumentParser:
-    """The parser of `llmc bench`."""
+    """Return the parser of `llmc bench`."""
     from llmc_runtime.bench.command import parser
 
     return parser()
@@ -167,7 +167,7 @@ def _discard_output() -> None:
 
 
 def parser(prog: str, compiles: bool) -> argparse.ArgumentParser:
-    """The parser of `llmc-run`, with the options of a compilation if the command `compiles`."""
+    """Return the parser of `llmc-run`, with the options of a compilation if the command `compiles`."""
     model = "an artifact"
     if compiles:
         model += ", or a Hugging Face folder or id owner/name (compiled on first use)"
@@ -246,7 +246,7 @@ def _pooled(args: argparse.Namespace, llm: LLM, prompt: str | None) -> str:
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
-    """The prompt, read from standard input if it is piped, without one final newline. None: an interactive chat.
+    """Return the prompt, read from standard input if it is piped, without one final newline. None: an interactive chat.
 
     Raises LlmcError E643.
     """
@@ -266,7 +266,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
 
 
 def _changed(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters on the command line, checked before anything is loaded."""
+    """Return the sampling parameters on the command line, checked before anything is loaded."""
     from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
     values = {name: value for name in PARAMETERS if (value := getattr(args, name, None)) is not None}
@@ -321,7 +321,7 @@ def _refuse_sources(model: str) -> None:
 
 
 def _template(name: str | None) -> str | None:
-    """The text of the file with this name, else the name itself, of one of the model's templates.
+    """Return the text of the file with this name, else the name itself, of one of the model's templates.
 
     Raises LlmcError E643 for a file that does not exist or cannot be read.
     """

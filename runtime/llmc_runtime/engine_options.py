@@ -304,7 +304,7 @@ class EngineOptions(metaclass=KeywordChecks):
         return self.rank_threads(1)
 
     def rank_threads(self, ranks: int) -> int:
-        """The number of threads of each rank of engines with this number of ranks."""
+        """Return the number of threads of each rank of engines with this number of ranks."""
         return self.threads or max(1, default_threads() // (self.data_parallel_size * ranks))
 
     @property

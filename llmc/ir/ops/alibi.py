@@ -20,7 +20,7 @@ HOLDS: Mapping[str, contents.Content] = MappingProxyType({**PAGED, "slopes": con
 
 
 def _bias(slopes: Any, q_pos: Any, k_pos: Any) -> Any:
-    """The biases [h, t, n] of keys at positions [n] for queries at positions [t]."""
+    """Return the biases [h, t, n] of keys at positions [n] for queries at positions [t]."""
     return slopes[:, None, None] * (k_pos[None] - q_pos[:, None])
 
 

@@ -107,7 +107,7 @@ def paged_attention(
 
 
 def unscaled(kv: Any, scales: Any) -> Any:
-    """The keys and values of a pool: its numbers times the scale of their head, if it has scales."""
+    """Return the keys and values of a pool: its numbers times the scale of their head, if it has scales."""
     return kv if scales is None else kv * scales.reshape(2, -1, 1, 1)
 
 
@@ -187,7 +187,7 @@ def paged_attention_split(
 
 
 def _part(q: Any, kv: Any, pages: Any, at: Any, scale: float, softcap: float) -> tuple[Any, Any]:
-    """The attention [h, d] of one token over the tokens `at` of a row, and the logarithm [h] of its sum."""
+    """Return the attention [h, d] of one token over the tokens `at` of a row, and the logarithm [h] of its sum."""
     page = kv.shape[3]
     k, v = (kv[pages[at // page], j, :, at % page] for j in (0, 1))
     s = _scores(q, k, scale, softcap)

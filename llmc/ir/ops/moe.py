@@ -70,7 +70,7 @@ def moe(
 
 
 def _gated(x: Any, gate_up: Any, bias: Any, expert: int, body: str) -> Any:
-    """The input of an expert's second product, for rows x."""
+    """Return the input of an expert's second product, for rows x."""
     a0, a1 = np.split(x @ gate_up[expert].T + (0 if bias is None else bias[expert]), 2, axis=-1)
     return evaluate(gate(body), NUMPY, [a0, a1])
 
@@ -111,7 +111,7 @@ def topk_route(x: Any, *, k: int, before: str = "a0", after: str = "a0", dtype: 
 
 
 def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    """The type of moe_up's result, also over codes: a row for each pair."""
+    """Return the type of moe_up's result, also over codes: a row for each pair."""
     gate(attrs["body"])
     inner = env["m"].divide(2)
     if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
@@ -123,18 +123,18 @@ def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 def _routed(d: Drawing) -> tuple[Any, Any]:
-    """The results of moe_route for random experts; `order` and `starts` of one node agree."""
+    """Return the results of moe_route for random experts; `order` and `starts` of one node agree."""
     experts, pairs = d.shapes["starts"][0] - 1, d.shapes["order"][0]
     return tuple(d.shared("routed", lambda: moe_route.ref(d.rng.integers(0, experts, pairs), experts=experts)))
 
 
 def drawn_order(d: Drawing, shape: Shape) -> Any:
-    """The pairs, sorted by expert."""
+    """Return the pairs, sorted by expert."""
     return _routed(d)[0]
 
 
 def drawn_starts(d: Drawing, shape: Shape) -> Any:
-    """The first pair of each expert, and the number of pairs."""
+    """Return the first pair of each expert, and the number of pairs."""
     return _routed(d)[1]
 
 
@@ -155,7 +155,7 @@ def moe_up(
 
 
 def down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    """The type of moe_down's result, also over codes: a row for each token and expert."""
+    """Return the type of moe_down's result, also over codes: a row for each token and expert."""
     if env["p"] != env["t"] * env["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(f"{env['p']} pairs for {env['t']} x {env['k']} weights, {env['s']} starts of {env['e']} experts")
     return [tensor(attrs.get("dtype") or "f32", env["t"], env["k"], env["d"])]
@@ -199,7 +199,7 @@ def moe_combine(y: Any, residual: Any = None, *, dtype: str = "") -> Any:
 
 
 def _gather_up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    """The type of moe_gather_up's result: a row for each pair."""
+    """Return the type of moe_gather_up's result: a row for each pair."""
     gate(attrs["body"])
     inner = env["m"].divide(2)
     if inner is None:

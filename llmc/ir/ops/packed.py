@@ -64,7 +64,7 @@ def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
 
 
 def _packed(d: Drawing, shape: Shape) -> Any:
-    """A packed random weight, whose padding is zero."""
+    """Return a packed random weight, whose padding is zero."""
     panels, depth, rows, pair = shape
     parts = d.attrs.get("parts", 1)
     n = int(d.attrs.get("n", panels * rows - 2))

@@ -71,7 +71,7 @@ def unpack_bits(x: Any, *, bits: int, axis: int, size: int, order: Ints = (), wo
 
 
 def _stream(words: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """The first `size` values of `bits` bits in the words [..., n], some of which cross words."""
+    """Return the first `size` values of `bits` bits in the words [..., n], some of which cross words."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     stream = np.unpackbits(octets, axis=-1, bitorder="little")[..., : size * bits]
     weights = (1 << np.arange(bits)).astype(np.uint8)
@@ -257,7 +257,7 @@ def assemble(
 
 
 def _code_range(code: str) -> tuple[float, float]:
-    """The smallest and largest value of a code minus the zero point, which is in the middle of the range."""
+    """Return the smallest and largest value of a code minus the zero point, which is in the middle of the range."""
     if DTYPES[code].kind == "f":
         limit = float(np.finfo(DTYPES[code].np).max) if DTYPES[code].bits > 8 else FLOAT_CODES[code]
         return -limit, limit

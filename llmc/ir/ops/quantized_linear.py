@@ -59,7 +59,7 @@ def round_rows(x: Any, dtype: str, block: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rounded(x: Any, dtype: str, block: int) -> Any:
-    """The values of x [*b, k] after `round_rows`, in x's precision."""
+    """Return the values of x [*b, k] after `round_rows`, in x's precision."""
     codes, scales = round_rows(x, dtype, block)
     spread = np.repeat(scales, block or codes.shape[-1], -1)[..., : codes.shape[-1]]
     return codes.astype(np.asarray(x).dtype) * spread

@@ -74,7 +74,7 @@ def _extras(d: Drawing, shape: Shape) -> Any:
 
 
 def _stack(code: Any, scale: Any, extras: tuple[Any, ...], attrs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The dequantised weights [experts, rows, columns], and the bias or None."""
+    """Return the dequantised weights [experts, rows, columns], and the bias or None."""
     entries = [scale, *extras[: int(attrs["zeros"])]]
     if attrs["half"]:
         code, entries = unpack_nibbles(code, attrs["half"]), [np.swapaxes(e, 1, 2) for e in entries]

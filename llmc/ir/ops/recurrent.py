@@ -82,7 +82,7 @@ def tokens_of(span: slice, *operands: Any) -> list[Any]:
 
 
 def _convolve(x: Any, before: Any, weight: Any, bias: Any) -> Any:
-    """The convolution of x [t, c] along t, after the w - 1 rows `before`."""
+    """Return the convolution of x [t, c] along t, after the w - 1 rows `before`."""
     n, w = len(x), weight.shape[1]
     x = np.concatenate([before, x])
     y = sum((x[j : j + n] * weight[:, j] for j in range(w)), np.zeros_like(x[:n]))

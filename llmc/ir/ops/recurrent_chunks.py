@@ -39,7 +39,7 @@ def _types_of_factors(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Typ
 
 
 def _chunks(span: slice, size: int) -> list[slice]:
-    """The chunks of a run's tokens."""
+    """Return the chunks of a run's tokens."""
     return [np.s_[at : min(at + size, span.stop)] for at in range(span.start, span.stop, size)]
 
 

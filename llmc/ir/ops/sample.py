@@ -38,7 +38,7 @@ def exponentials(seed: int, position: int, ids: Any) -> Any:
 
 
 def _mix(z: Any) -> Any:
-    """The output of SplitMix64 for a state, or for an array of states."""
+    """Return the output of SplitMix64 for a state, or for an array of states."""
     with np.errstate(over="ignore"):
         z = z + _GAMMA
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -47,7 +47,9 @@ def _mix(z: Any) -> Any:
 
 
 def _block_maximum(result: int) -> Content:
-    """A result of row_block_max on the node's other operands; in drawings that need not be exact, one in range."""
+    """Return a result of row_block_max on the node's other operands; in drawings that need not be
+    exact, one in range.
+    """
 
     def draw(d: Drawing, shape: Shape) -> Any:
         if not d.exact:
@@ -107,7 +109,9 @@ def row_penalize(
 
 
 def _penalized(x: Any, f: Any, prompted: Any, n: Any) -> Any:
-    """A row of logits [v] with penalties; per id: `prompted`, whether the prompt has it, and `n`, its output count."""
+    """Return a row of logits [v] with penalties; per id: `prompted`, whether the prompt has it, and `n`, its output
+    count.
+    """
     repeated = prompted | (n > 0)
     repetition = param(f, "repetition_penalty")
     x = np.where(repeated, np.where(x > 0, x / repetition, x * repetition), x)
@@ -125,7 +129,7 @@ def _drafted(rows: Any, starts: Any, positions: Any, tokens: Any, iparams: Any, 
 
 
 def _bits(words: Any, v: int) -> Any:
-    """The first v bits of a bitmap, as bools."""
+    """Return the first v bits of a bitmap, as bools."""
     return (words[np.arange(v) // 32].view(np.uint32) >> (np.arange(v) % 32).astype(np.uint32)) & 1 != 0
 
 

@@ -46,7 +46,7 @@ def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 def _values(x: Any, x_scale: Any, block: tuple[int, ...]) -> Any:
-    """The rows that the codes stand for."""
+    """Return the rows that the codes stand for."""
     return x * np.repeat(x_scale, block[1] or x.shape[1], 1)
 
 

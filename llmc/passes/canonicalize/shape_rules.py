@@ -76,7 +76,7 @@ def _broadcast(n: Node) -> Build | None:
 
 
 def _below_front(v: Value) -> Value | None:
-    """The operand of a reshape that only prepends axes of size 1; None for any other value."""
+    """Return the operand of a reshape that only prepends axes of size 1; None for any other value."""
     n = made_by(v, "reshape")
     if n is None:
         return None
@@ -165,7 +165,7 @@ def _concat(n: Node) -> Build | None:
 
 
 def _whole_of_slices(parts: Sequence[Value], axis: int) -> Value | None:
-    """The value that is completely covered by these consecutive slices, or None."""
+    """Return the value that is completely covered by these consecutive slices, or None."""
     first = made_by(parts[0], "slice")
     if first is None:
         return None

@@ -40,7 +40,7 @@ def _concat(n: Node) -> Build | None:
 
 
 def _scaled(n: Node) -> Build | None:
-    """A product with a scalar."""
+    """Return a product with a scalar."""
     for v, c in (n.operands, n.operands[::-1]):
         t = made_by(v, "transpose")
         if t and c.type.rank == 0 and len(v.uses) == 1 and n.result.type == v.type:

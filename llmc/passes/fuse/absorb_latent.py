@@ -102,7 +102,7 @@ def _key_parts(k: Value) -> tuple[Value, Value] | None:
 
 
 def _latent(g: Graph, n: Node, plain: Value, rotary: Value) -> Latent:
-    """The parts of an attention node whose keys are `plain` and `rotary`; raises NoMatch."""
+    """Return the parts of an attention node whose keys are `plain` and `rotary`; raises NoMatch."""
     _check_attributes(n)
     key, value = _columns(plain), _columns(n.operands[2])
     _, swapped = _plain(n.operands[1])
@@ -150,7 +150,7 @@ def _absorbed(b: Any, n: Node, x: Latent) -> Value:
 
 
 def _dequantized(b: Any, weight: Value) -> Value:
-    """The numbers of a weight in its logical dtype."""
+    """Return the numbers of a weight in its logical dtype."""
     if weight.type.format is None:
         return weight
     n = made_by(weight, "assemble")

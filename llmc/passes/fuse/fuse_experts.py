@@ -129,7 +129,9 @@ def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
 
 
 def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
-    """The operand of the replacement, the expression of its rows that topk reads, and the nodes that this replaces."""
+    """Return the operand of the replacement, the expression of its rows that topk reads, and the nodes that this
+    replaces.
+    """
     x = n.operands[0]
     producer = x.node
     if producer is None or len(set(x.uses)) > 1 or x in g.outputs:
@@ -142,7 +144,9 @@ def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
 
 
 def _after(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
-    """The value that the replacement computes, as an expression of the selected ones, and the nodes it replaces."""
+    """Return the value that the replacement computes, as an expression of the selected ones, and the
+    nodes it replaces.
+    """
     values = n.results[0]
     users = list(dict.fromkeys(values.uses))
     sums = [u for u in users if _is_row_sum(u)]
@@ -164,7 +168,9 @@ def _is_row_sum(n: Node) -> bool:
 
 
 def _row_expression(n: Node, known: Sequence[Value]) -> E | None:
-    """A node as an expression of known[0] and its row sums, the other known values; None if it reads anything else."""
+    """Return a node as an expression of known[0] and its row sums, the other known values; None if it reads anything
+    else.
+    """
     e = expression(n)
     if e is None:
         return None

@@ -105,7 +105,7 @@ def _only_reader(g: Graph, v: Value, n: Node) -> bool:
 
 
 def _together(products: Sequence[Value], limit: int) -> list[Value]:
-    """The first product, and later ones with the same operand and weight type, up to `limit` parts."""
+    """Return the first product, and later ones with the same operand and weight type, up to `limit` parts."""
     first = products[0].node
     assert first is not None
     group, used = [products[0]], _parts(first)

@@ -44,7 +44,7 @@ def _constant_length(m: Match) -> str | None:
 
 
 def _source(x: Value, dtype: str) -> Value:
-    """The operand of the casts of `x` that has the result's dtype: norms compute in float32 anyway."""
+    """Return the operand of the casts of `x` that has the result's dtype: norms compute in float32 anyway."""
     v = x
     while v.type.dtype != dtype and (n := made_by(v, "cast")) and n.operands[0].type.dtype in ("bf16", "f16", "f32"):
         v = n.operands[0]

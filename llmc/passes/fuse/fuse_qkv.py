@@ -98,7 +98,7 @@ def _trace_forward(g: Graph, cut: Node) -> Part:
 
 
 def _reader(g: Graph, v: Value, op: str) -> Value | None:
-    """The result of the only reader of `v`, if it is `op` with `v` as its first operand, else None."""
+    """Return the result of the only reader of `v`, if it is `op` with `v` as its first operand, else None."""
     n = only_reader(g, v)
     return n.result if n is not None and n.op.name == op and n.operands[0] is v else None
 
@@ -157,7 +157,7 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
 
 
 def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
-    """The first of the append and the queries' readers; raises NoMatch if an operand is computed only later."""
+    """Return the first of the append and the queries' readers; raises NoMatch if an operand is computed only later."""
     ends, producers = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
     for other in g.nodes:
         if other in ends:

@@ -89,7 +89,7 @@ def _layout(m: Match, x: Value) -> str | None:
 
 
 def _tokens_axis(c: Value, x: Value) -> int | None:
-    """The axis of x along which the table's rows run, 0 or 1; None if ambiguous."""
+    """Return the axis of x along which the table's rows run, 0 or 1; None if ambiguous."""
     if x.type.rank == 2 and c.type.rank == 2:
         return 0
     if x.type.rank != 3 or c.type.rank > 3:
@@ -101,7 +101,7 @@ def _tokens_axis(c: Value, x: Value) -> int | None:
 
 
 def _offset(m: Match) -> Dim | None:
-    """The offset of x in y, the value whose parts are swapped; 0 if x is y, None if x is not a slice of y."""
+    """Return the offset of x in y, the value whose parts are swapped; 0 if x is y, None if x is not a slice of y."""
     if core(m["x"]) is core(m["y"]):
         return Dim.of(0)
     n = made_by(m["x"], "slice")
@@ -164,7 +164,7 @@ def _emit(b: Any, m: Match, x: Value, interleaved: bool) -> Value:
 
 
 def _flat(b: Any, v: Value) -> Value:
-    """The narrow table [t, h], in the dtype of the model's table."""
+    """Return the narrow table [t, h], in the dtype of the model's table."""
     t = table(v).value
     shape = drop_ones(t.type.shape)
     t = t if t.type.shape == shape else b.reshape(t, shape=shape)

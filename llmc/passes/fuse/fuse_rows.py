@@ -37,7 +37,7 @@ class FuseRows(NodePass):
 
 
 def _reader(spans: Node, op: str) -> Node | None:
-    """The `op` that reads the tokens of `spans` and a state that is a graph input, or None."""
+    """Return the `op` that reads the tokens of `spans` and a state that is a graph input, or None."""
     _, token_row, positions = spans.results
     for n in token_row.uses:
         if n.op.name == op and n.operands[1:] == [token_row, positions] and n.operands[0].node is None:

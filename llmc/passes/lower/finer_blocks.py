@@ -37,7 +37,7 @@ def _assembled(v: Value) -> bool:
 
 
 def _finer(b: Builder, v: Value, axis: int, size: int) -> Value:
-    """The same numbers in blocks of `size` along an axis."""
+    """Return the same numbers in blocks of `size` along an axis."""
     n = v.node
     assert n is not None
     if n.op.name == "slice":

@@ -210,7 +210,7 @@ class _Parts:
 
     @staticmethod
     def _sliced(b: Any, part: Value, v: Value, n: Node, f: QFormat, index: int) -> Value:
-        """The part of a slice: codes are cut as the tensor is, scales and zero points at blocks."""
+        """Return the part of a slice: codes are cut as the tensor is, scales and zero points at blocks."""
         axis = n.attrs["axis"] % v.type.rank
         blocks = (1,) * (v.type.rank - 2) + f.block
         size = blocks[axis] if index else 1

@@ -124,7 +124,7 @@ def _float32(b: Any, scale: Value) -> Value:
 
 
 def _part(b: Any, scale: Value, rows: Dim, part: int, parts: int) -> Value:
-    """The scales of one part, f32 [rows]."""
+    """Return the scales of one part, f32 [rows]."""
     if parts > 1:
         scale = b.slice(scale, axis=0, start=rows * part, stop=rows * (part + 1))
     return _float32(b, b.reshape(scale, shape=(rows,)))

@@ -158,7 +158,7 @@ class _Sharding:
         self.g.replace(n.result, total)
 
     def _gathered(self, b: Builder, v: Value) -> Value:
-        """The whole of a value."""
+        """Return the whole of a value."""
         if v not in self.parts:
             return v
         if v not in self.whole:
@@ -169,7 +169,7 @@ class _Sharding:
         return self.whole[v]
 
     def _part(self, b: Builder, v: Value, s: Split, halves: bool) -> Value:
-        """A rank's part of a value, of both halves of it if `halves`."""
+        """Return a rank's part of a value, of both halves of it if `halves`."""
         if self.plan.splits.get(v) == s:
             return self.parts[v]
         key = (v, s, halves)
@@ -184,7 +184,9 @@ class _Sharding:
         return self.sliced[key]
 
     def _slice(self, b: Builder, x: Value, s: Split, size: Dim, offset: Dim) -> Value:
-        """A rank's part of the `size` elements from `offset` along an axis, and of zeros if they do not divide."""
+        """Return a rank's part of the `size` elements from `offset` along an axis, and of zeros if they do
+        not divide.
+        """
         width = s.local(size)
         if not s.divides(size):
             x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)

@@ -165,7 +165,9 @@ class _Planner:
             self._accept(region)
 
     def _unit(self, size: int, weight: Value) -> int:
-        """The unit of the parts of an MLP's columns: whole groups, if the whole has them and equal parts do not."""
+        """Return the unit of the parts of an MLP's columns: whole groups, if the whole has them and equal
+        parts do not.
+        """
         uneven = size % self.group == 0 and size % (self.group * self.ranks) != 0
         return self.group if uneven and weight.type.format is None else 1
 
@@ -201,7 +203,7 @@ def _divisors(size: int) -> list[int]:
 
 
 def _weights(g: Graph) -> set[Value]:
-    """The values that depend on weights and constants only."""
+    """Return the values that depend on weights and constants only."""
     out = {v for v in g.inputs if v.weight}
     for n in g.nodes:
         if all(v in out for v in n.operands):

@@ -91,7 +91,7 @@ def _aligned(x: Value, from_end: int, s: Split) -> Split | None:
 
 
 def _rows(n: Node, v: Value, s: Split) -> Relation | None:
-    """The leading axes `*b` of a row-wise op."""
+    """Return the leading axes `*b` of a row-wise op."""
     slots = n.op.slots([x.type for x in n.operands])
     leading = [n.op.leading(slots[min(i, len(slots) - 1)]) is not None for i in range(len(n.operands))]
     rows = n.operands[0].type.rank - len(n.op.operands[0].dims) + 1
@@ -121,7 +121,7 @@ def _linear(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def _reshape(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    """The axis of the other value with the same number of elements before it, if the ranks divide its size."""
+    """Return the axis of the other value with the same number of elements before it, if the ranks divide its size."""
     (x,), y = n.operands, n.result
     other = y if v is x else x
     before = product(v.type.shape[: s.axis])

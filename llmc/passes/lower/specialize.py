@@ -154,7 +154,7 @@ def _begin_last(g: Graph) -> None:
 
 
 def _device_rows(g: Graph, entries: tuple[int, int]) -> tuple[int, int]:
-    """The range of the number of device rows in a step, which may be smaller than that of entries."""
+    """Return the range of the number of device rows in a step, which may be smaller than that of entries."""
     rows = [v.type.shape[0].const for v in g.inputs if v.name == "row.length"]
     return entries[0], min([entries[1], *(n for n in rows if n is not None)])
 

@@ -57,7 +57,7 @@ def _has_ocp(f: QFormat | None) -> TypeGuard[QFormat]:
 
 
 def _converted(g: Graph, n: Node, f: QFormat, ctx: Ctx) -> Value:
-    """The quantised tensor of `n` with the format converted."""
+    """Return the quantised tensor of `n` with the format converted."""
     b: Any = Builder(g, ctx.opset, before=n, loc=n.loc)
     attrs = {key: FNUZ if value == OCP else value for key, value in n.attrs.items()}
     operands = list(n.operands)
@@ -67,7 +67,7 @@ def _converted(g: Graph, n: Node, f: QFormat, ctx: Ctx) -> Value:
 
 
 def _doubled(b: Any, scale: Value) -> Value:
-    """The scales of codes that stand for half the numbers."""
+    """Return the scales of codes that stand for half the numbers."""
     if scale.type.dtype in NARROW:
         scale = b.cast(scale, dtype="f32")
     return b.mul(scale, b.constant(2.0, scale.type.dtype))

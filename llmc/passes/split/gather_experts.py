@@ -69,7 +69,7 @@ class GatherExperts(NodePass):
 
 
 def _norm(g: Graph, n: Node) -> Node | None:
-    """The norm that `n` reads, if all of its readers can compute it."""
+    """Return the norm that `n` reads, if all of its readers can compute it."""
     x = n.operands[0]
     norm = x.node
     if norm is None or norm.op.name != "rms_norm" or x in g.outputs:

@@ -78,7 +78,7 @@ class _Lifted:
 
 
 def _origin(v: Value) -> str:
-    """The name of the first weight that a value depends on."""
+    """Return the name of the first weight that a value depends on."""
     while v.node is not None:
         v = next((o for o in v.node.operands if origin(o) is Origin.WEIGHTS), v.node.operands[0])
     return v.name
@@ -113,5 +113,5 @@ def _lift(g: Graph, lifted: _Lifted) -> int:
 
 
 def _readers(v: Value, lifted_values: Collection[Value]) -> list[Node]:
-    """The uses of a value by nodes that stay in the entry point."""
+    """Return the uses of a value by nodes that stay in the entry point."""
     return [u for u in v.uses if u.results[0] not in lifted_values]

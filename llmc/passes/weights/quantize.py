@@ -102,21 +102,21 @@ def _quantized(g: Graph, n: Node, w: Value, f: QFormat, ctx: Ctx) -> Value:
 
 
 def _refuse(n: Node, f: QFormat) -> str | None:
-    """The reason why the weight of a product is not quantised, or None."""
+    """Return the reason why the weight of a product is not quantised, or None."""
     if any(u.op.name in ROUTING for u in n.result.uses):
         return "it chooses experts"
     return _refuse_weight(n.operands[1], f)
 
 
 def _refuse_weight(w: Value, f: QFormat) -> str | None:
-    """The reason why a weight [*stack, n, k] is not quantised, or None."""
+    """Return the reason why a weight [*stack, n, k] is not quantised, or None."""
     if w.type.format is not None:
         return f"its weight is quantised already ({w.type.format.name})"
     return _uneven_groups(w, f)
 
 
 def _uneven_groups(w: Value, f: QFormat) -> str | None:
-    """The reason why the columns of a weight are not whole groups of one row, or None."""
+    """Return the reason why the columns of a weight are not whole groups of one row, or None."""
     columns = w.type.shape[-1]
     if f.block[0] == 1 and f.block[1] and not columns.divisible(f.block[1]):
         return f"{columns} columns are not groups of {f.block[1]}"
@@ -124,7 +124,9 @@ def _uneven_groups(w: Value, f: QFormat) -> str | None:
 
 
 def _recipe(name: str, group: int) -> Recipe | None:
-    """The recipe of that name, with another group size unless it is 0; raises Diagnostic E421 for an unknown name."""
+    """Return the recipe of that name, with another group size unless it is 0; raises Diagnostic E421 for an unknown
+    name.
+    """
     if name == NONE:
         return None
     if name not in ROUNDED:

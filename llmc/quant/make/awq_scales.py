@@ -35,7 +35,7 @@ def awq_scales(group: Inputs, weights: Sequence[Tensor], recipe: Recipe) -> Tens
 
 
 def _error(gram: Tensor, weights: Sequence[Tensor], scale: Tensor, recipe: Recipe) -> float:
-    """The squared error of the products, if weights times `scale` are rounded to nearest."""
+    """Return the squared error of the products, if weights times `scale` are rounded to nearest."""
     total = 0.0
     for w in weights:
         d = round_to_nearest(w * scale, recipe, torch.bfloat16).values() / scale - w

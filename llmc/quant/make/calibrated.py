@@ -138,7 +138,7 @@ def _experts(source: ModelSource, plan: Plan, layer: Layer) -> dict[str, torch.d
 def _targets(
     source: ModelSource, plan: Plan, layer: Layer, stored: Mapping[str, str]
 ) -> tuple[dict[str, Linear], dict[str, torch.dtype]]:
-    """The linear modules of a layer that are quantised, and the dtypes of their stored weights."""
+    """Return the linear modules of a layer that are quantised, and the dtypes of their stored weights."""
     linears = {
         name: module
         for name, module in layer.module.named_modules()

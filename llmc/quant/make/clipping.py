@@ -36,20 +36,20 @@ def round_clipped(w: Tensor, gram: Tensor, recipe: Recipe, dtype: torch.dtype) -
 
 
 def _grid(low: Tensor, high: Tensor, limit: Tensor, w: Tensor, recipe: Recipe, dtype: torch.dtype) -> Grid:
-    """The grid of ranges whose ends are at most `limit` away from 0."""
+    """Return the grid of ranges whose ends are at most `limit` away from 0."""
     shape = (w.shape[0], w.shape[1])
     return grid_from(torch.maximum(low, -limit), torch.minimum(high, limit), recipe, shape, dtype)
 
 
 def _diagonal_blocks(gram: Tensor, size: int) -> Tensor:
-    """The blocks of `size` columns on the diagonal of a matrix, [blocks, size, size]; zeros where it ends."""
+    """Return the blocks of `size` columns on the diagonal of a matrix, [blocks, size, size]; zeros where it ends."""
     full = pad(gram, (0, -len(gram) % size, 0, -len(gram) % size))
     count = len(full) // size
     return full.view(count, size, count, size)[range(count), :, range(count)]
 
 
 def _errors(w: Tensor, grid: Grid, sums: Tensor) -> Tensor:
-    """The squared error of the products of each block, [n, blocks of k]."""
+    """Return the squared error of the products of each block, [n, blocks of k]."""
     d = grid.values(grid.codes(w)) - w
     blocks = pad(d, (0, -d.shape[1] % sums.shape[1])).view(len(d), len(sums), -1).transpose(0, 1)
     return ((blocks @ sums) * blocks).sum(-1).T

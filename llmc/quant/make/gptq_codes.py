@@ -44,7 +44,7 @@ def gptq(w: Tensor, gram: Tensor, recipe: Recipe, dtype: torch.dtype, name: str)
 
 
 def _factor(gram: Tensor, name: str) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped matrix; raises Diagnostic E355 if there is none."""
+    """Return the upper Cholesky factor of the inverse of the damped matrix; raises Diagnostic E355 if there is none."""
     mean = gram.diagonal().mean()
     damp = DAMP
     while damp < 1 and mean.isfinite() and mean > 0:

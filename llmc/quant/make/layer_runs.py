@@ -238,7 +238,7 @@ class LayerRuns:
 
 
 def _layers(model: Any) -> list[Any]:
-    """The decoder layers of a model; raises Diagnostic E354 if it has no list of them."""
+    """Return the decoder layers of a model; raises Diagnostic E354 if it has no list of them."""
     count = model.config.get_text_config().num_hidden_layers
     for _, layers in layer_lists(model.base_model, count):
         return list(layers)

@@ -158,7 +158,7 @@ def path_of(stored: str) -> str:
 
 
 def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
-    """The modules that patterns name; raises Diagnostic E351 for a pattern that is wrong or matches nothing."""
+    """Return the modules that patterns name; raises Diagnostic E351 for a pattern that is wrong or matches nothing."""
     dropped = set()
     for pattern in ignore:
         try:
@@ -207,7 +207,7 @@ def _check_groups(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe) -> None
 
 
 def _size(shape: tuple[int, ...], recipe: Recipe, scale: int) -> int:
-    """The bytes of a quantised weight."""
+    """Return the bytes of a quantised weight."""
     n, k = shape
     blocks = -(-n // (recipe.block[0] or n)) * -(-k // (recipe.block[1] or k))
     return n * k * recipe.bits // 8 + blocks * scale + (0 if recipe.symmetric else blocks * recipe.bits // 8)

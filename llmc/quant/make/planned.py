@@ -44,6 +44,6 @@ class PlannedWeights:
 
 
 def stored_format(recipe: Recipe, scale: str) -> QFormat:
-    """The format in which a checkpoint of a recipe is read, with scales of the dtype `scale`."""
+    """Return the format in which a checkpoint of a recipe is read, with scales of the dtype `scale`."""
     f = recipe.weight_format("bf16")
     return QFormat.of(f.code, f.block, scale, f.zero if recipe.symmetric else "u8", act=f.act)

@@ -56,7 +56,7 @@ class Recipe:
         return replace(self, block=(1, size))
 
     def weight_format(self, logical: str) -> QFormat:
-        """The format of the weights, whose dequantised numbers have the dtype `logical`."""
+        """Return the format of the weights, whose dequantised numbers have the dtype `logical`."""
         from llmc.ir.qformat import QFormat
 
         code = "f8e4m3" if self.code == "float" else "i8" if self.bits == 8 else f"u{self.bits}"

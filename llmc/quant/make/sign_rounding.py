@@ -36,12 +36,12 @@ class _Learned:
         self.shrink = torch.ones(2, *self.low.shape, requires_grad=True)
 
     def grid(self) -> Grid:
-        """The grid of the shrunk ranges."""
+        """Return the grid of the shrunk ranges."""
         low, high = self.low * self.shrink[0], self.high * self.shrink[1]
         return grid_from(low, high, self.recipe, (self.w.shape[0], self.w.shape[1]), self.dtype)
 
     def values(self) -> Tensor:
-        """The dequantised weight; gradients pass through the roundings as if there were none."""
+        """Return the dequantised weight; gradients pass through the roundings as if there were none."""
         span = torch.maximum(-self.low * self.shrink[0], self.high * self.shrink[1])
         lo, hi = self.recipe.range
         exact = span / ((hi - lo) / 2)
@@ -61,7 +61,7 @@ class _Learned:
 
     @torch.no_grad()
     def quantised(self) -> Quantised:
-        """The weight at the end."""
+        """Return the weight at the end."""
         grid = self.grid()
         lo, hi = self.recipe.range
         codes = (self.w / grid.spread(grid.scale) + self.offset).round().clamp(lo, hi)
@@ -106,7 +106,7 @@ def _rounded_experts(layer: Layer, recipe: Recipe, dtypes: Mapping[str, torch.dt
 
 
 def _stacks(layer: Layer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The stacks of the layer's experts with these values of some weights."""
+    """Return the stacks of the layer's experts with these values of some weights."""
     pieces: dict[str, dict[int, dict[int, Tensor]]] = {}
     for name, expert in layer.experts.items():
         if name in values:
@@ -119,7 +119,7 @@ def _stacks(layer: Layer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _replaced(whole: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
-    """A matrix with other values of some runs of rows, by the first row of each."""
+    """Return a matrix with other values of some runs of rows, by the first row of each."""
     parts, end = [], 0
     for row, x in sorted(rows.items()):
         parts += [whole[end:row], x]

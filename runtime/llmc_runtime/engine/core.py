@@ -26,7 +26,7 @@ class EngineCore:
         self._grammars: Grammars | None = None
 
     def grammars(self) -> Grammars:
-        """The grammars, opened on first use. Raises LlmcError E620 if the artifact has no tokenizer."""
+        """Return the grammars, opened on first use. Raises LlmcError E620 if the artifact has no tokenizer."""
         if self._grammars is None:
             self._grammars = self._open_grammars()
             if self._grammars is None:

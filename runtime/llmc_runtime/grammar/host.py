@@ -137,7 +137,7 @@ def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The entry point of the host process. Returns the exit status."""
+    """Return the entry point of the host process. Returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control, size, eos, source = socket.socket(fileno=int(argv[0])), int(argv[1]), json.loads(argv[2]), argv[3]

@@ -272,7 +272,7 @@ def _are_ids(values: tuple[Any, ...]) -> bool:
 
 
 def _tuple(value: object) -> tuple[Any, ...]:
-    """The items of an iterable, none for None; ValueError for anything else."""
+    """Return the items of an iterable, none for None; ValueError for anything else."""
     if value is None or type(value) is tuple:
         return value or ()
     try:

@@ -51,7 +51,7 @@ class TokenMask:
     mask: bytes
 
     def __repr__(self) -> str:
-        """The first ids as a list, for error messages."""
+        """Return the first ids as a list, for error messages."""
         allowed = (i << 3 | bit for i, byte in enumerate(self.mask) if byte for bit in range(8) if byte >> bit & 1)
         first = [str(token) for token in islice(allowed, _SHOWN + 1)]
         return f"[{', '.join([*first[:_SHOWN], '...'] if len(first) > _SHOWN else first)}]"

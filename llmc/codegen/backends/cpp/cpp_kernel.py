@@ -36,7 +36,7 @@ HEADERS = "llmc.codegen.backends.cpp.kernels"  # the package of llmc's own heade
 
 
 def row_columns() -> str:
-    """The columns of a device row's parameters as C++ enums, from the runtime's declarations."""
+    """Return the columns of a device row's parameters as C++ enums, from the runtime's declarations."""
     enums = [f"enum {{ {', '.join(names).upper()} }};" for names in (FLOAT_COLUMNS, INT_COLUMNS, DRAFT_COLUMNS)]
     drafts_max = f"constexpr int DRAFTS_MAX = {MAX_DRAFTS};  // tokens that can be drafted for a row in a step"
     return "\n".join(["namespace llmc {", *enums, drafts_max, "}", ""])

@@ -113,7 +113,7 @@ class CppToolchain:
 
 
 def _extra(source: Source) -> list[str]:
-    """The compiler's arguments for the options of a source."""
+    """Return the compiler's arguments for the options of a source."""
     return [f"-{name}{value}" for name, value in source.options]
 
 

@@ -20,7 +20,7 @@ class _Recurrent(CppKernel):
     constant_reduction_order = "one token after another"
 
     def named(self, node: Node) -> dict[str, tuple[str, Value]]:
-        """The pointer and the value of each operand that the node has, by its name."""
+        """Return the pointer and the value of each operand that the node has, by its name."""
         slots = node.op.slots([v.type for v in node.operands])
         return {s.name: (f"x{i}", v) for i, (s, v) in enumerate(zip(slots, node.operands, strict=False))}
 
@@ -33,7 +33,7 @@ class _Recurrent(CppKernel):
 
     @staticmethod
     def step(of: dict[str, tuple[str, Value]], sizes: Sizes) -> str:
-        """The C++ struct of the step."""
+        """Return the C++ struct of the step."""
         rows, positions = of["rows"][1].type, of["positions"][1].type
         pointers = ", ".join(of[name][0] for name in ("rows", "starts", "positions"))
         return f"const step_rows step = {{{pointers}, {sizes(rows.shape[0])}, {sizes(positions.shape[0])}}};"

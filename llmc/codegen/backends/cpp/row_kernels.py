@@ -119,7 +119,7 @@ def _indices(sp: Space, sizes: Sizes) -> list[str]:
 
 
 def _row_text(p: RowProgram, flat: bool) -> str:
-    """The passes over one row, and the stores of results that are constant along the row."""
+    """Return the passes over one row, and the stores of results that are constant along the row."""
     names: Names = {}
     lines: list[str] = []
     for slot, i in enumerate(p.cached):

@@ -133,7 +133,7 @@ class _Rule:
 
 
 def _bound(target: ast.expr, value: Value) -> dict[str, Value]:
-    """The names that an assignment binds."""
+    """Return the names that an assignment binds."""
     match target, value:
         case ast.Name(id=name), _:
             return {name: value}

@@ -186,7 +186,7 @@ def _fit(p: Product, tile: StreamTile) -> StreamTile:
 
 
 def _distance(a: StreamTile, b: StreamTile) -> float:
-    """The distance of two tiles: the sum of the factors of two between their values."""
+    """Return the distance of two tiles: the sum of the factors of two between their values."""
     return sum(abs(math.log2(x / y)) for x, y in zip(a, b, strict=True))
 
 

@@ -69,7 +69,7 @@ class Product(ProductNode):
         return DTYPES[self.dot].bits // 8
 
     def sums(self, float32_factors: bool) -> str:
-        """The Triton dtype of tl.dot's sums."""
+        """Return the Triton dtype of tl.dot's sums."""
         return "tl.int32" if self.dot == "i8" and not float32_factors else "tl.float32"
 
 
@@ -128,7 +128,7 @@ def epilogue(u: Unit, p: Product) -> str:
 
 
 def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tuple[str, ...]]:
-    """The offsets of the extras (see `extra_offset`), and the names of the run-time sizes in them."""
+    """Return the offsets of the extras (see `extra_offset`), and the names of the run-time sizes in them."""
     offsets = [extra_offset(u, p, e) for e in p.extras]
     names = {w for text, _, _ in offsets for w in text.split()}
     return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in names)

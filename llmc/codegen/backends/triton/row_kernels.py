@@ -281,7 +281,7 @@ class Writer:
         return lines
 
     def _pass(self, targets: Sequence[int], last: bool) -> list[str]:
-        """A loop over the columns that accumulates the reductions among `targets`; the last one stores results.
+        """Return a loop over the columns that accumulates the reductions among `targets`; the last one stores results.
 
         Nodes that it computes have names within the loop only. Without reductions and stores, there is no loop.
         """

@@ -162,7 +162,7 @@ def _imported_functions(statement: ast.ImportFrom, module: str, path: Path) -> d
 
 
 def _path(name: str) -> Path:
-    """The file of a template module, which is found without importing the module itself."""
+    """Return the file of a template module, which is found without importing the module itself."""
     if "." not in name:
         return FOLDER / f"{name}.py"
     spec = find_spec(name)
@@ -172,7 +172,7 @@ def _path(name: str) -> Path:
 
 
 def _template_name(imported: str, by: str) -> str:
-    """The template module that `imported` names; "" if neither llmc nor the package of template `by` has it."""
+    """Return the template module that `imported` names; "" if neither llmc nor the package of template `by` has it."""
     if imported == PUBLIC:
         return PUBLIC
     if imported.startswith(f"{PACKAGE}."):
@@ -181,7 +181,7 @@ def _template_name(imported: str, by: str) -> str:
 
 
 def _public_module(name: str) -> str:
-    """The template module that defines a public device function. Raises ValueError if there is none."""
+    """Return the template module that defines a public device function. Raises ValueError if there is none."""
     for statement in ast.parse(_path(PUBLIC).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom) and name in [a.name for a in statement.names]:
             return _template_name(statement.module or "", PUBLIC)
@@ -205,7 +205,9 @@ def _definition(
 
 
 def _with_values(text: str, node: ast.stmt, declared: Mapping[str, Any]) -> str:
-    """The text of a constant, with declared numbers and places in declared tuples (`NAMES.index("x")`) as numbers."""
+    """Return the text of a constant, with declared numbers and places in declared tuples (`NAMES.index("x")`) as
+    numbers.
+    """
     for part in ast.walk(node):
         match part:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="index"), args=[ast.Constant(value=entry)]):
@@ -231,7 +233,9 @@ def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _ordered(name: str) -> list[Module]:
-    """The module and its imports, direct and indirect, in topological order: a module follows its own imports."""
+    """Return the module and its imports, direct and indirect, in topological order: a module follows
+    its own imports.
+    """
     modules: dict[str, Module] = {}
 
     def visit(at: str) -> None:
@@ -247,6 +251,6 @@ def _ordered(name: str) -> list[Module]:
 
 
 def _heading(module: Module) -> str:
-    """The module's name and docstring as comments."""
+    """Return the module's name and docstring as comments."""
     lines = [module.name if "." in module.name else f"kernels/{module.name}.py", *module.doc.splitlines()]
     return "\n".join(f"# {line}".rstrip() for line in lines)
