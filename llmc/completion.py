@@ -101,7 +101,7 @@ def _all(nodes: list[Node]) -> Iterator[Node]:
 
 
 def _bash(roots: list[Node]) -> str:
-    """Two case statements, candidates by command and values by option, and one function that reads them."""
+    """Return two case statements, candidates by command and values by option, and one function that reads them."""
     words = [_bash_words(node) for node in _all(roots)]
     values = [case for node in _all(roots) for case in _bash_values(node)]
     names = " ".join(node.name for node in roots)
@@ -162,7 +162,7 @@ def _bash_values(node: Node) -> Iterator[str]:
 
 
 def _zsh(roots: list[Node]) -> str:
-    """One function per command, built on zsh's `_arguments`."""
+    """Return one function per command, built on zsh's `_arguments`."""
     parts = [f"#compdef {' '.join(node.name for node in roots)}"]
     for node in _all(roots):
         specs = [_zsh_option(option) for option in node.options]
@@ -191,7 +191,7 @@ def _zsh_name(node: Node) -> str:
 
 
 def _zsh_option(option: Option) -> str:
-    """One `_arguments` spec per flag; the leading `*` allows a flag to be repeated."""
+    """Return one `_arguments` spec per flag; the leading `*` allows a flag to be repeated."""
     after = ""
     if option.value is not None:
         actions = {_FILES: "_files", _FOLDERS: "_files -/", "": " "}
@@ -200,7 +200,7 @@ def _zsh_option(option: Option) -> str:
 
 
 def _fish(roots: list[Node]) -> str:
-    """One `complete` line per option of each command."""
+    """Return one `complete` line per option of each command."""
     lines = []
     for node in _all(roots):
         root, condition = node.path[0], ""

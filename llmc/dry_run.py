@@ -127,7 +127,9 @@ def _model(job: Compilation, traced: Any) -> dict[str, Any]:
 
 
 def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
-    """Predicted microseconds per step of every program at typical sizes, with and without launch overhead."""
+    """Return the predicted microseconds per step of every program at typical sizes, with and without
+    launch overhead.
+    """
     predicted = roofline(built.programs, job.target)["programs"]
     rows = []
     for p in built.programs:
@@ -157,7 +159,9 @@ def _kind(p: Program) -> str:
 
 
 def _compile(built: DryBuild, job: Compilation, weights: int, kind: str) -> dict[str, Any]:
-    """Seconds per stage on this machine: measured for the stages that ran, estimated from benchmarks for the others."""
+    """Return the seconds per stage on this machine: measured for the stages that ran, estimated from benchmarks for the
+    others.
+    """
     spent = job.summary.seconds
     kernel_seconds = next(s for language, s in KERNEL_S if language in job.target.languages)
     jobs = max(1, min(os.cpu_count() or 1, 16))
@@ -173,7 +177,7 @@ def _compile(built: DryBuild, job: Compilation, weights: int, kind: str) -> dict
 
 
 def _memory(built: DryBuild, job: Compilation, traced: Any, weights: int, requested: int | None) -> dict[str, Any]:
-    """Memory needed on the device and what remains for the KV cache, in bytes."""
+    """Return the memory needed on the device and what remains for the KV cache, in bytes."""
     states = states_of(traced.module)
     needed = memory(built.programs, states, weights)
     kv = kv_of(states, job.target.page_size)
@@ -271,7 +275,7 @@ def _fits(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _time_lines(rows: Any) -> list[str]:
-    """One line per decode program, and one for the largest prefill program of at most 512 tokens."""
+    """Return one line per decode program, and one for the largest prefill program of at most 512 tokens."""
     decode = [r for r in rows if r["kind"] == "decode"]
     prefill = [r for r in rows if r["kind"] == "prefill"]
     some = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]

@@ -104,7 +104,7 @@ class WithKvScales:
 
 
 def _spread(scale: np.ndarray, heads: int, layer: int) -> np.ndarray:
-    """One scale per head; raises Diagnostic E341 if there is another number of them."""
+    """Return one scale per head; raises Diagnostic E341 if there is another number of them."""
     if scale.shape not in ((), (heads,)):
         cause = f"layer {layer} has {heads} KV heads and {len(scale)} scales of its KV cache"
         raise Diagnostic("E341", cause, "download the checkpoint again")

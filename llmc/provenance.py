@@ -114,7 +114,7 @@ def versions(toolchains: Mapping[str, str], registry: Registry, used: Mapping[st
 
 
 def source_of(traced: Any, origin: Located) -> Source:
-    """Provenance for the manifest: name, commit, and hashes of the model's small files."""
+    """Return the provenance for the manifest: name, commit, and hashes of the model's small files."""
     from llmc_runtime.format.hashing import sha256
 
     root = traced.source.folder

@@ -47,7 +47,7 @@ def typical(p: Program) -> dict[str, int]:
 
 
 def _page_size(p: Program) -> int:
-    """Tokens per KV page, from a pool's shape [P, ..., page, width]; 16 if there is no pool."""
+    """Return the tokens per KV page, from a pool's shape [P, ..., page, width]; 16 if there is no pool."""
     pools = (b.shape for b in p.buffers if b.kind == "state" and "P" in b.shape[0].symbols)
     return next((s[-2].const or 16 for s in pools), 16)
 

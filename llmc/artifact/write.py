@@ -210,7 +210,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def weight_bytes(m: Manifest) -> int:
-    """Total bytes of the weight files."""
+    """Return the total bytes of the weight files."""
     return sum(w.bytes for w in m.weights.files)
 
 

@@ -170,7 +170,7 @@ def _reused(
     symbols: Mapping[str, tuple[int, int]],
     pairs: tuple[tuple[int, int], ...],
 ) -> dict[Value, Value]:
-    """Results that reuse the memory of an operand of equal size that is read once and last used here."""
+    """Return the results that reuse the memory of an operand of equal size that is read once and last used here."""
     roots = [storage.root[v] for v in n.operands]
     out: dict[Value, Value] = {}
     for operand, result in pairs:

@@ -143,7 +143,7 @@ class RowProgram:
         return [i for i in self.dag.below(roots, stop=lambda i: not self.varies[i]) if self.varies[i]]
 
     def _cached(self) -> dict[int, int]:
-        """Expensive per-element nodes that two passes need -> the first pass that computes them."""
+        """Map expensive per-element nodes that two passes need -> the first pass that computes them."""
         first: dict[int, int] = {}
         again: dict[int, int] = {}
         for k, targets in enumerate(self.passes):

@@ -145,6 +145,8 @@ def in_agreed_order(ranked: Sequence[Ranked]) -> list[Ranked]:
 
 
 def _key(n: Node) -> str:
-    """Nodes with equal keys have equal candidates. Covers op, types, attributes, and which operands are weights."""
+    """Return a key; nodes with equal keys have equal candidates. It covers op, types, attributes, and which operands
+    are weights.
+    """
     known = "".join("w" if v.weight or (v.node is not None and not v.node.choice) else "x" for v in n.operands)
     return node_digest(n) + known

@@ -198,7 +198,7 @@ def title(source: Source) -> str:
 
 
 def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str) -> Diagnostic:
-    """Diagnostic E502 for a source that does not compile. Its text is written to `path`.
+    """Return the Diagnostic E502 for a source that does not compile. The source's text is written to `path`.
 
     why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved beside the text,
     and shown by -v.

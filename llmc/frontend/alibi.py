@@ -104,17 +104,17 @@ def _mpt(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor
 
 
 def _slopes(config: Any) -> Tensor:
-    """The biases at position 1 are the slopes."""
+    """Return the slopes, which are the biases at position 1."""
     return build_alibi_tensor(torch.ones(1, 2), config.num_attention_heads, torch.float32)[:, 0, 1]
 
 
 def _falcon_slopes(config: Any) -> Tensor:
-    """Falcon scales logits with their biases."""
+    """Return the slopes of Falcon, which scales logits together with their biases."""
     return _slopes(config) / (config.hidden_size // config.num_attention_heads) ** 0.5
 
 
 def _mpt_slopes(config: Any) -> Tensor:
-    """MPT counts from the last position, 0, back to -1."""
+    """Return the slopes of MPT, which counts positions from the last one, 0, back to -1."""
     return -build_mpt_alibi_tensor(config.num_attention_heads, 2)[:, 0, 0]
 
 

@@ -371,7 +371,7 @@ def _cast(build: Builder, value: Value, dtype: str) -> Value:
 
 
 def _head(model: Any) -> str:
-    """Module path of the output projection, or "" if the model does not report one."""
+    """Return the module path of the output projection, or "" if the model does not report one."""
     head = model.get_output_embeddings()
     return next((path for path, module in model.named_modules() if module is head), "")
 

@@ -275,7 +275,7 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def _loc(n: Any) -> tuple[str, str]:
-    """Module path and module class of a node."""
+    """Return the module path and module class of a node."""
     stack = n.meta.get("nn_module_stack")
     if not stack:
         return "", ""

@@ -317,7 +317,9 @@ def _failed(name: str, failure: str, e: Exception, at: tuple[str, str] = ("", ""
 
 
 def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
-    """Path and class of the innermost module that was running when `e` was raised; empty if there is none."""
+    """Return the path and class of the innermost module that was running when `e` was raised; empty if
+    there is none.
+    """
     paths = {id(m): path for path, m in model.named_modules()}
     innermost = ("", "")
     for frame, _ in traceback.walk_tb(e.__traceback__):
@@ -328,7 +330,7 @@ def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
 
 
 def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[str]:
-    """Names of buffers and constants that the program reads and that a checkpoint does not contain."""
+    """Return the names of buffers and constants that the program reads and that a checkpoint does not contain."""
     saved = set(model.state_dict())
     read = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     out = []

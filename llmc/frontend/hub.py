@@ -136,7 +136,9 @@ class _Fetch:
         return Located(folder, self.name, commit)
 
     def shards(self, sizes: Collection[str], commit: str) -> list[str]:
-        """Names of the weight files: a single file that the index lacks, those in the index, or all numbered shards."""
+        """Return the names of the weight files: a single file that the index lacks, those in the index, or all numbered
+        shards.
+        """
         if unsupported.INDEX not in sizes:
             if unsupported.SINGLE in sizes:
                 return [unsupported.SINGLE]

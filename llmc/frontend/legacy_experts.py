@@ -62,7 +62,7 @@ def _gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 
 def _llama4(moe: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """A score multiplies what its expert reads, not what it returns."""
+    """Compute experts whose scores multiply their inputs, not their outputs."""
     x = hidden.reshape(-1, moe.hidden_dim)
     logits = torch.nn.functional.linear(x, moe.router.weight)
     top, index = torch.topk(logits, moe.top_k, dim=1)
@@ -92,14 +92,14 @@ def _aria(experts: Any, hidden: Tensor, logits: Tensor) -> Tensor:
 
 
 def _plain(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Weights as the op takes them."""
+    """Call the op with the weights as they are."""
     return torch.ops.llmc.moe(
         hidden, index, weights, experts.gate_up_proj, experts.down_proj, getattr(experts, GATE).body
     )
 
 
 def _some_identities(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Experts after those with weights return what they read."""
+    """Compute experts of which only the first have weights; the others return their inputs."""
     count = experts.num_routed_experts
     routed = index < count
     chosen = torch.where(routed, index, torch.zeros_like(index))

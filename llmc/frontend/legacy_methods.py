@@ -26,7 +26,7 @@ def patch(model: torch.nn.Module) -> None:
 
 
 def _sparse(mlp: Any) -> Callable[[Tensor], Tensor]:
-    """Gates below a quantile of the normal distribution that has their mean and deviation are zero."""
+    """Return an activation: gates below a quantile of the normal distribution of their mean and deviation become 0."""
     if not 0 < mlp.activation_sparsity < 1:
         return torch.relu
     quantile = NormalDist().inv_cdf(mlp.activation_sparsity)
@@ -43,17 +43,17 @@ def _above(quantile: float, x: Tensor) -> Tensor:
 
 
 def _every_key(indexer: Any) -> Callable[..., MaskTag]:
-    """Sparse attention selects index_topk keys: all of them, as sequences are at most so long (`config_limits`)."""
+    """Return a selector of all keys: no sequence has more than the index_topk that are selected (`config_limits`)."""
     return lambda *_, **__: MaskTag()
 
 
 def _xglm_positions(module: Any) -> Callable[..., Tensor]:
-    """The table is as long as the longest sequence."""
+    """Return a lookup of positions in a table that is as long as the longest sequence."""
     return lambda position_ids, *_: module.weights[position_ids + module.offset]
 
 
 def _xglm_attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Queries are scaled before the product."""
+    """Return an attention whose queries are scaled before the product."""
 
     def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         projected = (p(hidden_states) for p in (module.q_proj, module.k_proj, module.v_proj))
@@ -65,7 +65,8 @@ def _xglm_attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _lightning(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Linear attention whose state decays at a fixed rate per head; a head's query, key and value are adjacent."""
+    """Return a linear attention whose state decays at a fixed rate per head; query, key and value of a head are adjacent.
+    """
 
     def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         heads, size = module.num_attention_heads, module.head_dim

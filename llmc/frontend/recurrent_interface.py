@@ -110,7 +110,7 @@ def llmc_recurrence(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Our function for a modelling module's; it raises Diagnostic E305 if it is called for what ours cannot do."""
+    """Return our replacement of a modelling module's function; it raises Diagnostic E305 for unsupported arguments."""
     ours = FUNCTIONS[name]
     known = {p for p, x in inspect.signature(ours).parameters.items() if x.kind is not x.VAR_KEYWORD}
     expected = inspect.signature(original)

@@ -252,7 +252,9 @@ def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
-    """Token ids of a role, one, several or null, from generation_config.json, else config.json, else its text half."""
+    """Return the token ids of a role, one, several or null, from generation_config.json, else config.json, else its
+    text half.
+    """
     candidates = (source.generation.get(key), source.config.get(key), getattr(config, key, None))
     value = next((x for x in candidates if x is not None and x != []), None)
     ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)

@@ -93,7 +93,7 @@ def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) ->
 
 
 def _expert_converters(transforms: Any, known: Mapping[str, Any]) -> list[Any]:
-    """Converters of experts that are stored one by one under the names of transformers' modules.
+    """Return the converters of experts that are stored one by one under the names of transformers' modules.
 
     Tools that quantise expert by expert write these names, whatever the model's publisher named its tensors.
     """

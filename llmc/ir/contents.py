@@ -251,30 +251,28 @@ def length(d: Drawing, shape: Shape) -> Array:
 
 
 def row_numbers(d: Drawing, shape: Shape) -> Array:
-    """Arbitrary numbers of each device row."""
+    """Return arbitrary numbers of each device row."""
     return arbitrary(d.rng, shape, "f", d.scale)
 
 
 def page_table(d: Drawing, shape: Shape) -> Array:
-    """Return the KV pages of each device row, shared among rows only if the table has more entries than there are
-    pages.
-    """
+    """Return the KV pages of each device row; rows share pages only if there are fewer pages than entries."""
     return np.resize(d.rng.permutation(d.step.pages), shape)
 
 
 def kv_pool(d: Drawing, shape: Shape) -> Array:
-    """Keys and values, or other rows, of all pages."""
+    """Return keys and values, or other rows, of all pages."""
     return arbitrary(d.rng, shape, "f", d.scale)
 
 
 def slots(d: Drawing, shape: Shape) -> Array:
-    """Distinct KV slots of the tokens, -1 for padding."""
+    """Return distinct KV slots of the tokens, -1 for padding."""
     drawn = d.rng.permutation(max(d.step.pages * d.step.page, shape[0]))[: shape[0]]
     return np.where(positions(d, shape) < 0, -1, drawn)
 
 
 def token_ids(d: Drawing, shape: Shape) -> Array:
-    """Ids of the vocabulary, such as a row's history."""
+    """Return ids of the vocabulary, such as a row's history."""
     return d.rng.integers(0, d.vocabulary, shape)
 
 
@@ -289,7 +287,7 @@ def emit(d: Drawing, shape: Shape) -> Array:
 
 
 def logits(d: Drawing, shape: Shape) -> Array:
-    """Logits of the vocabulary, with a standard deviation of 3."""
+    """Return logits of the vocabulary, with a standard deviation of 3."""
     return 3 * d.rng.standard_normal(shape)
 
 
@@ -304,7 +302,7 @@ def seen(d: Drawing, shape: Shape) -> Array:
 
 
 def allowed(d: Drawing, shape: Shape) -> Array:
-    """Bitmaps of allowed ids, among them every third."""
+    """Return bitmaps of allowed ids, among them every third."""
     return np.full(shape, -1) if d.step.greedy else d.rng.integers(-(2**31), 2**31, shape) | EVERY_THIRD
 
 
@@ -318,7 +316,7 @@ def stops(d: Drawing, shape: Shape) -> Array:
 
 
 def bias_ids(d: Drawing, shape: Shape) -> Array:
-    """Ids with a bias, of which the first `num_biases` are ascending."""
+    """Return ids with a bias, of which the first `num_biases` are ascending."""
     if d.step.greedy or d.vocabulary < shape[1]:
         return np.resize(np.arange(d.vocabulary), (shape[1],))[None].repeat(shape[0], 0)
     return np.sort(np.argsort(d.rng.random((shape[0], d.vocabulary)), 1)[:, : shape[1]], 1)
@@ -330,7 +328,7 @@ def biases(d: Drawing, shape: Shape) -> Array:
 
 
 def _columns(shape: Shape, names: tuple[str, ...], values: Mapping[str, Any]) -> Array:
-    """Parameters of device rows: every parameter is off except for the named columns."""
+    """Return parameters of device rows: every parameter is off except for the named columns."""
     out = np.zeros(shape)
     for at, name in enumerate(names):
         out[:, at] = values.get(name, OFF.get(name, 0))
@@ -378,12 +376,12 @@ def drafts(d: Drawing, shape: Shape) -> Array:
 
 
 def positive(d: Drawing, shape: Shape) -> Array:
-    """Numbers from 0.1 to 3."""
+    """Return numbers from 0.1 to 3."""
     return d.rng.uniform(0.1, 3, shape)
 
 
 def probability(d: Drawing, shape: Shape) -> Array:
-    """Numbers from 0 to 1."""
+    """Return numbers from 0 to 1."""
     return d.rng.random(shape)
 
 
@@ -392,10 +390,10 @@ def _angle(d: Drawing, shape: Shape) -> Array:
 
 
 def cosine(d: Drawing, shape: Shape) -> Array:
-    """Cosines of the angles whose sines are the operand that holds `sine`."""
+    """Return the cosines of the angles whose sines are the operand that holds `sine`."""
     return np.cos(_angle(d, shape))
 
 
 def sine(d: Drawing, shape: Shape) -> Array:
-    """Sines of the angles whose cosines are the operand that holds `cosine`."""
+    """Return the sines of the angles whose cosines are the operand that holds `cosine`."""
     return np.sin(_angle(d, shape))

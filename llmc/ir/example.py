@@ -54,7 +54,7 @@ def op_example(op: OpDef, rng: np.random.Generator) -> tuple[list[Any], dict[str
 
 
 def _operands(op: OpDef) -> list[tuple[str, Shape, str]]:
-    """Name, shape and dtype of each operand of the example."""
+    """Return the name, shape and dtype of each operand of the example."""
     sizes = {k: v for k, v in op.example.items() if isinstance(v, int) and (k not in op.attrs)}
     out: list[tuple[str, Shape, str]] = []
     for slot in op.operands:

@@ -138,7 +138,7 @@ def evaluate(e: E, table: Mapping[str, Callable[..., Any]], args: Sequence[Any])
 
 
 def flops(e: E) -> int:
-    """Number of operations per element; a reduction counts as one."""
+    """Return the number of operations per element; a reduction counts as one."""
     return sum(1 for x in walk(e) if x.fn not in ("arg", "const"))
 
 

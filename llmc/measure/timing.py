@@ -254,7 +254,9 @@ class Timer:
 
 
 def _pairs(c: Trial) -> list[tuple[int, int]]:
-    """(operand, result) argument pairs that may share memory if the kernel works in place, as they do in a model."""
+    """Return the (operand, result) argument pairs that may share memory if the kernel works in place, as they do in a
+    model.
+    """
     count = len(c.node.operands)
     return [(i, count + r) for i, r in c.kernel.inplace(c.node, c.schedule)]
 
@@ -262,7 +264,9 @@ def _pairs(c: Trial) -> list[tuple[int, int]]:
 def _places(
     program: Program, env: Mapping[str, int], pairs: Sequence[tuple[int, int]] = ()
 ) -> tuple[dict[str, int], int]:
-    """Offset of each buffer of a program in one allocation, and its size; each pair of arguments shares an offset."""
+    """Return the offset of each buffer of a program in one allocation, and its size; each pair of arguments shares an
+    offset.
+    """
     at = -(-program.arena_bytes // ALIGN) * ALIGN
     places: dict[str, int] = {}
     by_name: dict[str, Buffer] = {b.name: b for b in program.buffers}

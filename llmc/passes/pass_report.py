@@ -71,7 +71,7 @@ def _rows(counts: Census) -> list[dict[str, Any]]:
 
 
 def _merged(counts: Counter[Place]) -> list[dict[str, Any]]:
-    """One row per rule, op, path pattern and reason, most frequent first."""
+    """Return one row per rule, op, path pattern and reason, most frequent first."""
     rows: dict[Place, dict[str, Any]] = {}
     for place, count in counts.items():
         key = place._replace(loc=pattern(place.loc))

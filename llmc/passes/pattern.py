@@ -247,7 +247,7 @@ def match(p: Op, node: Node, g: Graph) -> tuple[Match | None, Tracker]:
 
 
 def size(p: Pattern) -> int:
-    """Number of ops in a pattern."""
+    """Return the number of ops in a pattern."""
     if isinstance(p, Op):
         return 1 + sum(map(size, p.args))
     if isinstance(p, Through):

@@ -93,7 +93,9 @@ def _groups(stored: Stored, args: Mapping[str, Any], k: int) -> Groups | None:
 
 
 def _blocks(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]) -> tuple[Value, tuple[int, int]]:
-    """As `block_of`; groups and tiles that the configuration names need scales of their own. Raises Diagnostic E341."""
+    """Like `block_of`, but groups and tiles that the configuration names need scales of their own. Raises Diagnostic
+    E341.
+    """
     value, block = block_of(stored, scale, n, k, size)
     rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), size, strict=True))
     if size != (1, 0) and shape_of(value) != (rows, columns):

@@ -105,7 +105,7 @@ def _unpacked(stored: Stored, packing: str, rows: int, columns: int) -> Value:
 
 
 def _spread(stored: Stored, part: str, axis: int, rows: int, columns: int) -> Value:
-    """Scales or zero points of the rows [rows, 1] or of the columns [1, columns] of the regrouped matrix."""
+    """Return the scales or zero points of the rows [rows, 1] or of the columns [1, columns] of the regrouped matrix."""
     b, value = stored.build, stored.part(part, FLOATS)
     if part == "scale":
         stored.check_scales(value)

@@ -51,7 +51,7 @@ FLOATS = ("f32", "bf16", "f16")
 
 
 def _rounding(stored: Stored) -> Codes:
-    """FP8 weights whose products may round activations."""
+    """Decode FP8 weights whose products may round activations."""
     return replace(scaled(stored, (0, 0)), act=ACT)
 
 
@@ -91,7 +91,7 @@ def _int8(act: str) -> Callable[[Stored], Codes]:
 
 
 def _int4(stored: Stored) -> Codes:
-    """Two rows in a byte; the number of scales of a row gives the size of a group."""
+    """Decode integers with two rows in a byte; the number of scales of a row gives the size of a group."""
     b, packed, scale = stored.build, stored.part("weight", ("u8",), 2), stored.part("weight_scale", FLOATS, 2)
     n, k = shape_of(packed)[0] * 2, shape_of(packed)[1]
     count = shape_of(scale)[1]

@@ -139,7 +139,7 @@ def _unpacked(stored: Stored, words: Value, kind: str, order: tuple[int, ...]) -
 
 
 def _placed(stored: Stored, value: Value, counts: tuple[int, int], turned: bool) -> Value:
-    """Scales or zero points as [blocks of n, blocks of k]; raises Diagnostic E341."""
+    """Return scales or zero points as [blocks of n, blocks of k]; raises Diagnostic E341."""
     b, shape = stored.build, shape_of(value)
     if turned:
         stored.expect(value, counts[1], counts[0])

@@ -281,7 +281,7 @@ def nibbles(stored: Stored, part: str) -> Value:
 
 
 def microscaled(stored: Stored, code: Value, label: str, values: str = "", act: str = "") -> Codes:
-    """Codes whose runs of 32 columns have scales `weight_scale`, stored as exponents of powers of two.
+    """Return codes whose runs of 32 columns have scales `weight_scale`, stored as exponents of powers of two.
 
     Raises Diagnostic E340 to E342.
     """
@@ -294,7 +294,7 @@ def microscaled(stored: Stored, code: Value, label: str, values: str = "", act: 
 
 
 def nvfp4(stored: Stored, part: str, tensor_scale: str, divides: bool) -> Codes:
-    """Codes of 4-bit floats, whose runs of 16 columns have scales `weight_scale`, f8e4m3 [n, k / 16].
+    """Return codes of 4-bit floats, whose runs of 16 columns have scales `weight_scale`, f8e4m3 [n, k / 16].
 
     The scales are multiplied, or divided, by the number in the part `tensor_scale`. Raises Diagnostic E340 to E342.
     """

@@ -141,7 +141,7 @@ def _int4(stored: Stored, facts: Facts) -> Codes:
 
 
 def _tiles(stored: Stored, facts: Facts) -> Codes:
-    """Of tensor core tiles: a lane has 2 columns of each half of two tiles of 16, of 8 rows by 4 lanes."""
+    """Decode tiles of tensor cores: a lane has 2 columns of each half of two tiles of 16, of 8 rows by 4 lanes."""
     b = stored.build
     qdata, pairs = stored.part("qdata", ("i32",), 4), stored.part("scale_and_zero", FLOATS, 3)
     n, k = _numbers(stored, facts, "shape", 2)

@@ -132,7 +132,7 @@ def prediction_facts(p: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _largest(m: Manifest, predicted: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Every program's `count` slowest kernels, by predicted microseconds summed over their launches."""
+    """Return every program's `count` slowest kernels, by predicted microseconds summed over their launches."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for program, prediction in predicted.items():
         for x in prediction["launches"]:

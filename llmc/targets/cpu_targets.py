@@ -56,7 +56,7 @@ def _record(
 
 
 def portable() -> Target:
-    """Any machine of this architecture: plain C++ without vector flags."""
+    """Return the target of any machine of this architecture: plain C++ without vector flags."""
     machine = platform.machine() or "unknown"
     return _record("cpu:portable", machine, frozenset(), 16, (), 4)
 

@@ -28,18 +28,23 @@ OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main_run(argv: Sequence[str] | None = None) -> int:
-    """The command `llmc-run`."""
+    """Run the command `llmc-run`."""
     return run_command(sys.argv[1:] if argv is None else argv, compiles=False)
 
 
 def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> int:
-    """The command `llmc-serve`: serve until a signal. Returns the exit code: 0, 1, 2 usage, 3 environment, 4, 130."""
+    """Run the command `llmc-serve`: serve until a signal. Returns the exit code: 0, 1, 2 usage, 3
+    environment, 4, 130.
+    """
     _open_standard_files()
     return _exit_code(lambda: _serve(sys.argv[1:] if argv is None else argv, prog), f"{prog}: interrupted")
 
 
 def main_bench(argv: Sequence[str] | None = None) -> int:
-    """The command `llmc bench`. Returns the exit code: 0, 1 error or failed requests, 2 usage, 3 environment, 130."""
+    """Run the command `llmc bench`.
+
+    Returns the exit code: 0, 1 error or failed requests, 2 usage, 3 environment, 130.
+    """
 
     def bench() -> int:
         from llmc_runtime.bench.command import run
@@ -50,7 +55,7 @@ def main_bench(argv: Sequence[str] | None = None) -> int:
 
 
 def main_collect_env(argv: Sequence[str] | None = None) -> int:
-    """The command `llmc collect-env`. Returns the exit code: 0, 2 usage."""
+    """Run the command `llmc collect-env`. Returns the exit code: 0, 2 usage."""
     from llmc_runtime.collect_env import collect, render
 
     args = collect_env_parser().parse_args(argv)
@@ -235,7 +240,7 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
 
 
 def _pooled(args: argparse.Namespace, llm: LLM, prompt: str | None) -> str:
-    """The line of --embed or --classify. Raises LlmcError E643 without a prompt."""
+    """Return the line that --embed or --classify prints. Raises LlmcError E643 without a prompt."""
     from llmc_runtime.pooled_command import class_line, embedding_line
 
     if prompt is None:

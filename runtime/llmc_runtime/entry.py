@@ -5,12 +5,12 @@ from importlib import import_module
 
 
 def run() -> int:
-    """The script `llmc-run`."""
+    """Run the script `llmc-run`."""
     return call("llmc_runtime.cli", "main_run")
 
 
 def serve() -> int:
-    """The script `llmc-serve`."""
+    """Run the script `llmc-serve`."""
     return call("llmc_runtime.cli", "main_serve")
 
 

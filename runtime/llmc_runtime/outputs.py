@@ -195,7 +195,7 @@ class OutputAssembler:
         return Piece(new.text, new.token_ids, rows, new.finish_reason, new.stop_reason, new.index)
 
     def new_output(self) -> CompletionOutput:
-        """The same, as a CompletionOutput."""
+        """Do the same, and return a CompletionOutput."""
         start, self._num_returned = self._num_returned, len(self.token_ids)
         tokens, total, logprobs = self.token_ids[start:], None, None
         if self.params.logprobs is not None:

@@ -37,7 +37,7 @@ def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sink
 
 
 def _scores(q: Any, k: Any, scale: float, softcap: float) -> Any:
-    """Logits [h, t, n] of queries [t, h, d] over keys [n, g, d]."""
+    """Return the logits [h, t, n] of queries [t, h, d] over keys [n, g, d]."""
     s = np.einsum("thd,nhd->htn", q, np.repeat(k, q.shape[1] // k.shape[1], 1)) * scale
     return np.tanh(s / softcap) * softcap if softcap else s
 

@@ -61,7 +61,7 @@ def _product_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 def small_scales(d: Drawing, shape: Shape) -> Any:
-    """Scales with which sums of codes stay near 1."""
+    """Draw scales with which sums of codes stay near 1."""
     return positive(d, shape) / 8
 
 

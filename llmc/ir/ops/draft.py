@@ -20,7 +20,7 @@ from llmc.ir.ops.state import HOLDS, ends, last_entries
 
 
 def _emit_last(d: Drawing, shape: Shape) -> Any:
-    """As contents.emit, but the entries of a row that emit are its last ones."""
+    """Draw like contents.emit, but the entries of a row that emit are its last ones."""
     out, rows = contents.emit(d, shape), contents.rows(d, shape)
     for i in range(len(out) - 2, -1, -1):
         out[i] = out[i] and (rows[i] != rows[i + 1] or out[i + 1])

@@ -60,7 +60,7 @@ def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 
 
 def _codes(d: Drawing, shape: Shape) -> Any:
-    """Codes of `bits` bits, bytes with two codes, or small floats."""
+    """Draw codes of `bits` bits, bytes with two codes, or small floats."""
     if DTYPES[d.dtypes["code"]].kind == "f":
         return d.rng.standard_normal(shape)
     if d.dtypes["code"] == "i8":

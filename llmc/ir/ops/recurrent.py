@@ -22,23 +22,23 @@ from llmc.ir.opdef import OpDef, op
 
 
 def _decay(d: Drawing, shape: Shape) -> Any:
-    """Logarithms of factors from 0.05 to 1."""
+    """Draw logarithms of factors from 0.05 to 1."""
     return -d.rng.uniform(0, 3, shape)
 
 
 def _unit(d: Drawing, shape: Shape) -> Any:
-    """Vectors of length 1 along the last axis, with which the delta rule is stable."""
+    """Draw vectors of length 1 along the last axis, with which the delta rule is stable."""
     x = d.rng.standard_normal(shape)
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def _base(d: Drawing, shape: Shape) -> Any:
-    """Positions before the next one of each row, by at most the tokens of the log."""
+    """Draw positions before the next one of each row, by at most the tokens of the log."""
     return np.maximum(contents.length(d, shape) - d.rng.integers(0, d.shapes["log"][1] + 1, shape), 0)
 
 
 def _log(d: Drawing, shape: Shape) -> Any:
-    """Keys, values, decays and factors of the rows' last tokens."""
+    """Draw keys, values, decays and factors of the rows' last tokens."""
     (_, g, size), h, factors = d.shapes["k"], d.shapes["v"][1], d.shapes["decay"][1]
     out = d.rng.standard_normal(shape)
     out[..., : g * size] = _unit(d, (*shape[:2], g, size)).reshape(*shape[:2], -1)

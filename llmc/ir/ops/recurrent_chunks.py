@@ -23,7 +23,7 @@ from llmc.ir.types import Type
 
 
 def _factors(d: Drawing, shape: Shape) -> Any:
-    """Numbers whose sums over a chunk are about 1."""
+    """Draw numbers whose sums over a chunk are about 1."""
     return d.rng.standard_normal(shape) / shape[-1] ** 0.5
 
 
@@ -34,7 +34,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
 
 
 def _types_of_factors(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    """One matrix a head without the delta rule, two with it."""
+    """Return the result types: one matrix per head without the delta rule, two with it."""
     return [Type("f32", (env["t"], env["h"], Dim.of(1 + ("beta" in env)), Dim.of(attrs["chunk"])))]
 
 

@@ -74,7 +74,7 @@ class _Plan:
         return rule(n) if rule else None
 
     def of_axis(self, n: Node) -> Any:
-        """The axis, unless it is counted from the end, moves by one. Ops along the dropped axis stay unchanged."""
+        """Move the axis by one, unless it is counted from the end. Ops along the dropped axis stay unchanged."""
         axis, x = n.attrs["axis"], n.operands[0].type
         if axis % x.rank == 0 or (x.rank < 3 and n.op.name != "concat"):
             return None

@@ -126,7 +126,7 @@ def _slice(n: Node) -> Build | None:
 
 
 def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, step: int) -> Build | None:
-    """A slice within one part reads that part; a slice of several whole parts concatenates those."""
+    """Let a slice within one part read that part, and a slice of several whole parts concatenate those."""
     edges = [Dim.of(0)]
     for v in parts:
         edges.append(edges[-1] + v.type.shape[axis])

@@ -64,7 +64,7 @@ class AbsorbLatent(Pass):
 
 
 def _plain(v: Value) -> tuple[Value, bool]:
-    """`v` without transposes of tokens and heads, and whether these swap the two axes."""
+    """Return `v` without transposes of tokens and heads, and whether these swap the two axes."""
     swapped = False
     while (n := made_by(v, "transpose")) and tuple(n.attrs["perm"]) == SWAP:
         v, swapped = n.operands[0], not swapped
@@ -72,7 +72,9 @@ def _plain(v: Value) -> tuple[Value, bool]:
 
 
 def _columns(v: Value) -> tuple[Value, int, int, bool] | None:
-    """(x, start, stop, swapped) if v is x[:, :, start:stop] of a value of rank 3, whose first axes may be swapped."""
+    """Return (x, start, stop, swapped) if v is x[:, :, start:stop] of a value of rank 3, whose first axes may be
+    swapped.
+    """
     v, part_swapped = _plain(v)
     n = made_by(v, "slice")
     if n is None or n.attrs["axis"] % v.type.rank != 2 or v.type.rank != 3 or n.attrs["step"] != 1:
@@ -83,8 +85,9 @@ def _columns(v: Value) -> tuple[Value, int, int, bool] | None:
 
 
 def _key_parts(k: Value) -> tuple[Value, Value] | None:
-    """(a head's own part, the part that all heads share) of keys [T, heads, size], the latter as [T, R]; None if there
-    is no such part."""
+    """Return (a head's own part, the part that all heads share) of keys [T, heads, size], the latter as [T, R]; None if
+    there is no such part.
+    """
     joined, swapped = _plain(k)
     n = made_by(joined, "concat")
     if n is None or len(n.operands) != 2 or n.attrs["axis"] % 3 != 2:
@@ -162,7 +165,9 @@ def _dequantized(b: Any, weight: Value) -> Value:
 
 
 def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
-    """Columns start .. stop of queries [T, heads, size]; the operands of a concatenation if it is divided there."""
+    """Return the columns start .. stop of queries [T, heads, size]; the operands of a concatenation if it is divided
+    there.
+    """
     joined, swapped = _plain(q)
     n, at = made_by(joined, "concat"), 0
     if n is not None and n.attrs["axis"] % 3 == 2:

@@ -25,7 +25,7 @@ def _weighted(inner: Op) -> Op:
 
 
 def _over_last(m: Match, *weights: str) -> str | None:
-    """None if the norm is over the last axis and its weights are vectors of that size, else the reason."""
+    """Return None if the norm is over the last axis and its weights are vectors of that size, else the reason."""
     x = m["x"].type
     for key in ("axis", "axis2"):
         axis = m.get(key)
@@ -38,7 +38,7 @@ def _over_last(m: Match, *weights: str) -> str | None:
 
 
 def _constant_length(m: Match) -> str | None:
-    """None if the norm is over the last axis, whose size is constant, else the reason."""
+    """Return None if the norm is over the last axis, whose size is constant, else the reason."""
     why = _over_last(m)
     return why or (None if m["x"].type.shape[-1].const else f"the last size of {m['x'].type} is not constant")
 

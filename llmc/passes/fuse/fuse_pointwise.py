@@ -51,7 +51,7 @@ def expression(n: Node) -> E | None:
 
 
 def _size(e: E) -> int:
-    """Number of primitives in the printed form of `e`; shared ones count each time they are printed."""
+    """Return the number of primitives in the printed form of `e`; shared ones count each time they are printed."""
     return 0 if e.fn in ("arg", "const") else 1 + sum(map(_size, e.args))
 
 

@@ -104,7 +104,7 @@ def _reader(g: Graph, v: Value, op: str) -> Value | None:
 
 
 def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
-    """Queries, keys and values of a kv_append; raises NoMatch if they do not match rope_append."""
+    """Return the queries, keys and values of a kv_append; raises NoMatch if they do not match rope_append."""
     kv, keys, values, *_ = n.operands
     k, v = _trace_back(keys, "keys"), _trace_back(values, "values")
     if v.norm or v.rope:
@@ -169,7 +169,7 @@ def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
 
 
 def _operands(n: Node, q: Part, k: Part) -> tuple[list[Value], dict[str, Any]]:
-    """Operands and attributes of the rope_append."""
+    """Return the operands and attributes of the rope_append."""
     kv, _, _, *rest = n.operands  # slots and, of 8-bit pools, scales
     operands, attrs = [k.product, kv, *rest], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
     if q.rope and k.rope:

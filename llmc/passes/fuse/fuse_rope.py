@@ -63,7 +63,7 @@ def table(v: Value) -> Table:
 
 
 def _narrow(m: Match, spread: str) -> str | None:
-    """None if both tables are [t, h] with this spread, else the reason."""
+    """Return None if both tables are [t, h] with this spread, else the reason."""
     for key in ("c", "s"):
         rotation = table(m[key])
         if rotation.spread != spread:
@@ -82,7 +82,7 @@ def _last(m: Match, *keys: str, rank: int = 0) -> str | None:
 
 
 def _layout(m: Match, x: Value) -> str | None:
-    """None if the axes of x are tokens and heads in an order that the tables determine, else the reason."""
+    """Return None if the axes of x are tokens and heads in an order that the tables determine, else the reason."""
     if _tokens_axis(m["c"], x) is None or _tokens_axis(m["s"], x) is None:
         return f"a table {m['c'].type} over {x.type} does not determine which axis is the tokens'"
     return None
@@ -112,7 +112,7 @@ def _offset(m: Match) -> Dim | None:
 
 
 def _is_half(m: Match) -> str | None:
-    """None if the match rotates the two halves of x, else the reason."""
+    """Return None if the match rotates the two halves of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "the swapped value is not the scaled value"
@@ -124,7 +124,7 @@ def _is_half(m: Match) -> str | None:
 
 
 def _is_pairs(m: Match) -> str | None:
-    """None if the match rotates adjacent pairs of x, else the reason."""
+    """Return None if the match rotates adjacent pairs of x, else the reason."""
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "the swapped value is not the scaled value"
@@ -136,7 +136,7 @@ def _is_pairs(m: Match) -> str | None:
 
 
 def _is_halves(m: Match) -> str | None:
-    """None if the match rotates two slices that are the halves of one value, else the reason."""
+    """Return None if the match rotates two slices that are the halves of one value, else the reason."""
     parts = [made_by(m[k], "slice") for k in ("a", "b")]
     if parts[0] is None or parts[1] is None or parts[0].operands[0] is not parts[1].operands[0]:
         return "its two halves are not slices of one value"

@@ -52,7 +52,7 @@ def _finer(b: Builder, v: Value, axis: int, size: int) -> Value:
 
 
 def _repeated(b: Builder, part: Value, axis: int, times: int, count: Dim) -> Value:
-    """Each element of `part` `times` times along an axis, `count` in all."""
+    """Repeat each element of `part` `times` times along an axis, to `count` elements."""
     before, after = part.type.shape[:axis], part.type.shape[axis + 1 :]
     length = part.type.shape[axis]
     x = b.reshape(part, shape=(*before, length, Dim.of(1), *after))

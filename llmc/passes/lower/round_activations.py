@@ -119,7 +119,7 @@ def product_of_experts(
 
 
 def _float32(b: Any, scale: Value) -> Value:
-    """Scales in float32."""
+    """Return scales in float32."""
     return scale if scale.type.dtype == "f32" else b.cast(scale, dtype="f32")
 
 

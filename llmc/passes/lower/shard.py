@@ -196,7 +196,7 @@ class _Sharding:
         return b.slice(x, axis=s.axis, start=start, stop=start + width)
 
     def _padded(self, b: Builder, x: Value, axis: int, offset: Dim, size: Dim, zeros: Dim) -> Value:
-        """`size` elements from `offset` along an axis, and zeros after them."""
+        """Return `size` elements from `offset` along an axis, and zeros after them."""
         if size != x.type.shape[axis]:
             x = b.slice(x, axis=axis, start=offset, stop=offset + size)
         shape = (*x.type.shape[:axis], zeros, *x.type.shape[axis + 1 :])

@@ -74,7 +74,7 @@ def is_elementwise(n: Node) -> bool:
 
 
 def _pointwise(n: Node, v: Value, s: Split) -> Relation | None:
-    """Elements at one place: axes correspond from the last one; axes of size 1 are repeated."""
+    """Split all values along the same axis: axes correspond from the last one; axes of size 1 are repeated."""
     if not is_elementwise(n):
         return None
     rank = n.results[0].type.rank
@@ -102,7 +102,7 @@ def _rows(n: Node, v: Value, s: Split) -> Relation | None:
 
 
 def _along(n: Node, v: Value, s: Split) -> Relation | None:
-    """An op along its attribute `axis`: the other axes pass through it."""
+    """Split an op along any axis but its attribute `axis`."""
     ranks = {x.type.rank for x in [*n.operands, *n.results]}
     if len(ranks) != 1 or n.attrs["axis"] % v.type.rank == s.axis:
         return None
@@ -110,7 +110,7 @@ def _along(n: Node, v: Value, s: Split) -> Relation | None:
 
 
 def _linear(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    """By columns if the last axis of the result is split, by rows if that of x is."""
+    """Split by columns if the last axis of the result is split, by rows if that of x is."""
     x, w = n.operands
     last = x.type.rank - 1
     if v is n.result and s.axis == last:
@@ -192,7 +192,7 @@ def _attention(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def _head_matmul(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    """By heads, of which a rank has its own weights."""
+    """Split by heads, of which a rank has its own weights."""
     heads = Split(1, s.parts)
     if s.axis != (0 if v is n.operands[1] else 1):
         return None
@@ -253,7 +253,7 @@ def _recurrence(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def _conv(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    """By channels."""
+    """Split by channels."""
     axes = {"x": 1, "weight": 0, "bias": 0, "recent": 2}
     names = n.op.places([x.type for x in n.operands])
     channels = [axes.get(name) for name in names] + [1, 2][: len(n.results)]
@@ -265,7 +265,7 @@ def _conv(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 def _sum(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    """Along the split axis, the sum of a rank is a term."""
+    """Split a sum: along the split axis, the sum of a rank is a term of the result."""
     if v is n.operands[0] and (s.axis, s.parts) == (n.attrs["axis"] % v.type.rank, ranks):
         return Relation((s,), (None,), partial=True)
     return _along(n, v, s)

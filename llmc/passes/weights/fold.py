@@ -20,7 +20,7 @@ def _power_of_two(c: float) -> bool:
 
 
 def _into_weight(m: Match) -> str | None:
-    """None if the factor can be folded into the weight, else the reason."""
+    """Return None if the factor can be folded into the weight, else the reason."""
     w, c = m["w"], m["c"]
     if w.type.format is not None:
         return f"the weight is quantised ({w.type.format.name})"
@@ -62,7 +62,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def _scale_of(v: Value) -> tuple[float, list[Node], Node] | None:
-    """(factor, moves, mul) if the query or key is a scaled value with no other readers."""
+    """Return (factor, moves, mul) if the query or key is a scaled value with no other readers."""
     moves: list[Node] = []
     while (n := made_by(v, *MOVES)) and len(v.uses) == 1:
         moves.append(n)

@@ -33,7 +33,7 @@ def fold_all(layer: Layer, linears: Mapping[str, Linear], dtypes: Mapping[str, t
 
 
 def before(layer: Layer, group: Inputs, linears: Mapping[str, Linear]) -> list[str]:
-    """Names of the modules into which the inverse of a group's scales may be folded, the likeliest first."""
+    """Return the names of the modules into which the inverse of a group's scales may be folded, the likeliest first."""
     if group.producer:
         return [group.producer]
     size = len(group.largest)

@@ -175,7 +175,9 @@ def _dropped(candidates: dict[str, str], ignore: Sequence[str]) -> set[str]:
 
 
 def _routers(source: ModelSource, candidates: dict[str, str]) -> set[str]:
-    """Routers and gates: the matrices of a mixture besides its experts, which other loaders keep in linear modules."""
+    """Return the routers and gates: the matrices of a mixture besides its experts, which other loaders keep in linear
+    modules.
+    """
     parents = {stored.partition(".experts.")[0] for stored in source.experts()}
     return {
         path_of(name)

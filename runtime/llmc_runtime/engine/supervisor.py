@@ -276,7 +276,7 @@ class Supervisor:
                 self._say(f"the engine did not open again: {self.error.cause}")
 
     def _delay(self) -> float | None:
-        """Seconds until the next attempt; None if there is none."""
+        """Return the seconds until the next attempt; None if there is none."""
         now, args = time.monotonic(), self._args
         self._failures = [*(t for t in self._failures if now - t < _FAILURE_WINDOW), now]
         self._beyond = self._beyond + 1 if len(self._failures) > args.max_restarts else 0

@@ -125,7 +125,7 @@ class Experts(CppKernel):
 
 
 def _block(p: Stack) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """Return the rows and columns that share a scale."""
     rows, columns = p.node.attrs["block"] if p.quantized else (1, 0)
     return rows or ALL, columns or ALL
 
@@ -137,7 +137,7 @@ def _pointer(name: str, i: int, t: Type) -> str:
 
 
 def _reject_rounding(p: Stack) -> str | None:
-    """Why a product of codes by rounded activations is not supported, or None."""
+    """Return why a product of codes by rounded activations is not supported, or None."""
     a, zero = p.node.attrs, p.type("zero")
     rows, columns = _block(p)
     if a["act"] != "i8" or p.code.dtype not in ("i8", "u8"):

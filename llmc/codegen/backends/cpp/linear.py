@@ -203,7 +203,7 @@ def epilogue(p: Problem, stride: int) -> str:
 
 
 def _argument(p: Problem, j: int, stride: int) -> str:
-    """Operand j of the body: accumulators first, then extras."""
+    """Return operand j of the body: accumulators first, then extras."""
     if j < p.parts:
         return f"vload(c + {j * stride})" if j else "vload(c)"
     rows, columns = extra_strides(p.extras[j - p.parts], p.out) or (0, 0)

@@ -80,7 +80,7 @@ class QuantizedProblem(Problem):
         return block if group == self.width else group if block == self.width else gcd(group, block)
 
     def code_size(self, target: Target) -> int:
-        """Bytes of an element of x as the tile reads it."""
+        """Return the bytes of an element of x as the tile reads it."""
         if not self.act:
             return 4
         vnni = target.has("avx512_vnni") if target.vector == 64 else target.has("avx_vnni")
@@ -110,7 +110,7 @@ class QuantizedLinear(PackedProduct):
 
     @staticmethod
     def _reject_codes(p: QuantizedProblem) -> str | None:
-        """Why the codes, scales or zero points are not supported."""
+        """Return why the codes, scales or zero points are not supported."""
         if p.w.dtype not in ("i8", "u8"):
             return f"codes of dtype {p.w.dtype}"
         if p.bits == 8 and (p.zero or p.zeros):
@@ -125,7 +125,7 @@ class QuantizedLinear(PackedProduct):
 
     @staticmethod
     def _reject_blocks(p: QuantizedProblem) -> str | None:
-        """Why the blocks that share a scale are not supported."""
+        """Return why the blocks that share a scale are not supported."""
         block = p.node.attrs["block"]
         if isinstance(block, tuple) and block[0] != 1:
             return f"scales of blocks of {list(block)}; rows share no scale here"

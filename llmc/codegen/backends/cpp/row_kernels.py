@@ -104,7 +104,7 @@ def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
 
 
 def _indices(sp: Space, sizes: Sizes) -> list[str]:
-    """Statements that compute the outer indices i0, i1, ... from the flat row number."""
+    """Return the statements that compute the outer indices i0, i1, ... from the flat row number."""
     if len(sp.outer) == 1:
         return ["const int64_t i0 = row;"]
     lines, rest = [], "row"
@@ -139,7 +139,7 @@ def _row_text(p: RowProgram, flat: bool) -> str:
 
 
 def _uniform(p: RowProgram, names: Names, level: int) -> list[str]:
-    """Statements for the values that are constant along the row and known before pass `level`."""
+    """Return the statements for the values that are constant along the row and known before pass `level`."""
     lines = []
     for i in p.dag.below(p.roots):
         fn, args = p.dag.nodes[i]
@@ -156,7 +156,7 @@ def _uniform(p: RowProgram, names: Names, level: int) -> list[str]:
 
 
 def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -> list[str]:
-    """One pass over the row: accumulate the reductions of this level, or store results.
+    """Return one pass over the row: accumulate the reductions of this level, or store results.
 
     names: the C++ variables that hold nodes, with their kinds. Nodes that the pass computes have variables that are
     valid within its body only; `names` gets those of the reductions.
@@ -184,7 +184,7 @@ def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -
 
 
 def _pass_values(p: RowProgram, targets: list[int], local: Names, k: int) -> list[str]:
-    """Statements that load or compute the nodes that pass `k` needs for `targets`, and add them to `local`.
+    """Return the statements that load or compute the nodes that pass `k` needs for `targets`, and add them to `local`.
 
     Values that an earlier pass has stored in the scratch memory are read from there.
     """

@@ -49,7 +49,7 @@ def header() -> str:
 
 
 def _function(name: str) -> str:
-    """One function; `penalties` is the tuple that load_penalties returns."""
+    """Translate one function; `penalties` is the tuple that load_penalties returns."""
     kind, params = FUNCTIONS[name]
     rule = _Rule()
     names: dict[str, Value] = {

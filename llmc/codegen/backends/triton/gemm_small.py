@@ -195,7 +195,9 @@ def fits(p: Product, t: GemmTile, target: Target, sums: int = _SUMS) -> bool:
 
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
-    """Bytes of shared memory. Instructions that read their operands from shared memory need one more stage."""
+    """Return the bytes of shared memory. Instructions that read their operands from shared memory need
+    one more stage.
+    """
     rows = s["bn"] * (2 if joins(p, s["bn"], s["split"]) else 1)
     direct = target.family == "cuda" and rows >= WARPGROUP and s["bm"] >= 16
     buffers = s["stages"] - (not direct)

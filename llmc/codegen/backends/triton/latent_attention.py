@@ -80,7 +80,7 @@ class LatentProblem:
         return max(16, next_power_of_2(self.latent)), max(16, next_power_of_2(self.rotary))
 
     def shared(self, schedule: Schedule, target: Target) -> int:
-        """Bytes of shared memory: queries, and keys in flight (wgmma reads from there: one more stage)."""
+        """Return the bytes of shared memory: queries, and keys in flight (wgmma reads from there: one more stage)."""
         wgmma = target.has(PDL) and schedule["rows"] >= WGMMA_ROWS
         tiles = schedule["stages"] if wgmma else max(2, schedule["stages"] - 1)
         return (schedule["rows"] + schedule["keys"] * tiles) * sum(self.widths) * max(2, self.item_bytes) + 4096

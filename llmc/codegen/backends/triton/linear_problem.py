@@ -161,5 +161,5 @@ def _epilogue(p: Product) -> str:
 
 
 def peak(p: Product, target: Target) -> float:
-    """Peak flop/s of tl.dot for this product; float32 factors are multiplied without tensor cores."""
+    """Return the peak flop/s of tl.dot for this product; float32 factors are multiplied without tensor cores."""
     return target.peaks[p.dot]

@@ -40,7 +40,9 @@ def without_spills(schedules: list[Schedule], node: Node, target: Target) -> lis
 
 
 def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Target) -> int:
-    """Bytes of shared memory: queries, and keys and values in flight (wgmma reads from there: one more stage)."""
+    """Return the bytes of shared memory: queries, and keys and values in flight (wgmma reads from there: one more
+    stage).
+    """
     tiles = stages if target.has(PDL) else stages - 1
     return (rows + 2 * keys * max(1, tiles)) * width * item + 2048
 
@@ -138,7 +140,7 @@ class PackedAttention(TritonKernel):
         return reject_attention(node, target)
 
     def widths(self, node: Node) -> tuple[int, int]:
-        """Padded columns of keys and of values."""
+        """Return the padded columns of keys and of values."""
         d, e = (max(16, next_power_of_2(int(v.type.shape[2]))) for v in node.operands[1:3])
         return d, e
 

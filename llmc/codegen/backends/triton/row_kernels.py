@@ -145,7 +145,9 @@ class Writer:
         return factored(self.p.space.row, self.u.sizes, self.far)
 
     def coordinates(self) -> list[str]:
-        """Code that defines the rows `row`, their coordinates i0, i1, ..., and, without a loop, the columns `col`."""
+        """Return the code that defines the rows `row`, their coordinates i0, i1, ..., and, without a loop, the columns
+        `col`.
+        """
         sp, (rows, cols) = self.p.space, programs(self.p, self.u.schedule)
         lines, at = [], "tl.program_id(0)"
         if cols.const != 1 and rows.const != 1:
@@ -243,7 +245,7 @@ class Writer:
     # -- bodies ---------------------------------------------------------------------------------------------------
 
     def unrolled(self) -> str:
-        """Code without loops: weights are loaded before the wait, all other operands right after it."""
+        """Return the code without loops: weights are loaded before the wait, all other operands right after it."""
         needed = self.p.dag.below(self.p.roots)
         args = [i for i in needed if self.p.dag.nodes[i][0] == "arg"]
         lines = self.coordinates()
@@ -259,7 +261,7 @@ class Writer:
         return "\n".join(x for x in lines if x)
 
     def looped(self) -> str:
-        """Code with one loop over the row per level of reductions, and one that stores results."""
+        """Return the code with one loop over the row per level of reductions, and one that stores results."""
         lines = [*self.coordinates(), self.u.wait]
         for level, targets in enumerate(self.p.passes):
             lines += self._uniform(level)
@@ -272,7 +274,7 @@ class Writer:
         return "\n".join(x for x in lines if x)
 
     def _uniform(self, level: int) -> list[str]:
-        """Statements for the values that are constant along the row and known before pass `level`."""
+        """Return the statements for the values that are constant along the row and known before pass `level`."""
         lines: list[str] = []
         for i in self.p.dag.below(self.p.roots):
             if self.p.varies[i] or i in self.names or self.p.reduction(i) or self.p.level[i] > level:

@@ -191,7 +191,7 @@ def _public_module(name: str) -> str:
 def _definition(
     name: str, node: ast.stmt, lines: list[str], known: Mapping[str, tuple[str, str]], declared: Mapping[str, Any]
 ) -> Definition:
-    """One definition, with its decorators and the comment lines directly above it."""
+    """Return one definition, with its decorators and the comment lines directly above it."""
     first = min(d.lineno for d in (node, *getattr(node, "decorator_list", ())))
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1

@@ -108,7 +108,7 @@ def tiles(rows: Dim, cols: Dim, target: Target, per_thread: int = 8) -> list[tup
 
 
 def decompose(index: str, axes: Sequence[Dim], sizes: Sizes, name: str = "i") -> list[str]:
-    """Statements that split a row-major index into coordinates `name`0, `name`1, ..."""
+    """Return the statements that split a row-major index into coordinates `name`0, `name`1, ..."""
     lines, rest = [], index
     for a in range(len(axes) - 1, 0, -1):
         lines.append(f"{name}{a} = {rest} % {sizes(axes[a])}")

@@ -46,7 +46,7 @@ MAX_NAME = 256  # characters of names: of a model, a reasoning effort
 
 
 def schema_of(**schema: Any) -> Meta:
-    """Additions to the JSON schema of a type."""
+    """Return additions to the JSON schema of a type."""
     return Meta(extra_json_schema=schema)
 
 
