@@ -209,8 +209,8 @@ def _fish(roots: list[Node]) -> str:
         none = (
             f"not __fish_seen_subcommand_from {' '.join(n.name for n in node.subcommands)}" if node.subcommands else ""
         )
-        when = "; and ".join(filter(None, (condition, none)))
-        head = f"complete -c {root}" + (f" -n {shlex.quote(when)}" if when else "")
+        condition_text = "; and ".join(filter(None, (condition, none)))
+        head = f"complete -c {root}" + (f" -n {shlex.quote(condition_text)}" if condition_text else "")
         lines += [f"{head} -f -a {n.name} -d {shlex.quote(n.help)}" for n in node.subcommands]
         if not node.subcommands and isinstance(node.arguments, tuple) and node.arguments:
             lines.append(f"{head} -f -a {shlex.quote(' '.join(node.arguments))}")

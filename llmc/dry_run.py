@@ -75,13 +75,13 @@ def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]
     traced, unless the pass `quantize` changes them. `stack` closes the checkpoint.
     """
     first, o = quantises_first(job.options), job.options
-    there = packed and _has_weights(job)
-    if there and not first:
+    has_weights_here = packed and _has_weights(job)
+    if has_weights_here and not first:
         return job.opened(stack)
     traced = job.trace()
     if not packed or not (first or traced.source.config.get("quantization_config")):
         return traced, None
-    if not there:
+    if not has_weights_here:
         plan = "as if rounded to nearest" if first else "as if they were not quantised"
         job.note(f"the folder {job.model} lacks weights; they are planned {plan}")
         job.options = replace(o, quant=rounding_like(o.quant), calibrate=None) if first else o
@@ -278,9 +278,9 @@ def _time_lines(rows: Any) -> list[str]:
     """Return one line per decode program, and one for the largest prefill program of at most 512 tokens."""
     decode = [r for r in rows if r["kind"] == "decode"]
     prefill = [r for r in rows if r["kind"] == "prefill"]
-    some = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]
+    shown = [r for r in prefill if r["tokens"] <= 512][-1:] or prefill[:1]
     lines = []
-    for r in [*decode, *some]:
+    for r in [*decode, *shown]:
         sizes = f"{r['tokens']} token{'s' if r['tokens'] > 1 else ''}, {r['rows']} row{'s' if r['rows'] > 1 else ''}"
         figures = f"{r['tokens_per_second']:,.0f} tokens/s; roofline {us_text(r['roofline_us'])}"
         if r["collectives_us"]:

@@ -92,6 +92,6 @@ def main_passes(args: argparse.Namespace, out: IO[str]) -> int:
         if name != "serve":
             print(f"\npipeline {name}:\n  {text}", file=out)
     for text in dict.fromkeys(data["serve"].values()):
-        targets = ", ".join(t for t, its in data["serve"].items() if its == text)
+        targets = ", ".join(t for t, pipeline in data["serve"].items() if pipeline == text)
         print(f"\npipeline serve of {targets}:\n  {text}", file=out)
     return 0

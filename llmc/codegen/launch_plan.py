@@ -98,10 +98,10 @@ def may_run(waits_first: Sequence[bool], sources: Sequence[Source], bounds: Boun
     return None
 
 
-def may_read_early(early: Sequence[int], n: Node, running: Sequence[Node], storage: Storage) -> bool:
+def may_read_early(operands: Sequence[int], n: Node, running: Sequence[Node], storage: Storage) -> bool:
     """Whether `n` may read these operands before it waits, while the launches `running` may still run."""
     written = {storage.root[r] for before in running for r in before.results}
-    return bool(early) and not any(storage.root[n.operands[i]] in written for i in early)
+    return bool(operands) and not any(storage.root[n.operands[i]] in written for i in operands)
 
 
 def early_triggers(chosen: Sequence[Kernel]) -> list[bool]:
@@ -110,10 +110,10 @@ def early_triggers(chosen: Sequence[Kernel]) -> list[bool]:
     The next one preloads weights, or triggers early itself: behind a chain of short kernels, the kernel that preloads
     begins while the kernel in front of the chain still runs.
     """
-    early = [False] * len(chosen)
+    triggers_early = [False] * len(chosen)
     for i in range(len(chosen) - 2, -1, -1):
-        early[i] = chosen[i].can_trigger_before_wait and (chosen[i + 1].preloads or early[i + 1])
-    return early
+        triggers_early[i] = chosen[i].can_trigger_before_wait and (chosen[i + 1].preloads or triggers_early[i + 1])
+    return triggers_early
 
 
 def triggers_filling_kernel(launch: int, chosen: Sequence[Kernel], triggers_early: Sequence[bool]) -> bool:

@@ -145,14 +145,14 @@ class RowProgram:
     def _cached(self) -> dict[int, int]:
         """Map expensive per-element nodes that two passes need -> the first pass that computes them."""
         first: dict[int, int] = {}
-        again: dict[int, int] = {}
+        in_two_passes: dict[int, int] = {}
         for k, targets in enumerate(self.passes):
             for i in self.work(targets):
                 if self.dag.nodes[i][0] in COSTLY:
                     if i in first:
-                        again[i] = first[i]
+                        in_two_passes[i] = first[i]
                     first.setdefault(i, k)
-        return again
+        return in_two_passes
 
 
 def same_layout(node: Node) -> tuple[tuple[int, int], ...]:

@@ -20,9 +20,9 @@ def linear_recurrence(
 
     `decay` is [1, T, H], or [1, T, H, D] with a factor for each channel of a key.
     """
-    once = [_unrepeated(c, x) for x in (q, k)]
-    if once[0].type.shape[2] == once[1].type.shape[2]:
-        q, k = once
+    unrepeated = [_unrepeated(c, x) for x in (q, k)]
+    if unrepeated[0].type.shape[2] == unrepeated[1].type.shape[2]:
+        q, k = unrepeated
     flat = [c.reshape(x, x.type.shape[1:]) for x in (q, k, v, decay, *(() if beta is None else (beta,)))]
     if flat[3].type.rank == 3:
         tokens, heads, size = flat[3].type.shape

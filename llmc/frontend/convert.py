@@ -194,12 +194,12 @@ class _Lowering:
         target = n.args[0]
         whole = target.args[0] if str(target.target) == "aten.slice.Tensor" else target
         users = {u for u in (*whole.users, *target.users) if u is not target}
-        late = any(self._read_after(u, n) for u in users if _is_view(u) and self.order[u] < self.order[n])
+        read_later = any(self._read_after(u, n) for u in users if _is_view(u) and self.order[u] < self.order[n])
         new: Value | None = value
         if whole is not target:
             at = list(target.args[1:]) + [0, 0, END, 1][len(target.args) - 1 :]
             new = joined(call, self.env[whole], value, *map(self._value, at))
-        if new is None or late or self._seen_through(whole, n):
+        if new is None or read_later or self._seen_through(whole, n):
             cause = f"{name}: it writes to a view, and what shares its memory is read as well"
             raise Diagnostic("E311", cause, _REPORT, loc=call.b.loc)
         self.env[target], self.env[whole] = value, new

@@ -80,13 +80,13 @@ def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     layers by outputs.
     """
     nested = config.get("eagle_config")
-    beside = nested.get(_KEY) if isinstance(nested, Mapping) else None
-    numbers = config.get(_KEY) if beside is None else beside
+    nested_numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
+    numbers = config.get(_KEY) if nested_numbers is None else nested_numbers
     if numbers is None:
         return ()
     if not isinstance(numbers, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise Diagnostic("E360", f"{folder / 'config.json'}: {_KEY} is {numbers!r:.60}", "give three layer numbers")
-    return tuple(n + (beside is not None) for n in numbers)
+    return tuple(n + (nested_numbers is not None) for n in numbers)
 
 
 def _is_count(value: Any) -> bool:

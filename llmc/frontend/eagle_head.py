@@ -201,8 +201,8 @@ class HeadWeights:
             raise Diagnostic("E360", f"the head {self.head.folder} has no tensor {name}", ANOTHER)
         return self._stored[name]
 
-    def _another(self, its: str, the: str) -> Diagnostic:
-        return Diagnostic("E360", f"the head {self.head.folder} {its}, the model {the}", ANOTHER)
+    def _another(self, head: str, model: str) -> Diagnostic:
+        return Diagnostic("E360", f"the head {self.head.folder} {head}, the model {model}", ANOTHER)
 
     def _vocabulary(self, vocab: int) -> np.ndarray:
         """Return the draft id of each of the model's ids; for those without one, the number of draft ids."""

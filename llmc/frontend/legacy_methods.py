@@ -65,8 +65,7 @@ def _xglm_attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _lightning(module: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Return a linear attention whose state decays at a fixed rate per head; query, key and value of a head are adjacent.
-    """
+    """Return a linear attention with a fixed rate of decay per head; query, key and value of a head are adjacent."""
 
     def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         heads, size = module.num_attention_heads, module.head_dim

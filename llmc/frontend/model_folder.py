@@ -138,8 +138,8 @@ def adapter_note(folder: Path) -> str:
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Read config.json, with the quantisation that other files of the folder describe."""
-    beside = {name: read_json(folder / name) for name in FILES if (folder / name).is_file()}
-    return with_quantization(read_json(folder / "config.json"), beside)
+    other_files = {name: read_json(folder / name) for name in FILES if (folder / name).is_file()}
+    return with_quantization(read_json(folder / "config.json"), other_files)
 
 
 def small_files(folder: Path) -> tuple[str, ...]:

@@ -144,9 +144,9 @@ def _kind(config: Mapping[str, Any], folder: Path) -> str:
     modes = [mode] if mode else [key for key, value in config.items() if key.startswith("pooling_mode") and value]
     known = [_MODES.get(name) if isinstance(name, str) else None for name in modes]
     if len(known) != 1 or known[0] is None or config.get("include_prompt") is False:
-        said = ", ".join(map(str, modes)) or "no mode"
-        said += "" if config.get("include_prompt", True) else " without the prompt's tokens"
-        cause = f"{folder / 'config.json'} pools by {said}, which is not supported"
+        described = ", ".join(map(str, modes)) or "no mode"
+        described += "" if config.get("include_prompt", True) else " without the prompt's tokens"
+        cause = f"{folder / 'config.json'} pools by {described}, which is not supported"
         raise Diagnostic("E313", cause, "supported: cls, mean and lasttoken, each alone")
     return known[0]
 
@@ -172,9 +172,9 @@ def _classifier(source: Source, encoder: bool) -> PooledModel:
     names = config.get("id2label")
     labels = tuple(map(str, names.values())) if isinstance(names, dict) else ()
     count = len(labels) or int(config.get("num_labels") or 2)
-    beside = config.get("sentence_transformers")
+    library_settings = config.get("sentence_transformers")
     named = _settings(source.folder).get("activation_fn")
-    named = named or (beside.get("activation_fn") if isinstance(beside, dict) else None)
+    named = named or (library_settings.get("activation_fn") if isinstance(library_settings, dict) else None)
     named = named or config.get("sbert_ce_default_activation_function")
     activation = "sigmoid" if count == 1 else "softmax"
     if named:

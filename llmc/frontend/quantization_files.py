@@ -45,7 +45,7 @@ DECISIVE = (
 )
 
 
-def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+def with_quantization(config: Mapping[str, Any], other_files: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return a config.json whose `quantization_config` has the keys of all places that describe the quantisation.
 
     These are `quantization_config` and `compression_config` of config.json and of its `text_config`, `quantization` of
@@ -55,7 +55,7 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[st
     known, source = config.get(KEY), "config.json"
     if known is not None and not isinstance(known, Mapping):
         return config
-    for name, content, default in _places(config, beside):
+    for name, content, default in _places(config, other_files):
         settings = {**content, "quant_method": content.get("quant_method") or default or None}
         if known:
             _compare(name, settings, source, known)
@@ -68,7 +68,7 @@ def with_quantization(config: Mapping[str, Any], beside: Mapping[str, Mapping[st
 
 
 def _places(
-    config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]
+    config: Mapping[str, Any], other_files: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Mapping[str, Any], str]]:
     """Yield (name, content, default method) of the places beside `quantization_config` of config.json."""
     inner, mlx = config.get("text_config"), config.get(MLX_KEY)
@@ -77,7 +77,7 @@ def _places(
         places.append((MLX_KEY, mlx, MLX))
     if isinstance(inner, Mapping):
         places += [(f"text_config.{key}", inner.get(key), method) for key, method in ((KEY, ""), (OLD_KEY, OLD_METHOD))]
-    for name, content, method in (*places, *((name, content, FILES[name]) for name, content in beside.items())):
+    for name, content, method in (*places, *((name, content, FILES[name]) for name, content in other_files.items())):
         if isinstance(content, Mapping):
             yield name, content, method
 

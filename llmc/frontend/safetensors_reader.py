@@ -52,7 +52,7 @@ class TensorFiles:
         self._open = ExitStack()
         self._data: dict[Path, mmap] = {}
         listed = _listed(folder)
-        tensors, again = self._collect(listed)
+        tensors, duplicates = self._collect(listed)
         self.tensors: Mapping[str, Stored] = MappingProxyType(tensors)
         self.unlisted = frozenset(tensors.keys() - listed.keys()) if listed else frozenset[str]()
         if absent := sorted(listed.keys() - tensors.keys()):
@@ -62,7 +62,7 @@ class TensorFiles:
                 f"({shortened(absent)})",
                 f"download the index and the files again, from one revision; or {unsupported.SAVE_AGAIN.format('')}",
             )
-        for stored in again:
+        for stored in duplicates:
             if not self._equal(stored, first := tensors[stored.name]):
                 cause = f"{stored.name[:200]!r} is in {first.file.name} and in {stored.file.name}, and they differ"
                 raise Diagnostic("E322", cause, "download the index and the files again, from one revision")
@@ -73,17 +73,17 @@ class TensorFiles:
         A tensor that the index lacks is taken from the first file that has it.
         """
         tensors: dict[str, Stored] = {}
-        others: list[Stored] = []  # further tensors of the same names
+        duplicates: list[Stored] = []  # further tensors of the same names
         for file in sorted(set(listed.values()), key=str) if listed else _unlisted_files(self.folder):
             for t in self._header(file).values():
                 stored = Stored(t.name, file, t.dtype, t.shape, t.begin)
                 is_listed_elsewhere = t.name in listed and listed[t.name] != file
                 is_found_unlisted = t.name not in listed and t.name in tensors
                 if is_listed_elsewhere or is_found_unlisted:
-                    others.append(stored)
+                    duplicates.append(stored)
                 else:
                     tensors[t.name] = stored
-        return tensors, others
+        return tensors, duplicates
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -64,9 +64,9 @@ def unusable_templates(folder: Path) -> Iterator[str]:
         try:
             ChatTemplate(text, {})
         except LlmcError as e:
-            which = f" ({name})" if len(templates) > 1 else ""
+            name_text = f" ({name})" if len(templates) > 1 else ""
             remedy = "correct it and compile again, or use --chat-template"
-            yield f"{e.cause}{which}: chats with it are refused; {remedy}"
+            yield f"{e.cause}{name_text}: chats with it are refused; {remedy}"
 
 
 def without_embedding(tokenizer: Tokenizer | None, size: int) -> str:

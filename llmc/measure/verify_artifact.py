@@ -107,6 +107,6 @@ def render(result: Mapping[str, Any]) -> str:
     lines += [f"LLMC-{p['code']}: {p['cause']}\n  Try: {p['remedy']}" for p in problems]
     if "not_opened" in result:
         lines.append(f"all hashes are correct; it was not opened on this machine: {result['not_opened']}")
-    many = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines.append(f"ok, digest {result['digest']}" if result["ok"] else many)
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    lines.append(f"ok, digest {result['digest']}" if result["ok"] else count)
     return "\n".join(lines)

@@ -77,8 +77,8 @@ class Decoder:
         if (key := self.plain.get(stored.module)) is not None:
             raise left_out(stored.module, key)
         if len({"weight", "qweight", "weight_packed"} & stored.parts.keys()) > 1:
-            have = ", ".join(sorted(stored.parts))
-            raise Diagnostic("E340", f"{stored.module} is stored both quantised and unquantised: {have}", AGAIN)
+            present = ", ".join(sorted(stored.parts))
+            raise Diagnostic("E340", f"{stored.module} is stored both quantised and unquantised: {present}", AGAIN)
         try:
             codes = self.scheme.decode(stored)
             if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
@@ -205,8 +205,8 @@ def decoder_of(config: Mapping[str, Any], schemes: Mapping[str, SchemeOf]) -> De
     named = str(quantisation.get("quant_method") or "")
     method = named if named in schemes else named.lower().replace("_", "-")
     if method not in schemes:
-        by = repr(named[:80]) if named else "a method without a name"
-        cause = f"config.json has quantised weights by {by}; supported: {', '.join(schemes)}"
+        method_text = repr(named[:80]) if named else "a method without a name"
+        cause = f"config.json has quantised weights by {method_text}; supported: {', '.join(schemes)}"
         raise Diagnostic("E307", cause, "use a checkpoint of one of these, or the original one")
     return Decoder(schemes[method](quantisation), _plain_modules(quantisation, method))
 

@@ -115,5 +115,5 @@ def _packed(stored: Stored, kind: str, bits: int) -> Codes:
 
 
 def _contradicts(stored: Stored, kind: str) -> Diagnostic:
-    have = ", ".join(sorted(stored.parts))
-    return Diagnostic("E340", f"{stored.module} is {kind} by quanto_qmap.json, and the checkpoint has {have}", AGAIN)
+    present = ", ".join(sorted(stored.parts))
+    return Diagnostic("E340", f"{stored.module} is {kind} by quanto_qmap.json, and the checkpoint has {present}", AGAIN)

@@ -79,8 +79,8 @@ class Stored:
     def part(self, name: str, dtypes: Sequence[str], rank: int | None = None) -> Value:
         """Return a part; raises Diagnostic E340 if it is missing, E341 if it has another dtype or rank."""
         if name not in self.parts:
-            have = ", ".join(sorted(self.parts))
-            raise Diagnostic("E340", f"{self.module} has {have} and lacks {name}", AGAIN)
+            present = ", ".join(sorted(self.parts))
+            raise Diagnostic("E340", f"{self.module} has {present} and lacks {name}", AGAIN)
         value = self.parts[name]
         if value.type.dtype not in dtypes or (rank is not None and value.type.rank != rank):
             axes = "" if rank is None else f" of rank {rank}"

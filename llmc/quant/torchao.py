@@ -70,8 +70,8 @@ def _facts(stored: Stored) -> tuple[str, Facts]:
     """Return the subclass of a weight and its attributes; raises Diagnostic E340."""
     text = stored.metadata().get(stored.name)
     if text is None:
-        have = ", ".join(sorted(stored.parts))
-        cause = f"{stored.name} has {have}, and the header of its file does not describe it"
+        present = ", ".join(sorted(stored.parts))
+        cause = f"{stored.name} has {present}, and the header of its file does not describe it"
         raise Diagnostic("E340", cause, "save the model again with transformers and torchao, as safetensors")
     try:
         description = json.loads(text)

@@ -101,8 +101,8 @@ def _moved_type(n: Node, operands: list[Type | None], source: Type | None, f: QF
     t = n.result.type
     if n.op.name == "transpose":
         last = t.rank - 1
-        back = tuple(n.attrs["perm"]) == (*range(t.rank - 2), last, last - 1)
-        return Type(t.dtype, t.shape, format=f) if source is None and back else None
+        transposes = tuple(n.attrs["perm"]) == (*range(t.rank - 2), last, last - 1)
+        return Type(t.dtype, t.shape, format=f) if source is None and transposes else None
     if t.rank < 3 or not all(operands):
         return None
     try:

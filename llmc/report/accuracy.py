@@ -30,8 +30,8 @@ def accuracy_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def scored_text(data: Mapping[str, Any]) -> str:
     """Describe which tokens were scored."""
-    many = "" if data["windows"] == 1 else "s"
-    return f"{data['tokens']} tokens of {data['text']['name']} in {data['windows']} window{many} of {data['context']}"
+    plural = "" if data["windows"] == 1 else "s"
+    return f"{data['tokens']} tokens of {data['text']['name']} in {data['windows']} window{plural} of {data['context']}"
 
 
 def accuracy_line(data: Mapping[str, Any]) -> str:

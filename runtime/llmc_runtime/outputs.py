@@ -218,9 +218,9 @@ class OutputAssembler:
         )
 
     def _end(self, reason: str, stop: int | str | None) -> None:
-        late = self._text.finish()  # a stop string may be found in characters that were held back
-        if late is not None and reason != "stop":
-            reason, stop = "stop", late
+        late_stop = self._text.finish()  # a stop string may be found in characters that were held back
+        if late_stop is not None and reason != "stop":
+            reason, stop = "stop", late_stop
         self.finish_reason, self.stop_reason = reason, stop
 
     def _decoded(self, token: int) -> str | None:

@@ -45,9 +45,9 @@ def _rebuild(g: Graph, n: Node, b: Builder, plan: tuple[list[Value], Mapping[str
     new = g.add(n.op, operands, attrs, before=n, loc=n.loc, names=[r.name for r in n.results])
     for old, r in zip(n.results, new.results, strict=True):
         assert r.type.shape == old.type.shape[1:], f"{n.op.name}: {old.type} became {r.type}"
-        back = b.reshape(r, shape=old.type.shape)
-        g.replace(old, back)
-        without[back] = r
+        reshaped = b.reshape(r, shape=old.type.shape)
+        g.replace(old, reshaped)
+        without[reshaped] = r
     g.erase(n)
 
 

@@ -38,9 +38,9 @@ def gptq(w: Tensor, gram: Tensor, recipe: Recipe, dtype: torch.dtype, name: str)
             rest[:, j:end] -= error[:, None] * factor[j, j:end]
             errors[:, j - begin] = error
         rest[:, end:] -= errors @ factor[begin:end, end:]
-    back = torch.empty_like(codes)
-    back[:, order] = codes
-    return Quantised(grid, back.to(torch.int8))
+    in_order = torch.empty_like(codes)
+    in_order[:, order] = codes
+    return Quantised(grid, in_order.to(torch.int8))
 
 
 def _factor(gram: Tensor, name: str) -> Tensor:

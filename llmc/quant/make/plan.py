@@ -116,8 +116,8 @@ class Plan:
             lines.append(f"experts: {len(self.experts)} weights, each calibrated with the tokens that are routed to it")
         if self.stacks:
             size = sum(prod(source.shape(name)) * DTYPES[tensors[name].dtype].bits // 8 for name in self.stacks)
-            some = f"{len(self.stacks)} tensors ({size_text(size)}), such as {self.stacks[0]}"
-            lines.append(f"not quantised, because they are stacks of experts: {some}")
+            stacks = f"{len(self.stacks)} tensors ({size_text(size)}), such as {self.stacks[0]}"
+            lines.append(f"not quantised, because they are stacks of experts: {stacks}")
         tiles = self.recipe.block[1] if self.recipe.strategy == "block" else 0
         if tiles and (ragged := [name for name in self.weights if source.shape(name)[1] % tiles]):
             lines.append(

@@ -356,7 +356,7 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
     """
     path = Path(model)
     try:
-        compiled, there = is_artifact(path), path.exists()
+        compiled, exists = is_artifact(path), path.exists()
     except OSError as e:
         raise LlmcError("E101", f"{path!s:.200} cannot be opened: {e.strerror}", "check the path") from e
     if compiled:
@@ -366,7 +366,7 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
     root = root or compile_cache.default_root()
     if compile_cache.is_source(path):
         return compile_cache.compiled(path, options, root, say)
-    if not there:
+    if not exists:
         if compile_cache.is_id(model):
             return compile_cache.fetched(str(model), options, root, say)
         cause, remedy = f"there is no folder {path}", "check the path, or name a model of a hub as owner/name"

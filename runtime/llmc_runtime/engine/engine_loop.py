@@ -73,8 +73,8 @@ class EngineLoop:
     def abort(self, ids: list[int]) -> None:
         """End these outputs. Those that have not arrived, or whose grammar is being compiled, will not start."""
         for number in map(int, self.core.abort(map(str, ids))):
-            early = number > self._last or any(number in waiting.request.numbers for waiting in self._compiling)
-            if early and number >= 0 and len(self._aborted) < _MAX_EARLY_ABORTS:
+            unstarted = number > self._last or any(number in waiting.request.numbers for waiting in self._compiling)
+            if unstarted and number >= 0 and len(self._aborted) < _MAX_EARLY_ABORTS:
                 self._aborted.add(number)
 
     def step(self) -> list[Delta]:

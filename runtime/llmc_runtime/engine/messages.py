@@ -25,7 +25,7 @@ from llmc_runtime.sched.structured_outputs import JSON_OPTIONS, StructuredOutput
 from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.trace import Row
 
-_ENGINE = tuple((one.name, one.default) for one in PARAMETERS.values() if one.engine)
+_ENGINE = tuple((parameter.name, parameter.default) for parameter in PARAMETERS.values() if parameter.engine)
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):

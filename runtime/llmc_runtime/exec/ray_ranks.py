@@ -151,14 +151,14 @@ class _Launcher(LinkedProcess):
         self._answer(_CONNECT_SECONDS, "the Ray cluster did not answer")
         self._answer(place.seconds + _START_SECONDS, "Ray did not start the ranks")
 
-    def _answer(self, seconds: float, late: str) -> None:
+    def _answer(self, seconds: float, cause: str) -> None:
         """Wait for the next answer."""
         until = time.monotonic() + seconds
         while not select.select([self._link.socket], [], [], _POLL)[0]:
             if _TOKEN_REFUSED in self._text():
                 raise LlmcError("E141", "the Ray cluster refuses the token", TOKEN)
             if time.monotonic() > until:
-                raise LlmcError("E141", f"{late} within {seconds:g} s{self._said()}", START)
+                raise LlmcError("E141", f"{cause} within {seconds:g} s{self._said()}", START)
         answer: Any = self._link.receive()
         if answer is None:
             raise LlmcError("E141", f"the process that talks to Ray has ended{self._said()}", START)

@@ -167,20 +167,22 @@ class _Rules:
             place = f"{where}.tags[{i}]"
             trigger, rest = self._split(_field(tag, "begin", str, place), triggers, place)
             by_trigger.setdefault(trigger, []).append(f"{rest} {self._behind(tag, place, depth, last=False)}")
-        behind = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
-        tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in behind.items()))
-        led = self._rule(" | ".join(self._led(begin, rule, [*triggers, *excludes]) for begin, rule in behind.items()))
+        following = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
+        tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in following.items()))
+        led = self._rule(
+            " | ".join(self._led(begin, rule, [*triggers, *excludes]) for begin, rule in following.items())
+        )
         free = self._free([*triggers, *excludes])
         first, only = bool(form.get("at_least_one")), bool(form.get("stop_after_first"))
         if only:
             return tag if first else f"({led} | {free})"
         return self._rule(f"{tag if first else ''} {led}* {free}")
 
-    def _led(self, trigger: str, behind: str, never: list[str]) -> str:
+    def _led(self, trigger: str, following: str, never: list[str]) -> str:
         """Return the expression of text up to and including a trigger, and of what follows it."""
         name = self._name()
         self.lines.append(text_until(name, trigger, self._marker, never=never).replace("::=", f"::{_EQUALS}"))
-        return f"{name} {behind}"
+        return f"{name} {following}"
 
     def _split(self, begin: str, triggers: list[str], where: str) -> tuple[str, str]:
         """Return the trigger with which a tag begins, and the expression of the rest."""

@@ -107,8 +107,8 @@ def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, 
 
     def json_type() -> Any:
         text = Annotated[str, _schema(minLength=1, maxLength=size)]
-        many = Annotated[list[text], _schema(maxItems=max_count)]
-        return text | many if single else many
+        several = Annotated[list[text], _schema(maxItems=max_count)]
+        return text | several if single else several
 
     together = f", {total} together" if total else ""
     allowed = f"{'a string or ' if single else ''}up to {max_count} strings of 1 to {size} bytes{together}"

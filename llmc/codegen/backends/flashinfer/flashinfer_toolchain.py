@@ -45,7 +45,7 @@ class FlashinferToolchain(CubinToolchain):
 
     def key(self, source: Source) -> str:
         """Return a hash of text, launch, options, versions and llmc's changes: 32 hexadecimal digits."""
-        changes = [[name, [[c.old, c.new] for c in some]] for name, some in CHANGES.items()]
+        changes = [[name, [[c.old, c.new] for c in of_file]] for name, of_file in CHANGES.items()]
         return digest([source.text, *launch_facts(source), options(self.target), self.version, FILES, END, changes])
 
     @property

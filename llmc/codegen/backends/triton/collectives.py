@@ -156,8 +156,8 @@ class AllReduceNorm(Collective):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         lanes, _ = row_lanes(node)
-        some = [warps for warps in NORM_WARPS if 32 * warps <= max(32, next_power_of_2(lanes))]
-        return [{"warps": warps} for warps in some[:3]]
+        fitting = [warps for warps in NORM_WARPS if 32 * warps <= max(32, next_power_of_2(lanes))]
+        return [{"warps": warps} for warps in fitting[:3]]
 
     def chunks(self, node: Node, schedule: Schedule, env: Mapping[str, int], nbytes: int) -> int:
         return int(product(node.operands[0].type.shape[:-1]).subs(env))

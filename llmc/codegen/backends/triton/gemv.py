@@ -116,8 +116,8 @@ class Gemv(TritonKernel):
         steps = conversion + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
         tile = StreamTile(*(s[key] for key in StreamTile._fields))
-        far = _distance(tile, _fit(p, nearest(p, self.measured)))
-        slower = (1 + 0.02 * far) * (1 + _PASS * (passes - 1))
+        distance = _distance(tile, _fit(p, nearest(p, self.measured)))
+        slower = (1 + 0.02 * distance) * (1 + _PASS * (passes - 1))
         return math.hypot(moved, arithmetic) * 1e6 * slower + target.launch_us
 
     def code(self, u: Unit) -> Code:

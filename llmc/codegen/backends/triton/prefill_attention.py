@@ -115,10 +115,10 @@ class PrefillAttention(TritonKernel):
         grid = (tokens.ceildiv(s["rows"] // p.group_size) + count + 1, p.kv_heads)
         # Where another kernel computes rows of one token, their tiles are empty. Those of the other rows start first,
         # for all heads: programs start in the order of the first axis.
-        apart = n.attrs.get("least", 1) > 1
+        skips_single_tokens = n.attrs.get("least", 1) > 1
         return u.launch(
             Template("prefill_attention", "paged_prefill"),
-            grid[::-1] if apart else grid,
+            grid[::-1] if skips_single_tokens else grid,
             attention=paged_attention(u),
             slopes_ptr=u.pointer("slopes"),
             out_ptr="y0",
@@ -127,7 +127,7 @@ class PrefillAttention(TritonKernel):
             PART=fixed_part(n.operands[1], n.operands[2]) if u.target.deterministic else 0,
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
-            TILE_AXIS=int(apart),
+            TILE_AXIS=int(skips_single_tokens),
         )
 
 

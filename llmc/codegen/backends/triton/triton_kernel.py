@@ -123,8 +123,8 @@ class Unit:
         A parameter is None if the node lacks its operand; "-" stands for an operand that has no parameter.
         """
         op, types = self.node.op, [v.type for v in self.node.operands]
-        have = op.slots(types)
-        lacking = {i for i, slot in enumerate(op.operands) if slot not in have}
+        present = op.slots(types)
+        lacking = {i for i, slot in enumerate(op.operands) if slot not in present}
         names = operands.split()
         places = iter(range(len(types)))
         at = {name: None if i in lacking else next(places, None) for i, name in enumerate(names)}

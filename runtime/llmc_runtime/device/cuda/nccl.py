@@ -42,9 +42,9 @@ class Nccl:
 
     def unique_id(self) -> bytes:
         """Return the id of a new group, by which its ranks find each other."""
-        made = _UniqueId()
-        self._ok("ncclGetUniqueId", self._lib.ncclGetUniqueId(ctypes.byref(made)))
-        return bytes(made)
+        group = _UniqueId()
+        self._ok("ncclGetUniqueId", self._lib.ncclGetUniqueId(ctypes.byref(group)))
+        return bytes(group)
 
     def init(self, ranks: int, group: bytes, rank: int) -> int:
         """Return the communicator of a rank once all ranks of the group have called this function.
@@ -54,8 +54,8 @@ class Nccl:
         if len(group) != _ID_BYTES:
             raise LlmcError("E143", f"rank 0 sent an NCCL id of {len(group)} bytes", "use one version of llmc-aot")
         comm = ctypes.c_void_p()
-        made = _UniqueId.from_buffer_copy(group)
-        self._ok("ncclCommInitRank", self._lib.ncclCommInitRank(ctypes.byref(comm), ranks, made, rank))
+        group_id = _UniqueId.from_buffer_copy(group)
+        self._ok("ncclCommInitRank", self._lib.ncclCommInitRank(ctypes.byref(comm), ranks, group_id, rank))
         return comm.value or 0
 
     def all_reduce(self, comm: int, operand: int, result: int, count: int, dtype: int, stream: Any) -> None:
@@ -73,8 +73,8 @@ class Nccl:
 
     def check(self, comm: int) -> None:
         """Raise an LlmcError as `all_reduce` does if work in the background has failed."""
-        found = ctypes.c_int()
-        status = self._lib.ncclCommGetAsyncError(comm, ctypes.byref(found)) or found.value
+        error = ctypes.c_int()
+        status = self._lib.ncclCommGetAsyncError(comm, ctypes.byref(error)) or error.value
         if status != _IN_PROGRESS:
             self._ok("a collective", status, comm)
 
@@ -85,11 +85,11 @@ class Nccl:
         """
         self._lib.ncclCommAbort(comm)
 
-    def _ok(self, what: str, status: int, comm: int | None = None) -> None:
+    def _ok(self, call: str, status: int, comm: int | None = None) -> None:
         if not status:
             return
         texts = (self._lib.ncclGetErrorString(status), self._lib.ncclGetLastError(comm))
-        cause = ": ".join([f"NCCL: {what} failed", *(t.decode(errors="replace").strip() for t in texts if t)])
+        cause = ": ".join([f"NCCL: {call} failed", *(t.decode(errors="replace").strip() for t in texts if t)])
         raise group_ended(cause) if status == _REMOTE else LlmcError("E143", cause, _CHECK)
 
 

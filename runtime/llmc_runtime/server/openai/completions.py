@@ -158,9 +158,9 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
     def _texts(self, tokens: list[int], rows: list[Sequence[Row | None]]) -> Iterator[tuple[Logprob | None, str]]:
         """Yield each token's own log-probability, or None, and its text."""
         remaining = iter(tokens)
-        for some in rows:
-            for i, token in zip(range(len(some)), remaining):
-                item = some.own(i) if isinstance(some, LogprobRows) else None
+        for part in rows:
+            for i, token in zip(range(len(part)), remaining):
+                item = part.own(i) if isinstance(part, LogprobRows) else None
                 yield item, self._serving.prompting.token_text(token) if item is None else token_text(token, item)
 
     def _top(self, token: int, row: dict[int, Logprob]) -> dict[str, float]:
