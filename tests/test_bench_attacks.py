@@ -77,7 +77,7 @@ def test_memory_before_at_the_peak_and_after_by_role() -> None:
     assert memory_window([], 0.0, 1.0) == {}
 
 
-def test_answers_that_differ_in_numbers_alone_are_one_line() -> None:
+def test_answers_that_differ_only_in_numbers_are_one_line() -> None:
     result = (("1 MB", 400, 2.0, "710 tokens"), ("1 MB", 400, 9.0, "8 tokens"), ("again", 0, 1.0, "late"))
     rows = [Answer(*one).json() for one in result]
     assert answers_text(rows).splitlines() == [

@@ -78,7 +78,7 @@ def test_a_rate_meets_its_goals_from_above() -> None:
     assert [row.verdict for row in found] == ["missed by 14%", "gate", "aim"]
 
 
-def test_throughput_is_better_when_larger_and_compared_on_the_peers_load_alone() -> None:
+def test_throughput_is_better_if_larger_and_compared_only_under_equal_load() -> None:
     row = engine_row("offline", "qwen3-0.6b", "512 of 512 in, 256 out", "tok/s", 40000, 50900)
     assert row.share == pytest.approx(40000 / 50900) and row.peer == 30704
     assert engine_row("offline", "qwen3-0.6b", "64 of 512 in, 256 out", "tok/s", 9000, 50900).peer is None
@@ -160,7 +160,7 @@ def test_each_way_in_turn_is_made_the_best() -> None:
     assert in_step.promoted(records, 3) == records
 
 
-def test_times_inside_the_step_are_those_of_the_best_alone_and_what_the_step_takes_longer() -> None:
+def test_times_inside_the_step_are_those_of_the_best_and_the_rest_of_the_step() -> None:
     records = ways({"a": 3.0, "b": 2.0, "c": 5.0})
     ranked = in_step.ranked(records)
     (key,) = ranked

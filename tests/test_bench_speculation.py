@@ -54,7 +54,7 @@ def test_the_policy_goes_by_the_costs() -> None:
     assert LEAST * STEP * stats["num_steps"] < seconds < MOST * STEP * stats["num_steps"]
 
 
-def test_what_steps_take() -> None:
+def test_times_of_steps() -> None:
     costs = StepCosts(MEASURED, 0.5, 0.7)
     assert [costs.steps(1, k, 0) for k in (0, 1, 4)] == [1.0, 1.2, 1.6] and costs.steps(3, 1, 0) == 1.4
     assert costs.steps(1, 6, 0) == costs.steps(7, 0, 0) == pytest.approx(2.0), "the table is continued"

@@ -157,7 +157,7 @@ def test_a_field_without_a_budget_is_found(place: str) -> None:
     assert missing(document) == expected[place]
 
 
-def test_what_enforces_a_row_is_there() -> None:
+def test_modules_and_limits_of_rows_exist() -> None:
     for row in (*COMMON, *ROUTES, *FIELDS):
         assert row.where and row.of and all((row.cpu, row.memory, row.answer, row.queue)), row.of
         for module in row.where:

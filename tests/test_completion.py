@@ -61,7 +61,7 @@ def test_bash_completes_commands_options_values_and_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["compile", "opt", "tune", "verify", "run", "serve", "collect-env"])
-def test_what_help_shows_is_offered(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_in_the_help_are_completed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
     shown = re.findall(r"^ +(?:-\w(?: [A-Z]+)?, )?(--[\w-]+)", capsys.readouterr().out, re.M)

@@ -68,7 +68,7 @@ def test_a_function_has_at_most_60_lines_and_nine_in_ten_at_most_30() -> None:
         assert lengths[int(0.9 * (len(lengths) - 1))] <= FUNCTION_P90
 
 
-def test_the_environment_is_read_by_the_command_lines_alone() -> None:
+def test_only_the_command_lines_read_the_environment() -> None:
     def reads(nodes: Sequence[ast.AST]) -> Iterator[int]:
         for node in nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):

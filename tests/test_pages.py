@@ -157,7 +157,7 @@ def test_only_the_readme_names_the_distribution_that_no_index_has_yet() -> None:
         (["a+"], "aa", "a+"),
     ],
 )
-def test_what_must_be_printed(wanted: list[str], printed: str, absent: str | None) -> None:
+def test_outputs_that_a_page_requires(wanted: list[str], printed: str, absent: str | None) -> None:
     assert pages.missing(wanted, printed) == absent
 
 

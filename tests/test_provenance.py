@@ -63,7 +63,7 @@ def test_an_extension_that_a_compile_cannot_use_does_not_matter() -> None:
     assert not related(toolchains={"mine": THERE + "x"})
 
 
-def test_whatever_may_change_the_artifact_matters() -> None:
+def test_the_key_covers_everything_that_changes_the_artifact() -> None:
     text = "serve, after fuse-norm: mine"
     assert related(text=text, passes=PASS)
     assert related(text=text, passes=PASS, ops=OP, kernels={"mine/op": THERE + "OF_MINE"})
@@ -92,7 +92,7 @@ def test_kernels_of_one_extension_run_ops_that_the_pass_of_another_makes() -> No
     assert related_extensions(registry, target, "serve", {}) == set()
 
 
-def test_the_key_has_the_files_of_related_extensions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_has_only_the_files_of_related_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pass").mkdir()
     (tmp_path / "pass" / "norm_pass.py").write_text("EXTENSION = None")
     info = tmp_path / "pass" / "norm_pass-1.dist-info"

@@ -109,7 +109,7 @@ def test_random_weights_are_the_same_each_time(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_an_artifact_without_weights_says_so(tmp_path: Path) -> None:
+def test_an_artifact_without_weights_is_reported(tmp_path: Path) -> None:
     write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path, weights=None))
     with pytest.raises(LlmcError, match="E111"):
         Executor(open_artifact(tmp_path / "toy.llmc"), CpuDevice(1))

@@ -61,7 +61,7 @@ def redigest(path: Path, change: str, to: str) -> None:
     (path / "manifest.json").write_bytes(zero.replace(b"0" * 64, sha256(zero).encode(), 1))
 
 
-def test_what_was_written_opens_and_may_be_moved(whole: Path, tmp_path: Path) -> None:
+def test_a_written_artifact_opens_and_can_be_moved(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "elsewhere")
     artifact = open_artifact(tmp_path / "elsewhere")
     assert isinstance(artifact, Artifact) and [p.name for p in artifact.programs] == ["decode", "step"]

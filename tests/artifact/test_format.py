@@ -143,7 +143,7 @@ def test_a_program_with_a_wrong_field(program: Program, path: tuple[object, ...]
         "null",
     ],
 )
-def test_what_is_not_json(text: str) -> None:
+def test_values_that_are_not_json(text: str) -> None:
     with pytest.raises(LlmcError, match="E103"):
         Program.load(text.encode(errors="surrogatepass"), "p")
 
@@ -228,7 +228,7 @@ def test_malformed_safetensors(data: bytes) -> None:
         read(data)
 
 
-def test_what_we_lay_out_every_reader_reads(tmp_path: Path) -> None:
+def test_all_readers_read_our_safetensors(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.numpy")
     items = [
         ("a", "f32", (3, 5), 60),

@@ -138,7 +138,7 @@ def refuse(out: Path, code: str, force: bool = False) -> None:
     assert caught.value.code == code and caught.value.remedy
 
 
-def test_what_exists_is_replaced_with_force_alone(tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_force(tmp_path: Path) -> None:
     out = tmp_path / "toy.llmc"
     write_artifact(out, tiny.parts(tmp_path))
     refuse(out, "E120")

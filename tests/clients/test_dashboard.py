@@ -169,7 +169,7 @@ def test_prometheus_answers_the_alerts(scraped: tuple[Server, Prometheus]) -> No
         assert scraped[1].values(expression.rsplit(" > ", 1)[0]), expression
 
 
-def test_what_the_dashboard_of_vllm_reads_is_there_under_the_alias(scraped: tuple[Server, Prometheus]) -> None:
+def test_metrics_of_vllms_dashboard_exist_under_the_alias(scraped: tuple[Server, Prometheus]) -> None:
     _, prometheus = scraped
     models = prometheus.get("label/model_name/values")
     assert models

@@ -166,7 +166,7 @@ def status(server: Server, path: str, authorization: str) -> int:
         return e.code
 
 
-def test_a_password_opens_the_page_alone(server: Server) -> None:
+def test_a_password_opens_only_the_page(server: Server) -> None:
     basic = "Basic " + b64encode(f"me:{server.key}".encode()).decode()
     assert status(server, "/", basic) == status(server, "/", f"Bearer {server.key}") == 200
     wrong = b64encode(b"me:another-key").decode()

@@ -43,7 +43,7 @@ def test_launches_that_differ_from_the_binary(compiled: Compiled) -> None:
         check_launch(GOOD, b"none", 128, 64)
 
 
-def test_damaged_code_objects_raise_value_errors_alone(compiled: Compiled) -> None:
+def test_damaged_code_objects_raise_only_value_errors(compiled: Compiled) -> None:
     rng = Random(SEED)
     note = compiled.binary.index(b"amdhsa.kernels")
     for _ in range(300):

@@ -102,7 +102,7 @@ def test_a_kernel_beside_the_others(artifacts: Path, monkeypatch: pytest.MonkeyP
             compare.compare_kernels(artifacts / "mine", [kernel], settings)
 
 
-def test_what_cannot_be_compared(artifacts: Path) -> None:
+def test_graphs_that_cannot_be_compared_are_reported(artifacts: Path) -> None:
     settings = tune.Settings(progress=lambda line: None)
     with pytest.raises(Diagnostic, match=r"E433.*cuda:sm_90"):
         compare.compare_artifacts(artifacts / "mine", artifacts / "gpu", settings)

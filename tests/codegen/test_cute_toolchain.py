@@ -84,7 +84,7 @@ def offsets(source: Source) -> list[int]:
 BASE = [4, 4, 4, 16, 16, 16, 16, 8, 128, 128, 128, 4, 1, 1, 4, 4, 4, 16]
 
 
-def test_what_a_launch_passes() -> None:
+def test_parameters_of_a_launch() -> None:
     source = FLASH_ATTENTION.emit(node(), {"rows": 128, "packed": 1}, sm_90())
     assert list(passed(source)) == BASE
     # cp.async.bulk.tensor needs maps at multiples of 64 bytes

@@ -80,7 +80,7 @@ def macro(text: str, name: str) -> str:
     return line.rpartition(" ")[2]
 
 
-def test_what_a_launch_passes() -> None:
+def test_parameters_of_a_launch() -> None:
     whole, parts = (XQA.emit(node(parts=n), {}, sm_90()) for n in (0, 4))
     assert list(passed(whole)) == [8] * 7 + [4] and list(passed(parts)) == [8] * 7
     assert [str(d) for d in whole.grid] == ["1", "8", "R"] and [str(d) for d in parts.grid] == ["4", "8", "R"]

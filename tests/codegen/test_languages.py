@@ -81,7 +81,7 @@ def test_one_program_mixes_languages(tmp_path: Path) -> None:
     np.testing.assert_allclose(z, x * y / (1 + np.exp(-x * y)), rtol=1e-5, atol=1e-6)
 
 
-def test_an_opt_in_kernel_is_taken_by_name_alone() -> None:
+def test_an_opt_in_kernel_is_selected_only_by_name() -> None:
     def kernel(m: Module) -> str:
         return str(next(iter(m.graphs["main"].nodes)).choice["kernel"])
 

@@ -129,6 +129,6 @@ def test_passes_of_nccl_leave_sums_and_norms_separate() -> None:
         ),
     ],
 )
-def test_what_is_refused(code: str, options: dict[str, object], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_rejected_nodes(code: str, options: dict[str, object], words: tuple[str, ...], tmp_path: Path) -> None:
     made = Options(cache=CACHE, collectives="nccl", **options)  # type: ignore[arg-type]
     fails(code, *words, do=lambda: compile_model(DEMO, tmp_path / "model.llmc", made))

@@ -40,7 +40,7 @@ def test_a_folder_goes_with_its_work_unless_it_is_kept(place: Path) -> None:
         assert kept.is_dir()
 
 
-def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(place: Path) -> None:
+def test_folders_of_killed_owners_are_removed_and_those_of_live_ones_kept(place: Path) -> None:
     children = [subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         dead, alive = (Path(c.stdout.readline().strip()) for c in children if c.stdout)

@@ -35,7 +35,7 @@ def test_unknown_names_list_the_known_ones() -> None:
             load().target(bad)
 
 
-def test_extra_features_are_asked_for_by_name() -> None:
+def test_extra_features_are_requested_by_name() -> None:
     t = load().target("cpu:x86-64-v4+avx512_bf16+avx512_vnni")
     assert t.features == V4 | {"avx512_bf16", "avx512_vnni"}
     assert set(t.flags) >= {"-mavx512bf16", "-mavx512vnni"} and t.has("avx512_bf16")

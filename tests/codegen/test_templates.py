@@ -143,7 +143,7 @@ def test_literals() -> None:
         literal(float("inf"))
 
 
-def test_what_is_refused(folder: Path) -> None:
+def test_refused_templates(folder: Path) -> None:
     (folder / "loop.py").write_text("for i in range(3):\n    pass\n")
     with pytest.raises(ValueError, match=r"loop.py:1: a template holds functions"):
         template.load("loop")

@@ -130,7 +130,7 @@ def test_binaries_do_not_depend_on_where_they_were_made(toolchain: CppToolchain,
     assert a == b and str(tmp_path).encode() not in a
 
 
-def test_binaries_need_the_c_library_alone(toolchain: CppToolchain, tmp_path: Path) -> None:
+def test_binaries_need_only_the_c_library(toolchain: CppToolchain, tmp_path: Path) -> None:
     """An artifact runs on machines without the C++ standard library."""
     binary = toolchain.compile([(GOOD, "")], tmp_path)[toolchain.key(GOOD)].binary
     assert b"libstdc++" not in binary and b"libgcc_s" not in binary

@@ -123,7 +123,7 @@ def test_an_entry_of_other_maps_is_compiled_again(tmp_path: Path) -> None:
     assert toolchain.compile([(GOOD, "")], tmp_path) == {toolchain.key(GOOD): made}
 
 
-def test_what_triton_refuses_names_the_kernel_and_its_place(tmp_path: Path) -> None:
+def test_errors_of_triton_name_the_kernel_and_the_line(tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=r"could not compile toy: doubles: .*undeclared") as e:
         TritonToolchain.find(sm_90()).compile([(BAD, "model.layers.0.mlp")], tmp_path)
     assert e.value.code == "E502" and "model.layers.0.mlp" in str(e.value)

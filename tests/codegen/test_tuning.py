@@ -114,7 +114,7 @@ def test_the_choices_are_a_table_and_data(tmp_path: Path) -> None:
     assert choices([]) == []
 
 
-def test_what_ships_is_readable_and_for_the_target_alone() -> None:
+def test_shipped_records_are_readable_and_only_for_their_target() -> None:
     for target in (sm_80(), sm_90()):
         tuning = Tuning.shipped(target)
         assert {m for m, _ in tuning.records} <= {machine(target)}
@@ -131,7 +131,7 @@ def test_no_line_that_ships_is_of_an_op_or_a_kernel_as_it_was() -> None:
         assert sorted(written) == sorted(OPS[node.partition("(")[0]].attrs), node
 
 
-def test_what_decided_is_reported() -> None:
+def test_the_source_of_choices_is_reported() -> None:
     linear, _ = nodes()
     one = record(linear, "k", A, sm_90(), 3.0, {"R": 1})
     tuning = Tuning({(one.target, one.node): {one.sizes: {(one.kernel, one.schedule): one.us}}}, "h200")

@@ -54,7 +54,7 @@ def test_every_error_has_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 10_000, 1_000_000])
-def test_whatever_a_cause_is_made_of_five_lines_are_printed(size: int) -> None:
+def test_an_error_has_at_most_five_lines_for_any_cause(size: int) -> None:
     """Line ends, control characters, marks of direction and halves of surrogate pairs come from names in files."""
     odd = "\x1b[2J\n\r\u202e\ud800\u2028" * size
     text = str(LlmcError("E103", f"first {odd} last", f"then {odd}"))

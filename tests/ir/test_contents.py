@@ -80,7 +80,7 @@ def test_drawings_are_new_for_every_seed_and_never_zero() -> None:
         assert all(x.any() for x in floats), declared.name  # scores of greedy and of filtered rows are 0
 
 
-def test_an_op_from_outside_needs_its_declaration_alone() -> None:
+def test_an_op_of_a_package_needs_only_its_declaration() -> None:
     @op("(x: f[n, d], rows: i[r], other: i[r]) -> x[r, d]", holds={"rows": index("x"), "absent": index("x")})
     def pick(x: Any, rows: Any, other: Any) -> Any:
         """Rows of x."""

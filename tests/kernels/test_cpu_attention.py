@@ -132,7 +132,7 @@ def test_attention_agrees_with_the_reference(level: str, s: Shape, tmp_path: Pat
             run_case(replace(case, inputs=inputs), *compiled, threads)
 
 
-def test_what_the_kernel_refuses() -> None:
+def test_rejected_nodes() -> None:
     target = load().target("cpu:x86-64-v3")
     (node,) = build(replace(SHAPES[0], h=15)).nodes
     assert "not a multiple" in str(ATTENTION.reject(node, target))

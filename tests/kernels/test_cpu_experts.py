@@ -94,7 +94,7 @@ def test_packing_keeps_the_product() -> None:
     np.testing.assert_array_equal(run(g, drawn, {"T": 4})[0], want)
 
 
-def test_what_the_kernel_refuses() -> None:
+def test_rejected_nodes() -> None:
     def why(types: str, attrs: str) -> str:
         return str(EXPERTS.reject(node(types, attrs)[1], load().target("cpu:x86-64-v3")))
 

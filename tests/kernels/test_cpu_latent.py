@@ -44,6 +44,6 @@ def test_latent_attention_agrees_with_the_reference(level: str, s: Shape, tmp_pa
             run_case(replace(case, inputs=draw(s, step, rng)), *compiled, threads)
 
 
-def test_what_the_kernel_refuses() -> None:
+def test_rejected_nodes() -> None:
     (node,) = build(Shape("wide", "f32", "f32", 2, 1024, 1)).nodes
     assert "above 1024" in str(LATENT_ATTENTION.reject(node, load().target("cpu:x86-64-v3")))

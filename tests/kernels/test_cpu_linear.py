@@ -123,7 +123,7 @@ def test_packing_is_the_same_product() -> None:
     assert "(bf16[sizes[0], 64], bf16[5, 32, 16, 2])" in without_headers(first.text).splitlines()[0]
 
 
-def test_what_the_kernel_refuses() -> None:
+def test_rejected_nodes() -> None:
     target = load().target("cpu:x86-64-v3")
     g = Graph("test")
     x, y = g.input("x", tensor("f32", "T", 4)), g.input("y", tensor("f32", 6, 4))

@@ -218,7 +218,7 @@ def changed(s: Shape, **attrs: Any) -> str | None:
     return QUANTIZED_LINEAR.reject(node, load().target("cpu:x86-64-v3"))
 
 
-def test_what_the_kernel_refuses() -> None:
+def test_rejected_nodes() -> None:
     plain = Shape("plain", "f32", "u8", "f32", 8, 64, 32, 8)
     assert changed(plain) is None
     assert "multiple of 32" in str(changed(plain, act_block=16))

@@ -69,11 +69,11 @@ def test_binaries(g: Graph, tmp_path: Path) -> None:
         (up("T", 2, 513, 16, 32), "513 experts; the maximum is 512"),
     ],
 )
-def test_what_is_refused(g: Graph, why: str) -> None:
+def test_rejected_nodes(g: Graph, why: str) -> None:
     assert why in str(GROUPED_WGMMA.reject(node_of(g), sm_90()))
 
 
-def test_it_is_for_hopper_alone() -> None:
+def test_other_targets_than_hopper_are_rejected() -> None:
     node = node_of(up("T", 8, 128, 768, 2048))
     assert "does not have wgmma" in str(GROUPED_WGMMA.reject(node, sm_100()))
     assert "does not have wgmma" in str(GROUPED_WGMMA.reject(node, replace(sm_90(), features=frozenset({"interpret"}))))

@@ -121,11 +121,11 @@ def disassembled(binary: bytes, folder: Path) -> str:
         (("264", "260"), "260 x 520 are not"),
     ],
 )
-def test_what_it_refuses(change: tuple[str, str], why: str) -> None:
+def test_rejected_nodes(change: tuple[str, str], why: str) -> None:
     assert why in str(GEMM_WGMMA.reject(product(module(TEXT.replace(*change))), sm_90()))
 
 
-def test_it_is_for_hopper_alone() -> None:
+def test_other_targets_than_hopper_are_rejected() -> None:
     node = product(module())
     assert GEMM_WGMMA.reject(node, sm_90()) is None
     assert "does not have wgmma" in str(GEMM_WGMMA.reject(node, sm_100()))

@@ -245,7 +245,7 @@ graph @one(
         assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 8, 4)
 
 
-def test_what_few_tokens_refuse() -> None:
+def test_rejected_nodes_of_few_tokens() -> None:
     node = the_product(module().graphs["main"])
     assert SKINNY_GEMM.reject(node, sm_90()) is None
     assert {s["tokens"] for s in SKINNY_GEMM.schedules(node, sm_90())} == {8, 16}
@@ -275,7 +275,7 @@ def test_what_few_tokens_refuse() -> None:
         ([("%w: weight", "%w:")], "not known at compile time"),
     ],
 )
-def test_what_it_refuses(changes: list[tuple[str, str]], why: str) -> None:
+def test_rejected_nodes(changes: list[tuple[str, str]], why: str) -> None:
     node = the_product(module(*changes).graphs["main"])
     assert why in str(QUANTIZED_WGMMA.reject(node, sm_90()))
 

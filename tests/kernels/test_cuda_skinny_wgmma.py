@@ -107,7 +107,7 @@ def test_every_block_of_a_cluster_has_columns() -> None:
         (("[T,", "[65,"), "65 tokens; at most 64"),
     ],
 )
-def test_what_it_refuses(change: tuple[str, str], why: str) -> None:
+def test_rejected_nodes(change: tuple[str, str], why: str) -> None:
     assert why in str(SKINNY_WGMMA.reject(product(TEXT.replace(*change)), sm_90()))
 
 

@@ -87,7 +87,7 @@ def test_temperature_zero_takes_the_lowest_of_equal_ids(sample: Any) -> None:
     assert (sample(logits, *parameters(0.0)) == 31).all()
 
 
-def test_the_draw_depends_on_seed_and_position_alone(sample: Any) -> None:
+def test_the_draw_depends_only_on_seed_and_position(sample: Any) -> None:
     logits = np.tile(np.random.default_rng(2).standard_normal(V).astype(np.float32), (ROWS, 1))
     f, i = parameters(1.0)
     first = sample(logits, f, i)

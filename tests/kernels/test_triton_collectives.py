@@ -143,7 +143,7 @@ def test_a_rank_that_never_comes(parts: int) -> None:
     assert is_poisoned(outs[0]) and is_poisoned(outs[2])
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     (node,) = Text("f32[T, 64]", "all_reduce {ranks=2}", "f32[T, 64]").graph().nodes
     assert "AMD" in str(ALL_REDUCE.reject(node, gfx942()))
     (node,) = Text("f32[T, 64]", "all_reduce {ranks=1}", "f32[T, 64]").graph().nodes

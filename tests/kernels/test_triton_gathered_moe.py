@@ -122,6 +122,6 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     (node,) = down(1, 2, 4, 8, "T").nodes
     assert "not constant" in str(GATHER_DOWN.reject(node, sm_90()))

@@ -120,6 +120,6 @@ def test_copies_are_as_wide_as_rows_of_the_pool_are_aligned(rotary: int, widest:
     assert max(copies) == widest
 
 
-def test_what_the_kernels_refuse() -> None:
+def test_rejected_nodes() -> None:
     (node,) = build(Shape("wide", "bf16", "bf16", 4, 528, 16)).nodes
     assert "above 512" in (LATENT_PREFILL.reject(node, sm_90()) or "")

@@ -203,7 +203,7 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str, Schedule]]:
 
 
 @pytest.mark.parametrize(("n", "k", "parts"), REAL)
-def test_what_is_offered_first(n: int, k: int, parts: int) -> None:
+def test_first_schedules(n: int, k: int, parts: int) -> None:
     """By predicted cost only: streams for one token, tiles for some, large tiles for prompts."""
     expected = {1: {"gemv"}, 2: {"gemv", "gemm_small"}, 8: {"gemv", "gemm_small"}, 16: {"gemv", "gemm_small"}}
     expected |= {m: {"gemm_small"} for m in (17, 32, 64)} | {
@@ -248,7 +248,7 @@ def test_real_shapes_compile(target: Target, tmp_path: Path) -> None:
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     g = Graph("test")
     x, w = g.input("x", tensor("bf16", 99, 8)), g.input("w", tensor("bf16", 10, 8), weight=True)
     node = g.add(OPS["linear_map"], [x, w], {"parts": 5, "body": "a0"})
@@ -264,7 +264,7 @@ def test_what_is_refused() -> None:
     assert "not constant" in str(GEMM_SMALL.reject(g.add(OPS["linear"], [x, v]), sm_90()))
 
 
-def test_what_tensor_maps_cannot_hold() -> None:
+def test_nodes_that_tensor_maps_cannot_describe_are_rejected() -> None:
     bad = ((Shape("", "bf16", "bf16", 16, 12), "24 bytes"), (Shape("", "f32", "f32", 16, 16), "f32"),
            (Shape("", "bf16", "bf16", 16, 16, 3, "add(add(a0, a1), a2)"), "3 parts"))  # fmt: skip
     for s, words in bad:

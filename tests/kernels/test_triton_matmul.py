@@ -42,7 +42,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 
-def test_what_is_offered_first() -> None:
+def test_first_schedules() -> None:
     """Large tiles if there is work for all multiprocessors, small ones for few rows."""
     for types, m in (("bf16[64, 4096, 128]; bf16[64, 128, 4096]", 128), ("bf16[8, 3, 128]; bf16[8, 128, 64]", 16)):
         a, c = ([int(x) for x in part.strip()[5:-1].split(",")] for part in types.split(";"))

@@ -193,7 +193,7 @@ def first(kernel: Kernel, node: Node, target: Target, tokens: int) -> dict[str, 
     return min(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {"T": tokens}))
 
 
-def test_what_is_offered_first() -> None:
+def test_first_schedules() -> None:
     """Qwen3-30B-A3B: blocks of few rows for few tokens, of many for prompts."""
     (node,) = up("T", 8, 128, 768, 2048).nodes
     assert [first(UP, node, sm_90(), t)["bm"] for t in (1, 16, 128, 2048)] == [16, 16, 16, 128]
@@ -215,6 +215,6 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     (node,) = up(1, 1, 5000, 1, 8).nodes
     assert "5000 experts" in str(UP.reject(node, sm_90()))

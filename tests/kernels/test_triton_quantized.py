@@ -171,7 +171,7 @@ def test_packing_keeps_the_product() -> None:
     np.testing.assert_array_equal(run(g, inputs, {"T": 5})[0], want)
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     bad = (
         (Shape("", "bf16", "u8", "bf16", 8, 100, 0, "8"), "multiples of 32"),
         (Shape("", "bf16", "u8", "bf16", 8, 120, 40, "8"), "multiples of 32"),
@@ -196,7 +196,7 @@ def ranked(node: Node, rows: int) -> list[tuple[float, str]]:
 
 
 @pytest.mark.parametrize(("code", "block"), (("i8", 0), ("u8", 128)))
-def test_what_is_offered_first(code: str, block: int) -> None:
+def test_first_schedules(code: str, block: int) -> None:
     s = Shape("", "bf16", code, "bf16", 6144, 4096, block)
     assert ranked(replace(s, rows=1).node, 1)[0][1] == "triton/quantized_gemv"
     for rows in (32, 256, 4096):

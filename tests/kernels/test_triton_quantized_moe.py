@@ -188,7 +188,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
     assert all(c.shared <= target.limits.shared for c in made.values())
 
 
-def test_what_is_offered_first() -> None:
+def test_first_schedules() -> None:
     """Blocks of few rows for few tokens, of many for prompts."""
     for s, up, down in REAL:
         (node, _) = nodes(s, up, down)
@@ -196,7 +196,7 @@ def test_what_is_offered_first() -> None:
         assert first(QUANTIZED_UP, node, sm_90(), 8192)["bm"] >= 64
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     def why(s: Stack, target: Target | None = None, columns: int = 128, **options: Any) -> str:
         (node,) = s.graph(True, "T", 2, 3, 6, columns, **options).nodes
         return str(QUANTIZED_UP.reject(node, target or sm_90()))

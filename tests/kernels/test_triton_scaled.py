@@ -125,7 +125,7 @@ def test_every_schedule(kernel: Kernel) -> None:
             check(kernel, replace(s, name="odd", n=n, k=2 * schedule["bk"]), 3, schedule)
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     bad = (
         (Shape("", 40, 96, (16, 48)), "groups of 48 columns"),
         (Shape("", 40, 128, code="i8"), "codes of i8"),

@@ -134,7 +134,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REAL, ids=lambda c: f"{c[0].code}-{c[0].block}-{c[1][1]}")
-def test_what_is_offered_first(case: Any) -> None:
+def test_first_schedules(case: Any) -> None:
     """Blocks of few rows for few tokens, of many for prompts."""
     s, up, down = case
     for kernel, node in zip((SCALED_UP, SCALED_DOWN), nodes(s, up, down), strict=True):
@@ -142,7 +142,7 @@ def test_what_is_offered_first(case: Any) -> None:
         assert first(kernel, node, sm_90(), 8192)["bm"] >= 64
 
 
-def test_what_is_refused() -> None:
+def test_rejected_nodes() -> None:
     def why(s: Stack, target: Target | None = None, columns: int = 96, experts: int = 3) -> str:
         (node,) = s.graph(True, "T", 2, experts, 6, columns).nodes
         return str(SCALED_UP.reject(node, target or sm_90()))

@@ -319,7 +319,7 @@ def test_equal_heads_of_another_dtype_stay_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(seconds=20)
-def test_a_compile_uses_the_stored_head_and_says_so(tmp_path: Path) -> None:
+def test_a_compile_uses_the_stored_head_and_reports_it(tmp_path: Path) -> None:
     case = BY_NAME["llama"]
     folder = tmp_path / "model"
     save(dataclasses.replace(case, config=case.config | {"tie_word_embeddings": True}), folder)

@@ -81,7 +81,7 @@ def test_a_draft_model_is_tried_seldom() -> None:
 
 @pytest.mark.parametrize("config", [HEAD, DRAFT])
 @pytest.mark.parametrize("length", [24, 300])
-def test_what_trials_cost(config: SpeculationConfig, length: int) -> None:
+def test_the_cost_of_trials_is_limited(config: SpeculationConfig, length: int) -> None:
     """However short the requests are: at most 1 % of the time, and what the first trials may cost once."""
     driver, seconds, tokens = Driver(config), 0.0, 0
     for number in range(12_000 // length):
@@ -95,7 +95,7 @@ def test_what_trials_cost(config: SpeculationConfig, length: int) -> None:
 
 
 @pytest.mark.parametrize("lures", [0, 2, 5])
-def test_what_drafts_of_prompt_lookup_cost(lures: int) -> None:
+def test_the_cost_of_prompt_lookup_is_limited(lures: int) -> None:
     """Drafts are found for every step and rejected, but for `lures` accepted ones in a row from time to time."""
     draw, counters = random.Random(SEED + lures), Counters()
     policy, seconds, tokens = Speculation(LOOKUP), 0.0, 0
@@ -131,7 +131,7 @@ def test_prompt_lookup_without_drafts_is_idle() -> None:
         assert not (idle and policy.wants)
 
 
-def test_kinds_of_requests_are_told_apart() -> None:
+def test_kinds_of_requests_have_separate_estimates() -> None:
     """What greedy requests have taught is not applied to sampled ones, and is still known after them."""
     driver = Driver(HEAD)
     for number in range(4):

@@ -30,7 +30,7 @@ VERIFIED = (1.0, 1.3, 1.45, 1.6, 1.8)  # steps' durations by the drafts that the
 DRAFT = 0.2  # duration of a draft
 
 
-def test_what_is_counted() -> None:
+def test_accepted_drafts_are_counted_by_probability() -> None:
     """The estimates begin between the draft's probability and the row's rate, and follow the accepted drafts."""
     chances = Chances()
     assert all(0 < low < high < 1 for low, high in zip(chances.of(0.3), chances.of(0.3)[1:], strict=False))
@@ -53,7 +53,7 @@ def test_what_is_counted() -> None:
         ([], [0.0, 0.3], 0),
     ],
 )
-def test_what_is_verified(chances: list[float], costs: list[float], count: int) -> None:
+def test_the_number_with_the_largest_gain_is_verified(chances: list[float], costs: list[float], count: int) -> None:
     """The number with the largest gain is verified, even if a single draft would not pay."""
     stop = Stop((0.05, 0.2, 0.4, 0.55, 0.9, 0.99), 0.0)
     given = {0.1: 0.05, 0.2: 0.2, 0.4: 0.4, 0.9: 0.8, 0.99: 0.95}

@@ -155,7 +155,7 @@ def test_a_models_dtype_outranks_its_text_halfs(tmp_path: Path) -> None:
     assert trace(tmp_path).facts.dtype == "bf16"
 
 
-def test_code_of_a_known_architecture_is_left_alone(tmp_path: Path) -> None:
+def test_code_of_a_known_architecture_is_ignored(tmp_path: Path) -> None:
     """If transformers has the model, its code is used, not that of auto_map."""
     custom = {"AutoModelForCausalLM": "modeling_x.X"}
     (tmp_path / "modeling_x.py").write_text("raise SystemExit('this must not run')")
@@ -332,7 +332,7 @@ def test_wrong_dtype(folder: Path, saved: Traced) -> None:
     fails("E326", "model.norm.weight", "i8", do=lambda: read_all(saved, folder))
 
 
-def test_tied_in_the_config_alone(folder: Path, saved: Traced) -> None:
+def test_embeddings_tied_only_in_the_config(folder: Path, saved: Traced) -> None:
     entries = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(entries | {"tie_word_embeddings": True}))
     fails("E327", "lm_head.weight", "tie_word_embeddings", do=lambda: read_all(trace(folder)))

@@ -71,7 +71,7 @@ def test_the_expression_is_the_code(fn: Fn, interleaved: bool) -> None:
         (halves(torch.special.bessel_j0), "special_bessel_j0"),
     ],
 )
-def test_what_is_no_gate(fn: Fn, words: str) -> None:
+def test_functions_that_are_no_gates_are_refused(fn: Fn, words: str) -> None:
     with pytest.raises(Diagnostic, match=words) as e:
         read(Experts(fn))
     assert e.value.code == "E305" and "Experts" in str(e.value)

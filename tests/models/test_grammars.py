@@ -149,7 +149,7 @@ def test_the_masks_are_llguidances_own(llm: LLM, monkeypatch: pytest.MonkeyPatch
         ({"json": {"type": "string", "pattern": "(" * 500 + ")" * 500}}, None),
     ],
 )  # fmt: skip
-def test_a_bad_grammar_is_its_requests_alone(llm: LLM, fields: dict[str, Any], code: str | None) -> None:
+def test_a_bad_grammar_affects_only_its_request(llm: LLM, fields: dict[str, Any], code: str | None) -> None:
     """Refused with an error in bounded time, or served up to its limits; a concurrent stream continues."""
     plain = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     want = llm.generate("A river", plain, use_tqdm=False)[0].outputs[0].token_ids

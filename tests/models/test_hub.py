@@ -49,7 +49,7 @@ def shards(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("id", [NAME, f"{NAME}@main", f"{NAME}@v1", f"{NAME}@{COMMIT}", "tiny@main"])
-def test_a_revision_is_pinned_and_listed_files_alone_come(
+def test_a_revision_is_pinned_and_only_listed_files_are_downloaded(
     id: str, hub: HubStandIn, model: Path, tmp_path: Path
 ) -> None:
     at = locate(id, Hub(hub.url, tmp_path))
@@ -91,7 +91,7 @@ def test_offline(hub: HubStandIn, tmp_path: Path) -> None:
     fails("E332", "v1", do=lambda: locate(f"{NAME}@v1", Hub(hub.url, tmp_path, offline=True)))
 
 
-def test_what_a_hub_refuses(hub: HubStandIn, tmp_path: Path) -> None:
+def test_refusals_of_a_hub(hub: HubStandIn, tmp_path: Path) -> None:
     at = Hub(hub.url, tmp_path)
     fails("E330", "someone/else", "owner/name", do=lambda: locate("someone/else", at))
     fails("E333", NAME, "'v9'", do=lambda: locate(f"{NAME}@v9", at))
@@ -100,7 +100,7 @@ def test_what_a_hub_refuses(hub: HubStandIn, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("**/*.safetensors"))
 
 
-def test_nobody_answers(hub: HubStandIn, tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported(hub: HubStandIn, tmp_path: Path) -> None:
     fails("E332", "127.0.0.1:9", "--offline", do=lambda: locate(NAME, Hub("http://127.0.0.1:9", tmp_path)))
 
 
@@ -135,7 +135,7 @@ def test_other_formats_are_reported_before_they_are_fetched(
     assert set(hub.files) <= {"config.json"}
 
 
-def test_what_exists_is_a_path(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_folder_takes_precedence_over_an_id(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(model.parent)
     shutil.copytree(model, Path("a/b"))
     assert locate("a/b", Hub("http://127.0.0.1:9")).commit == ""

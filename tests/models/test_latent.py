@@ -170,7 +170,7 @@ def test_bfloat16_is_as_exact_as_the_expanded_form(tmp_path: Path) -> None:
     assert errors[0] <= 1.5 * errors[1]
 
 
-def test_what_stays_expanded(tmp_path: Path) -> None:
+def test_latents_that_stay_expanded(tmp_path: Path) -> None:
     """A latent that is larger than the keys and values of all heads."""
     case = replace(BY_NAME["minicpm3"], config=MLA | {"kv_lora_rank": 400, "num_hidden_layers": 1})
     save(case, tmp_path)

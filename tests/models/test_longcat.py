@@ -47,7 +47,7 @@ def write(folder: Path, experts: int) -> torch.nn.Module:
     return model
 
 
-def test_gates_of_experts_with_weights_alone(tmp_path: Path) -> None:
+def test_gates_only_of_experts_with_weights(tmp_path: Path) -> None:
     model = write(tmp_path, ROUTED)
     traced = trace(tmp_path)
     tokens, positions = prompts(CASE.lengths, 320)

@@ -80,7 +80,7 @@ def test_a_rank_stores_its_part_of_a_tied_embedding_once(tmp_path: Path) -> None
         ({"pipeline": "serve, after page-attention: shard{ranks=2}"}, ("shard", "--tensor-parallel-size")),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_refused_compiles(options: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
     out = tmp_path / "model.llmc"
     fails("E439", *words, do=lambda: compile_model(DEMO, out, Options(cache=CACHE, **options)))
     assert not out.exists()

@@ -103,7 +103,7 @@ def test_a_part_that_writes_beside_parts_that_speak(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "why"), [("csm", "generates audio"), ("kyutai_speech_to_text", "recognizes speech")])
-def test_models_of_sound_alone_are_refused(name: str, why: str, tmp_path: Path) -> None:
+def test_models_that_only_read_or_make_sound_are_refused(name: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     fails("E303", name, why, do=lambda: trace(tmp_path))
 

@@ -131,7 +131,7 @@ def test_two_packages_with_one_name_are_an_error() -> None:
         combine([*load().extensions, silu]).opset()
 
 
-def test_an_object_that_is_not_there_names_who_asked() -> None:
+def test_an_object_that_cannot_be_loaded_is_named() -> None:
     broken = Extension("broken", passes=MappingProxyType({"odd": "no_such_module:Odd"}))
     registry = combine([*load().extensions, broken])
     assert "odd" in registry.passes  # nothing is imported until it is named

@@ -164,6 +164,6 @@ def test_a_fold_keeps_the_output_of_the_layer(layer: Layer) -> None:
     torch.testing.assert_close(layer.call(layer.state(0)), want, rtol=1e-3, atol=1e-3)
 
 
-def test_what_few_tokens_are() -> None:
+def test_experts_with_few_tokens() -> None:
     """Fewer tokens than columns: the sums x xT are then singular."""
     assert too_few_tokens(127, torch.zeros(4, 128)) and not too_few_tokens(128, torch.zeros(4, 128))

@@ -159,7 +159,7 @@ def test_the_scales_of_the_cache_are_read(tmp_path: Path) -> None:
     assert {layer: (float(k), float(v)) for layer, (k, v) in scales.items()} == {0: (0.5, 1.0), 1: (0.5, 1.0)}
 
 
-def test_a_cache_of_8_bit_floats_alone(tmp_path: Path) -> None:
+def test_only_the_cache_is_quantised(tmp_path: Path) -> None:
     """`quant_algo` is null, because no weight is quantised."""
     beside_config = beside("", quant_algo=None, kv_cache_quant_algo="FP8")
     folder = made(Case(((PROJ, None),), {}, 0), tmp_path / "model").folder
@@ -229,7 +229,7 @@ def test_damaged(
     fails(code, *words, do=lambda: open_all(folder))
 
 
-def test_a_file_beside_alone_names_the_method(tmp_path: Path) -> None:
+def test_only_a_file_beside_names_the_method(tmp_path: Path) -> None:
     folder = made(CASES["fp8-file"], tmp_path / "model").folder
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     with opened(folder) as checkpoint:

@@ -117,7 +117,7 @@ def test_the_reports_of_a_compile_say_what_passes_did(made: Made) -> None:
     assert all(c["ways"] > len(c["others"]) and (not c["others"] or c["others"][0]["us"] >= c["us"]) for c in choices)
 
 
-def test_what_nearly_matched_is_reported_with_its_reason(made: Made, tmp_path: Path) -> None:
+def test_near_misses_are_reported_with_their_reason(made: Made, tmp_path: Path) -> None:
     """A norm with a second reader is not fused, and the report has the reason."""
     from llmc.extension import load
     from llmc.ir.text import parse

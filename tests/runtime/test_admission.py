@@ -76,7 +76,7 @@ def test_a_wait_is_estimated_from_what_leaves_the_queue() -> None:
     assert not where.open_sequences and not where.waiting_sequences and not where.work and where.wait() == 0.0
 
 
-def test_what_nobody_can_tell_yet_is_bounded_by_what_was_seen() -> None:
+def test_the_wait_is_estimated_before_any_request_has_ended() -> None:
     clock = Clock()
     where = admission(clock, rows=1)
     places = [where.reserve(1, 10, 90, "") for _ in range(4)]
@@ -99,7 +99,7 @@ def test_an_engine_that_becomes_slower_is_noticed_within_the_window() -> None:
         assert pace.seconds(1000.0, 10) == pytest.approx(1000.0 / rate, rel=0.1)
 
 
-def test_who_would_wait_too_long_is_refused_and_a_deadline_counts_too() -> None:
+def test_requests_that_would_wait_too_long_are_refused_also_by_deadline() -> None:
     clock, reasons = Clock(), Counter[str]()
     where = admission(clock, max_wait=60.0, refused=lambda reason: reasons.update([reason]))
     engine = Engine(clock, where, 2.0)
@@ -169,7 +169,7 @@ def test_a_place_that_turns_out_too_large_is_refused_and_nothing_is_left_of_it()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_happens_nothing_is_left(seed: int) -> None:
+def test_admission_ends_empty_in_random_sequences(seed: int) -> None:
     draw, clock = random.Random(seed), Clock()
     where = admission(clock, rows=3, sequences=40, tokens=4000, keys=3, max_wait=20.0)
     places: list[AdmissionSlot] = []

@@ -65,7 +65,7 @@ def test_the_prefix_cache_is_forgotten_when_nothing_runs() -> None:
     run(main())
 
 
-def test_who_asks_an_engine_that_dies_is_reported() -> None:
+def test_a_call_to_an_engine_that_dies_raises_an_error() -> None:
     async def main() -> None:
         async with fake(0.0, step_timeout=0.5) as llm:
             hanging = asyncio.create_task(last(llm, {"prompt_token_ids": [*HANG, 9]}))

@@ -154,7 +154,7 @@ def test_a_thousand_quick_cancels_leak_nothing() -> None:
     run(cancel_all())
 
 
-def test_a_slow_reader_holds_nobody_and_gets_everything() -> None:
+def test_a_slow_reader_delays_no_others_and_gets_everything() -> None:
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
     async def slowly() -> None:
@@ -188,7 +188,9 @@ def test_a_slow_reader_holds_nobody_and_gets_everything() -> None:
         (3.5, {}, "E625"),
     ],
 )
-def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options: dict[str, Any], code: str) -> None:
+def test_requests_that_cannot_run_are_refused_without_effect_on_others(
+    prompt: Any, options: dict[str, Any], code: str
+) -> None:
     async def refused() -> None:
         async with fake() as llm:
             other = asyncio.create_task(last(llm, {"prompt_token_ids": [70]}, SamplingParams(max_tokens=50)))
@@ -203,7 +205,7 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices(prompt: Any, options
     run(refused())
 
 
-def test_what_no_message_says_is_refused_and_leaves_nothing() -> None:
+def test_values_that_no_message_can_hold_are_refused_at_once() -> None:
     """The engine could not read it, and would never answer."""
     bad: list[dict[str, Any]] = [
         {"cache_salt": None}, {"cache_salt": 5}, {"tenant": None}, {"priority": "1"}, {"priority": 1.5},

@@ -68,7 +68,7 @@ def test_a_reply_is_read_whole_however_it_comes_apart(framing: str) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"])
-def test_what_is_no_http_is_reported(sent: bytes) -> None:
+def test_replies_that_are_not_http_are_reported(sent: bytes) -> None:
     with pytest.raises(WireError):
         Reply().feed(sent)
 
@@ -122,7 +122,7 @@ def test_streams_of_other_servers_are_read_as_events_are_defined() -> None:
 
 
 @pytest.mark.parametrize("sent", ["null", '"ping"', '{"choices": [null]}', '{"choices": 5}', "{", '{"usage": 3}'])
-def test_what_is_no_event_of_a_completion_is_reported(sent: str) -> None:
+def test_events_that_are_no_completions_are_reported(sent: str) -> None:
     with pytest.raises(ValueError):
         Stream(Record(0, 0.0), time.monotonic).feed(f"data: {sent}\n\n".encode())
 
@@ -181,7 +181,7 @@ def test_requests_are_the_same_however_many_processes_share_them() -> None:
     assert list(mix.arrivals("1")) == list(mix.arrivals("1")) and len(list(mix.arrivals("1"))) == 23
 
 
-def test_arrivals_have_the_rate_and_the_burstiness_asked_for() -> None:
+def test_arrivals_have_the_requested_rate_and_burstiness() -> None:
     for burstiness in (0.5, 1.0, 4.0):
         gaps = np.diff(list(Mix(rate=20.0, burstiness=burstiness, num_prompts=5000).arrivals("7")))
         assert np.mean(gaps) == pytest.approx(1 / 20, rel=0.1)
@@ -386,7 +386,7 @@ def test_a_command_line_of_vllms_benchmark(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "new" / "r.json").read_text())["date"] == figures["date"]
 
 
-def test_a_client_that_is_the_bottleneck_says_so() -> None:
+def test_a_client_that_is_the_bottleneck_is_reported() -> None:
     from llmc_runtime.bench.serve import _warnings
 
     mix = Mix(num_prompts=1)

@@ -21,7 +21,7 @@ def report(capsys: pytest.CaptureFixture[str], *words: object) -> dict:
 
 
 @pytest.mark.parametrize("engine", [(), ("--async-engine",)])
-def test_offline_counts_the_work_that_it_was_asked_for(
+def test_offline_counts_the_requested_work(
     toy: Path, capsys: pytest.CaptureFixture[str], engine: tuple[str, ...], tmp_path: Path
 ) -> None:
     work = ("--num-prompts", 7, "--input-len", 6, "--output-len", 5, "--rounds", 2, "--prefix-len", 3)

@@ -80,7 +80,7 @@ def test_the_second_time_nothing_is_built_and_both_are_said(
         ("there/name", False), ("owner/name\n", False), ("owner/--flag", False),
     ],
 )  # fmt: skip
-def test_what_is_a_hubs_id_and_what_a_path(
+def test_ids_of_the_hub_and_paths_are_distinguished(
     text: str, id: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -113,7 +113,7 @@ def test_a_hubs_model_is_fetched_by_the_compiler(builds: Path, tmp_path: Path, m
     assert error.value.code == "E641" and "E330" in error.value.cause
 
 
-def test_what_changes_the_key_and_what_does_not(model: Path, tmp_path: Path) -> None:
+def test_options_that_change_the_key(model: Path, tmp_path: Path) -> None:
     def key(folder: Path = model, **options: str) -> str:
         return cache_key.artifact_key(folder, OPTIONS | options, tmp_path)
 
@@ -156,7 +156,7 @@ def test_unchanged_files_are_hashed_once(model: Path, tmp_path: Path, monkeypatc
     assert len(hashed) == 4
 
 
-def test_who_waits_for_another_build_is_reported(model: Path, builds: Path, tmp_path: Path) -> None:
+def test_waiting_for_another_build_is_reported(model: Path, builds: Path, tmp_path: Path) -> None:
     entry = build(model, tmp_path / "root")
     shutil.rmtree(entry)
     messages: list[str] = []
@@ -199,7 +199,7 @@ def test_a_failed_build_leaves_nothing_and_says_what_the_compiler_said(
     assert is_artifact(build(model, tmp_path / "root"))
 
 
-def test_what_a_killed_build_left_is_cleared(model: Path, builds: Path, tmp_path: Path) -> None:
+def test_files_of_a_killed_build_are_removed(model: Path, builds: Path, tmp_path: Path) -> None:
     entry = build(model, tmp_path / "root")
     stale = entry.parent / f".{entry.name}.12345.tmp"
     stale.mkdir()
@@ -254,14 +254,14 @@ def test_where_the_cache_is(environ: dict[str, str], expected: Path) -> None:
     assert compile_cache.default_root(environ) == expected
 
 
-def test_what_is_neither_is_refused(tmp_path: Path) -> None:
+def test_other_names_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(LlmcError) as e:
             resolve(path, {}, tmp_path, lambda line: None)
         assert e.value.code == "E101"
 
 
-def test_the_module_imports_the_standard_library_alone() -> None:
+def test_the_module_imports_only_the_standard_library() -> None:
     code = (
         "import sys; before = set(sys.modules); from llmc_runtime import compile_cache\n"
         "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"

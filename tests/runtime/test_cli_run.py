@@ -52,7 +52,7 @@ def expected(prompt: str, count: int) -> str:
 # --- what goes where
 
 
-def test_the_text_alone_is_on_stdout(toy: Path) -> None:
+def test_only_the_text_is_on_stdout(toy: Path) -> None:
     code, out, err = run(str(toy), "--prompt", "abc", "--max-tokens", "6", "--ignore-eos")
     assert code == 0
     assert out == expected("abc", 6) + "\n"
@@ -305,7 +305,7 @@ def test_each_failure_has_its_exit_code_and_one_clear_message(
     assert "Traceback" not in shown.err
 
 
-def test_a_damaged_artifact_says_so(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_artifact_is_reported(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import shutil
 
     shutil.copytree(toy, tmp_path / "bad.llmc")

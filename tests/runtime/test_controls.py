@@ -74,7 +74,7 @@ def test_bans_behind_drafts() -> None:
                 assert guide.mask() == plain.mask()
 
 
-def test_a_request_whose_every_token_is_banned_ends_alone() -> None:
+def test_a_request_whose_every_token_is_banned_ends_without_others() -> None:
     rig = Rig()
     rig.add("other", 9, max_tokens=12)
     request = Request("stuck", [1, 2], SamplingParams(max_tokens=9, allowed_token_ids=[5]), bad_words=[[5, 5, 5]])
@@ -159,7 +159,7 @@ def test_bad_words_are_tokens_with_and_without_a_space() -> None:
         assert bad_word_ids(TOK, [word]) == want
 
 
-def test_many_bad_words_are_tokenized_like_each_alone() -> None:
+def test_many_bad_words_are_tokenized_like_single_ones() -> None:
     rng = random.Random(of_test())
     words = ["".join(rng.choices("abc éß東🙂", k=rng.randint(1, 40))) for _ in range(300)]
     assert bad_word_ids(TOK, words) == [ids for word in words for ids in bad_word_ids(TOK, [word])]

@@ -114,7 +114,7 @@ def test_one_look_finds_a_starved_process_asleep(monkeypatch: pytest.MonkeyPatch
     run(strike())
 
 
-def test_who_wants_a_processor() -> None:
+def test_processes_that_are_runnable() -> None:
     for wants, program in {True: "while True: pass", False: "import time; time.sleep(60)"}.items():
         with subprocess.Popen(
             [sys.executable, "-c", f"print(flush=True)\n{program}"], stdout=subprocess.PIPE
@@ -197,7 +197,7 @@ def garbled(rng: random.Random) -> bytes:
     return bytes(message[: rng.randrange(len(message) + 1)]) if kind == 2 else bytes(message)
 
 
-def test_messages_that_make_no_sense_harm_nobody() -> None:
+def test_malformed_messages_have_no_effect_on_others() -> None:
     rng = random.Random(of_test())
 
     async def babble() -> None:

@@ -91,7 +91,7 @@ def test_an_engine_is_replaced_without_open_requests() -> None:
     run(strike())
 
 
-def test_a_system_that_starts_no_process_is_asked_again_and_then_the_engine_is_given_up() -> None:
+def test_a_failed_fork_is_retried_before_the_engine_is_given_up() -> None:
     async def strike(restarts: int) -> None:
         llm = fake(max_restarts=restarts)
         async with llm:
@@ -163,7 +163,7 @@ def test_shutdown_ends_a_start(moment: float, tmp_path: Path, monkeypatch: pytes
     assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_who_may_open_no_file_is_not_said_to_want_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_state_cannot_be_read_does_not_count_as_runnable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*given: object) -> list[str]:
         raise OSError(24, "Too many open files")
 

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, text: str) -> str:
     return str(tmp_path)
 
 
-def test_what_counts(tmp_path: Path) -> None:
+def test_precedence_of_defaults(tmp_path: Path) -> None:
     heat = round(random.uniform(0.1, 2), 3)
     other = folder(
         tmp_path, json.dumps({"do_sample": True, "temperature": heat, "transformers_version": "5", "top_k": None})
@@ -47,7 +47,7 @@ def test_what_counts(tmp_path: Path) -> None:
         ("vllm", {"temperature": "hot"}, "temperature = 'hot'"),
     ],
 )
-def test_what_cannot_be_meant_is_reported(config: str, override: Any, words: str) -> None:
+def test_invalid_defaults_are_reported(config: str, override: Any, words: str) -> None:
     with pytest.raises(LlmcError) as error:
         generation_of(MODEL, config, override)
     assert error.value.code == "E612" and words in error.value.cause and error.value.remedy

@@ -104,7 +104,7 @@ def test_stopping_takes_longer_than_the_server_drains() -> None:
     assert len(seconds) == 3 and min(seconds) >= drain + 5
 
 
-def test_what_the_image_copies_is_there() -> None:
+def test_files_that_the_image_copies_exist() -> None:
     text = (DEPLOY / "Dockerfile").read_text()
     copied = [w for line in re.findall(r"^COPY (.*)$", text, re.M) for w in line.split()[:-1]]
     assert copied and all((ROOT / name).exists() for name in copied)

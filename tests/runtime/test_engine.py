@@ -110,7 +110,7 @@ def test_an_interrupt_outside_the_device_ends_the_engine(monkeypatch: pytest.Mon
     assert rig.engine.error is not None and not rig.engine.has_work()
 
 
-def test_a_refused_request_harms_nobody() -> None:
+def test_a_refused_request_does_not_affect_others() -> None:
     rig = rig_of_three()
     rig.step()
     for prompt in ([], [10**9], [1] * 500):

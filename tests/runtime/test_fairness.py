@@ -124,7 +124,7 @@ def test_two_scorers_and_readers_take_turns_by_what_they_cost() -> None:
     assert Counter(order[:25]) == {"s": 20, "l": 5}, order
 
 
-def test_who_comes_back_saved_nothing_up() -> None:
+def test_a_returning_tenant_has_no_credit() -> None:
     rig = Rig(max_num_seqs=1, prefix_caching=False)
     for i in range(60):
         add(rig, f"a{i:02}", 4, "a", max_tokens=2)

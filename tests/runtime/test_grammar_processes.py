@@ -203,7 +203,7 @@ def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:
     assert not any(one.done for one in bombs[limits.LANE :])
 
 
-def test_what_waits_too_long_is_refused_with_a_time_to_retry(
+def test_grammars_that_wait_too_long_are_refused_with_a_time_to_retry(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars.prepare()
@@ -221,7 +221,7 @@ def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monke
     assert not workers_of(grammars)
 
 
-def test_an_output_that_costs_too_much_ends_alone(grammars: Grammars) -> None:
+def test_an_output_that_costs_too_much_ends_without_others(grammars: Grammars) -> None:
     """Of two outputs of one grammar the one that goes on and on fails, and the other does not."""
     dear, cheap = (Followed(grammars, one) for one in grammars.wait(grammars.open(_ambiguous(), count=2)))
     letters = TOK.encode("a b c d, e f g " * 40, add_special_tokens=False)
@@ -237,7 +237,7 @@ def _ambiguous() -> StructuredOutputsParams:
     return StructuredOutputsParams(grammar=AMBIGUOUS)
 
 
-def test_a_worker_that_is_killed_takes_its_own_outputs_alone(grammars: Grammars) -> None:
+def test_a_killed_worker_ends_only_its_own_outputs(grammars: Grammars) -> None:
     mine, other = Followed.of(grammars, regex()), Followed.of(grammars, regex("a+"))
     before = {one.pid for one in workers_of(grammars)}
     third = Followed.of(grammars, regex("b+"))

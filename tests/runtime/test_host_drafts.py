@@ -87,7 +87,7 @@ def test_a_draft_that_fails_ends_drafting(value: Any, caplog: pytest.LogCaptureF
     assert "TypeError" in caplog.text
 
 
-def test_a_draft_without_proposals_is_rarely_asked() -> None:
+def test_a_draft_without_proposals_is_rarely_called() -> None:
     draft = Programmed(lambda context, most: [])
     outputs(draft, count=1)
     assert 16 <= draft.calls <= 16 + 2, "for 50 tokens: at the first 16, then after 16 and 32 more"

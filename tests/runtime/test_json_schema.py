@@ -94,7 +94,7 @@ def test_formats_hold_in_every_part() -> None:
         ({"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
     ],
 )
-def test_what_no_grammar_follows_is_refused_by_name(schema: Any, message: str) -> None:
+def test_unsupported_keywords_are_refused_by_name(schema: Any, message: str) -> None:
     with pytest.raises(Refused, match=message):
         accepts(schema, 0)
 

@@ -230,7 +230,7 @@ def test_idle_connections_end() -> None:
     run(main)
 
 
-def test_a_client_that_sends_without_reading_is_ended_and_delays_nobody() -> None:
+def test_a_client_that_sends_without_reading_is_disconnected() -> None:
     async def main() -> None:
         async with serving() as state:
             _, writer = await asyncio.open_connection("127.0.0.1", state.port)

@@ -133,7 +133,7 @@ def test_streams_and_lists_share_the_engine() -> None:
     assert len([t for p in second for t in p.token_ids]) == 9
 
 
-def test_a_stream_that_nobody_reads_ends() -> None:
+def test_a_stream_without_a_reader_ends() -> None:
     llm = make()
     stream = llm.stream("a b", params(50))
     next(stream)
@@ -269,7 +269,7 @@ def test_several_chats_and_another_template() -> None:
         make().chat([chats[0], [{"content": "b"}]], params())
 
 
-def test_without_a_template_chat_says_so() -> None:
+def test_a_chat_without_a_template_is_refused() -> None:
     llm = make(tok=Tokenizer(textkit.byte_level(), {}, {}))
     assert not llm.has_chat_template
     with pytest.raises(LlmcError) as e:

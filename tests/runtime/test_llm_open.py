@@ -196,7 +196,7 @@ def test_an_artifact_of_a_device_that_this_runtime_lacks_is_refused(toy: Path) -
         open_device(other, None)
 
 
-def test_an_llm_that_nobody_has_gives_its_device_back(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_llm_without_references_releases_its_device(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
     monkeypatch.setattr(CpuDevice, "close", lambda self: closed.append(self.name))
     llm = quiet(toy)

@@ -148,7 +148,7 @@ def test_large_bodies_are_read_elsewhere_and_their_unknown_fields_counted(
     server.rest()
 
 
-def test_what_counts_as_large() -> None:
+def test_bodies_that_count_as_large() -> None:
     assert not is_large(b"x" * SMALL_BODY, SMALL_BODY) and is_large(b"x" * (SMALL_BODY + 1), SMALL_BODY)
     assert is_large(b"[" * 2000, SMALL_BODY) and is_large(b"x" * (SMALL_TEXT + 1), SMALL_TEXT)
 
@@ -367,7 +367,7 @@ PATCHED = (
 
 
 @pytest.mark.parametrize(("limit", "words"), [(CPU, "0.05 s of CPU time"), (MEMORY, "32 MiB of memory")])
-def test_limits_of_time_and_memory_end_the_job_alone(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
+def test_limits_of_time_and_memory_end_only_the_job(monkeypatch: pytest.MonkeyPatch, limit: str, words: str) -> None:
     from llmc_runtime.server.text_pool import text_process
 
     command = [sys.executable, "-P", "-c", PATCHED.format(path=sys.path, limit=limit)]

@@ -43,7 +43,9 @@ def test_the_whole_is_known_without_reading_it_again() -> None:
 
 
 @pytest.mark.parametrize(("length", "apart"), [(2, False), (200, False), (202, True), (1500, True)])
-def test_the_scores_of_a_long_prompt_hold_nobody(length: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scores_of_a_long_prompt_do_not_block_others(
+    length: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tok = Tokenizer(textkit.byte_level(), {}, {})
     rng = random.Random(of_test())
     ids = [rng.randrange(10, 300) for _ in range(length)]

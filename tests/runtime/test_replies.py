@@ -75,7 +75,7 @@ def test_a_stream_is_the_same_on_any_version_of_http_and_beside_log_probabilitie
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_who_leaves_ends_the_work_and_a_cancel_from_elsewhere_stays_one(leaves: bool) -> None:
+def test_a_disconnect_cancels_the_work_and_other_cancellations_propagate(leaves: bool) -> None:
     ended = []
 
     async def work() -> None:
@@ -116,7 +116,7 @@ def test_work_that_ends_gives_what_it_has() -> None:
     assert asyncio.run(main()) == 5
 
 
-def test_who_leaves_just_after_the_work_does_not_take_what_it_has_made() -> None:
+def test_a_disconnect_just_after_the_work_keeps_its_result() -> None:
     """Otherwise the response is never closed, and a text process stays reserved."""
 
     async def main() -> int:

@@ -90,7 +90,7 @@ def test_a_burst_fills_the_rows_of_all_engines() -> None:
     assert [load.sequences for load in loads.values()] == [rows, rows]
 
 
-def test_what_a_dead_engine_had_is_forgotten() -> None:
+def test_prefixes_of_a_dead_engine_are_forgotten() -> None:
     router, tokens = Router(2, PAGE, 1000), list(range(40))
     home, _ = router.choose(tokens, "", "", idle(2))
     router.forget(home)

@@ -65,7 +65,7 @@ def test_tenants_do_not_take_each_others_snapshots() -> None:
     assert pool.reserve() is not None and b"7" not in pool and b"6" in pool
 
 
-def test_what_rows_wait_for_is_not_evicted() -> None:
+def test_snapshots_that_rows_wait_for_are_not_evicted() -> None:
     pool = SnapshotPool(1)
     entry = pool.reserve()
     assert entry == 0 and pool.reserve() is None

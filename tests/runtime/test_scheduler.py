@@ -306,7 +306,7 @@ def test_the_pool_ends_a_request_without_max_tokens() -> None:
     assert len(request.tokens) == 13, "12 tokens of KV, and the last token needs none"
 
 
-def test_logprobs_are_cut_to_what_was_asked() -> None:
+def test_logprobs_are_cut_to_the_requested_number() -> None:
     rig = Rig()
     rig.add("a", 3, logprobs=2)
     rig.add("b", 3, logprobs=0)
@@ -318,7 +318,7 @@ def test_logprobs_are_cut_to_what_was_asked() -> None:
     assert deltas["c"].logprobs is None
 
 
-def test_a_seed_is_drawn_where_none_is_given() -> None:
+def test_a_request_without_a_seed_gets_a_random_one() -> None:
     rig = Rig()
     assert rig.add("a", 3).row_params.seed == 7
     assert rig.add("b", 3, seed=-5).row_params.seed == 2**64 - 5
@@ -361,7 +361,9 @@ def refusal(rig: Rig, request: Request) -> LlmcError:
         ([1], {"stop_token_ids": list(range(32)), "min_tokens": 1}, "E601", "stop_token_ids"),
     ],
 )
-def test_what_can_never_run_is_refused(prompt: list[int], params: dict[str, object], code: str, words: str) -> None:
+def test_requests_that_can_never_run_are_refused(
+    prompt: list[int], params: dict[str, object], code: str, words: str
+) -> None:
     rig = Rig(num_pages=10, eos_token_ids=(500,))
     error = refusal(rig, Request("a", prompt, SamplingParams(**params)))  # type: ignore[arg-type]
     assert error.code == code and words in error.cause and error.remedy and len(str(error)) < 400

@@ -238,7 +238,7 @@ def test_structured_outputs_in_every_spelling(server: Served) -> None:
             of_chat(parse(json.dumps({"messages": CHAT, **fields}).encode(), ChatRequest, id), server.llm)
 
 
-def test_what_there_is_to_look_at(client: Any, http: httpx.Client) -> None:
+def test_models_health_version_and_tokens(client: Any, http: httpx.Client) -> None:
     assert [m.id for m in client.models.list()] == ["toy", "other"]
     assert client.models.retrieve("other").id == "other"
     assert all(http.get(path).status_code == 200 for path in ("/health", "/ready", "/ping"))

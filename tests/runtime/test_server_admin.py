@@ -37,7 +37,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("keys", [(), (KEY,)])
-def test_admin_routes_are_for_the_admin_key_alone(keys: tuple[str, ...]) -> None:
+def test_only_the_admin_key_opens_admin_routes(keys: tuple[str, ...]) -> None:
     with served(keys=keys, admin_keys=(ADMIN,)) as server, httpx.Client(base_url=server.url) as client:
         for method, path in ROUTES:
             for head, status in (({}, 401), (bearer("no-such-key-1"), 401), (bearer(KEY), 403 if keys else 401)):

@@ -59,7 +59,7 @@ def test_slow_clients_do_not_keep_their_turn() -> None:
     asyncio.run(run())
 
 
-def test_alone_nobody_is_paused() -> None:
+def test_a_single_connection_is_not_paused() -> None:
     async def run() -> None:
         turns, links = BodyTurns(), [Link() for _ in range(MAX_BODIES)]
         for _ in range(5):

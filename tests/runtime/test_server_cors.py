@@ -70,7 +70,7 @@ def test_origins_are_given_one_by_one_or_as_vllm_takes_them(words: tuple[str, ..
 
 
 @pytest.mark.parametrize("value", ["a.example", "https://a.example/path", '["a"', "[1]", "https://", '{"a": 1}'])
-def test_what_is_no_origin_is_refused(value: str) -> None:
+def test_values_that_are_no_origins_are_refused(value: str) -> None:
     with pytest.raises(LlmcError, match="origin") as error:
         origins_of(value)
     assert error.value.code == "E648"

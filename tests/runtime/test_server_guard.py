@@ -222,7 +222,7 @@ def test_request_ids_are_echoed_and_never_used(client: httpx.Client) -> None:
     assert odd.headers["x-request-id"] not in ("", "a b<script>")
 
 
-def test_prefixes_are_shared_within_a_key_alone(server: Served) -> None:
+def test_prefixes_are_shared_only_within_a_key(server: Served) -> None:
     def cached(key: str, **more: Any) -> int:
         body = {"prompt": list(range(100, 140)), "max_tokens": 1, **more}
         reply = httpx.post(f"{server.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})

@@ -60,7 +60,7 @@ def test_one_engine_has_no_label() -> None:
         assert httpx.get(f"{server.url}/server_info").json()["data_parallel_size"] == 1
 
 
-def test_one_that_is_killed_is_told_to_its_requests_only() -> None:
+def test_a_killed_engine_ends_only_its_own_requests() -> None:
     with served(pace=0.02, data_parallel_size=2, admin_keys=[KEY], restart_delay=1.0) as server:
         links = [post_head(server, {**LONG, "prompt": [60 + i] * 9, "max_tokens": 60}) for i in range(4)]
         until(lambda: [len(one.outputs) for one in server.llm.engines] == [2, 2])

@@ -217,7 +217,7 @@ def test_the_command_serves_an_artifact_drains_and_ends_with_0(command: Command)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_what_does_not_end_in_time_is_reported(signals: int) -> None:
+def test_requests_that_do_not_end_in_time_are_reported(signals: int) -> None:
     """One signal and a shutdown timeout of one second, or two signals, the second of which ends the server at once."""
     command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.05", "1" if signals == 1 else "60")
     began = time.monotonic()
@@ -240,7 +240,7 @@ def test_what_does_not_end_in_time_is_reported(signals: int) -> None:
     assert code == 0 and time.monotonic() - began < 8, log
 
 
-def test_what_the_command_cannot_do_is_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_start_are_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main_serve([str(toy), "--port", str(taken.getsockname()[1])]) == 1
     assert "E646" in capsys.readouterr().err

@@ -87,7 +87,7 @@ class Stuck(io.StringIO):
         return super().write(text)
 
 
-def test_a_reader_that_stalls_holds_nobody_and_is_reported_what_it_lost() -> None:
+def test_a_stalled_reader_delays_no_others_and_lost_lines_are_counted() -> None:
     stream = Stuck()
     lines = ThreadedHandler(stream)
     count = MAX_WAITING + 500
@@ -154,7 +154,7 @@ def test_a_line_is_a_line_whatever_it_is_made_of(form: logging.Formatter) -> Non
         )
 
 
-def test_sigquit_tells_what_the_server_does_and_prompts_are_logged_where_that_is_asked_for() -> None:
+def test_sigquit_prints_the_state_and_prompts_are_logged_if_requested() -> None:
     command = Command(PROGRAM, "0.01", "5", "--enable-log-requests")
     body = {"prompt": "their words\nline two", "max_tokens": 30, "ignore_eos": True, "stream": True}
     with httpx.Client(base_url=command.url, headers={"X-Request-Id": "q"}, timeout=30) as client:

@@ -249,7 +249,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "words"), REFUSED)
-def test_what_is_not_supported_is_refused_by_name(servers: Servers, body: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_are_refused_by_name(servers: Servers, body: dict[str, Any], words: str) -> None:
     asked = {"messages": [say("x")], **body}
     small = post(servers, asked)
     large = post(servers, {**asked, "unknown": "x" * 40_000})
@@ -260,7 +260,7 @@ def test_what_is_not_supported_is_refused_by_name(servers: Servers, body: dict[s
     assert small.json() == large.json()
 
 
-def test_what_has_no_effect_is_accepted(servers: Servers) -> None:
+def test_fields_without_effect_are_accepted(servers: Servers) -> None:
     body = {
         "messages": [say("x")], "metadata": {"user_id": "me"}, "service_tier": "auto", "speed": "standard",
         "cache_control": {"type": "ephemeral"}, "inference_geo": "x",
@@ -274,7 +274,7 @@ def test_what_has_no_effect_is_accepted(servers: Servers) -> None:
     assert servers[1]["think"].meters._counts["request_unknown_fields"] == before
 
 
-def test_keys_and_errors_have_the_form_of_the_api_whoever_refuses() -> None:
+def test_keys_and_errors_have_the_form_of_the_api_in_every_layer() -> None:
     key, body = "first-secret-key", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     with served(keys=(key, "other-secret-key"), sequences=4, per_key=2, pace=0.01) as server:
         url = f"{server.url}/v1/messages"

@@ -108,7 +108,7 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
         assert head.status_code == 200 and not head.content
 
 
-def test_an_alias_renames_names_alone() -> None:
+def test_an_alias_changes_only_names() -> None:
     meters = ServerMetrics("llmc:toy", lambda: {"num_steps": 3}, alias="vllm")
     lines = [line for line in meters.text().decode().splitlines() if "num_steps_total" in line and line[0] != "#"]
     assert lines == [

@@ -43,7 +43,7 @@ def test_a_flag_comes_before_the_file_and_the_file_before_the_default(tmp_path: 
     assert options.engine["max_num_seqs"] == rows and options.names == ["a", "b"] and options.tls is None
 
 
-def test_what_is_printed_is_a_file_that_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_options_are_a_file_with_the_same_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["m.llmc", "--served-model-name", "x", 'y"#: z', "--max-num-seqs", "3", "--no-enable-prefix-caching"]
     assert main_serve([*words, "--print-config"]) == 0
     text = capsys.readouterr().out

@@ -198,7 +198,7 @@ def test_connections_are_bounded_and_who_is_too_many_is_reported() -> None:
         assert metric(server, "admission_rejections_total", ',reason="connections"') >= 1
 
 
-def test_what_the_system_allows_is_asked_for() -> None:
+def test_the_limit_of_descriptors_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
@@ -212,7 +212,7 @@ def test_what_the_system_allows_is_asked_for() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_few_descriptors_are_shared_out_and_all_that_is_asked_for_fits() -> None:
+def test_few_descriptors_are_shared_and_requested_limits_fit() -> None:
     for soft in (random.randrange(80, 300), 64, 256, 1024, 1 << 20):
         most, polite = allowed(soft)
         assert most >= 1 and 1 <= polite <= 64 and most + polite + 24 <= soft, (soft, most, polite)  # its own are 24
@@ -251,7 +251,7 @@ def unread(server: Served, body: dict[str, Any]) -> socket.socket:
 SCORED = {**LONG, "stream": True, "n": 16, "temperature": 1, "logprobs": 20, "max_tokens": 240}
 
 
-def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:
+def test_a_stalled_reader_is_disconnected_and_delays_no_others() -> None:
     with served(sequences=64) as server:
         links = [unread(server, SCORED) for _ in range(2)]
         until(lambda: server.serving.admission.open_sequences == 32)
@@ -263,7 +263,7 @@ def test_a_reader_that_stalls_is_cut_off_and_holds_nobody() -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 8])
-def test_who_reads_slowly_keeps_no_place_in_the_queue(monkeypatch: pytest.MonkeyPatch, prompts: int) -> None:
+def test_slow_readers_release_their_place_in_the_queue(monkeypatch: pytest.MonkeyPatch, prompts: int) -> None:
     """Their tokens are generated: what waits for the client is counted as its memory."""
     monkeypatch.setattr(Quick, "write_seconds", 120.0)
     with served(sequences=64) as server:
@@ -293,7 +293,7 @@ def test_health_is_that_of_the_engine() -> None:
         assert server.llm.engine_pid != pid and post(server, {"prompt": "x"}).status_code == 200
 
 
-def test_while_it_drains_streams_end_well_and_whoever_comes_is_reported() -> None:
+def test_while_it_drains_streams_end_and_new_requests_are_refused() -> None:
     command = Command(str(Path(__file__).with_name("serve_fake.py")), "0.01", "30")
     body = {**LONG, "stream": True, "max_tokens": 100}
 
@@ -365,7 +365,7 @@ def test_long_lists_of_tokens_are_counted_until_they_are_sent(monkeypatch: pytes
         until(lambda: not admission.answer_bytes.total())
 
 
-def test_what_is_no_time_is_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_no_times_are_reported(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--request-timeout", "--max-queue-wait"):
         for wrong in ("-1", "nan", "1e9"):
             assert main_serve([str(toy), f"{flag}={wrong}"]) == 1

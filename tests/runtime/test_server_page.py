@@ -42,7 +42,7 @@ def test_the_policy_names_what_stands_in_the_document(client: httpx.Client) -> N
     assert 'data-key="needed"' in reply.text and KEY not in reply.text
 
 
-def test_a_password_opens_the_page_alone(client: httpx.Client) -> None:
+def test_a_password_opens_only_the_page(client: httpx.Client) -> None:
     assert client.get("/", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
     assert client.head("/", headers=basic(f":{KEY}")).status_code == 200
     for headers in ({}, basic("anybody:wrong"), basic(KEY), {"Authorization": "Basic §"}, {"Authorization": "Basic"}):

@@ -51,7 +51,7 @@ def test_a_slash_at_the_end_changes_nothing() -> None:
         assert httpx.get(f"{server.url}/v1/completions/", headers=head).status_code == 405
 
 
-def test_who_has_no_host_may_be_an_old_check_and_a_wrong_one_is_refused(server: Served) -> None:
+def test_requests_without_a_host_are_allowed_and_wrong_hosts_refused(server: Served) -> None:
     assert raw(server, "GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
     assert raw(server, "OPTIONS / HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 405")
     for host, status in (("localhost:8000", 200), ("evil.test", 421), ("", 400)):

@@ -89,7 +89,7 @@ def test_options_that_the_artifact_cannot_have_are_refused(
     assert f"LLMC-{code}" in capsys.readouterr().err
 
 
-def test_a_gpu_is_asked_through_its_tool_alone(
+def test_a_dry_run_compares_the_needed_memory_with_that_of_the_gpu(
     toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The toy's sizes on machines with several amounts of memory, or nothing in sight."""

@@ -116,7 +116,7 @@ def test_an_output_without_a_text_has_an_empty_message(servers: Servers) -> None
             assert [item["type"] for item in body["output"]] == kinds and shown(body["output"])[-1][1] == ""
 
 
-def test_the_response_repeats_what_was_asked(servers: Servers) -> None:
+def test_the_response_repeats_the_request(servers: Servers) -> None:
     form = {"type": "json_schema", "name": "one", "schema": {"type": "object", "properties": {"a": {"const": 1}}}}
     body = post(servers, {
         "model": "parrot", "input": HELLO, "instructions": "Be kind.", "metadata": {"a": "b"}, "top_p": 0.5,
@@ -221,7 +221,7 @@ def test_a_stored_response_is_continued_listed_and_deleted(servers: Servers) -> 
     assert gone.status_code == 404 and gone.json()["error"]["code"] == "item_not_found"
 
 
-def test_what_is_not_to_be_stored_is_not(servers: Servers) -> None:
+def test_responses_with_store_false_are_not_stored(servers: Servers) -> None:
     store = servers[1]["think"].stored
     before = store.count, store.used
     one = post(servers, {"input": HELLO, "store": False}).json()
@@ -283,7 +283,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), REFUSED)
-def test_what_is_not_supported_is_refused_by_name(servers: Servers, body: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(servers: Servers, body: dict[str, Any], param: str) -> None:
     asked = {"input": HELLO, **body} if body and "input" not in body else body
     small = post(servers, asked)
     large = post(servers, {**asked, "unknown": "x" * 40_000})

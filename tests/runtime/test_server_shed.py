@@ -355,7 +355,7 @@ def test_a_prepared_refusal_is_sent_again_for_a_moment_and_only_for_its_key_and_
         assert shed.answer(head(2), common) is None, "there is room, whatever was answered before"
 
 
-def test_what_is_free_is_given_to_one_request_at_a_time_under_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_overload_free_slots_go_to_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with full() as server:
         shed, clock = shedder(server, monkeypatch)
         server.serving.admission.sequences += 2

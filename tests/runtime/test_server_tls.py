@@ -104,7 +104,7 @@ def test_clients_show_certificates_where_they_must(pem: Path) -> None:
             assert client.get(f"{command.url}/health").status_code == 200
 
 
-def test_who_does_not_end_the_handshake_is_cut_off(pem: Path) -> None:
+def test_unfinished_handshakes_are_disconnected(pem: Path) -> None:
     class Quick(ServerLoop):
         handshake_seconds = 0.3
 
@@ -335,7 +335,7 @@ def test_options_of_tls_that_cannot_be_meant(pem: Path, capsys: pytest.CaptureFi
         assert "E649" in capsys.readouterr().err
 
 
-def test_a_unix_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_open_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "serve.sock"
     with started("--uds", str(path), "--timeout-keep-alive", "1") as command:
         assert command.url == f"http+unix://{path}"
@@ -354,7 +354,7 @@ def test_a_unix_socket_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_only_a_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+def test_only_a_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "old.sock"
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))

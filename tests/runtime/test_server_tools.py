@@ -156,7 +156,7 @@ def good(found: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "unknown"])
-def test_what_is_enforced_is_a_call_that_the_schema_allows(ask: Ask, name: str) -> None:
+def test_an_enforced_call_matches_the_schema(ask: Ask, name: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": BOUNDED}}, NOW]
     draw = random.Random(name)
     thought = WRITTEN.get(name, ("", ""))[1]
@@ -194,7 +194,7 @@ def test_a_strict_call_follows_its_schema_and_text_is_free(ask: Ask, name: str) 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_the_template_writes_is_what_the_grammar_allows(servers: Servers, ask: Ask, name: str) -> None:
+def test_the_grammar_allows_calls_as_the_template_writes_them(servers: Servers, ask: Ask, name: str) -> None:
     """The model repeats an earlier call, as its template writes it, under the grammar."""
     if name == "opens":  # its template has no form of calls
         return

@@ -58,7 +58,7 @@ def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
     assert len({tuple(o.token_ids) for o in got.outputs}) == 3
 
 
-def test_what_all_outputs_share_is_checked_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_parameters_of_outputs_are_checked_and_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 outputs under 65,536 allowed ids held the engine for seconds."""
     made: list[object] = []
     monkeypatch.setattr(scheduler_config, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
@@ -110,7 +110,7 @@ def test_the_prompt_is_computed_once(depth: int, prompt: int) -> None:
     assert [r.num_cached for r in requests] == [0, shared, shared, shared]
 
 
-def test_a_leader_that_is_aborted_holds_nobody_up() -> None:
+def test_an_aborted_leader_does_not_delay_the_others() -> None:
     rig = Rig(2)
     leader = Request("a", [1] * 90, SamplingParams(max_tokens=3))
     other = Request("b", [1] * 90, SamplingParams(max_tokens=3, ignore_eos=True), leader=leader)

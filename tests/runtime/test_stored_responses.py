@@ -188,7 +188,7 @@ def test_the_counts_stay_right_whatever_happens() -> None:
     check(one, 40_000)
 
 
-def test_a_server_that_stores_nothing_says_so() -> None:
+def test_a_server_without_a_store_refuses_stored_responses() -> None:
     one = store(0)
     assert not one.enabled
     with pytest.raises(ApiError, match="stores none"):

@@ -100,7 +100,7 @@ def test_texts(form: dict[str, Any], good: list[str], bad: list[str]) -> None:
         ({"structures": [{"begin": "a"}], "triggers": ["a"]}, "structures[0].schema: an object"),
     ],
 )
-def test_what_is_not_supported_is_named(form: dict[str, Any], cause: str) -> None:
+def test_unsupported_formats_are_named(form: dict[str, Any], cause: str) -> None:
     with pytest.raises(Refused) as caught:
         allows(form, "")
     assert cause in str(caught.value)

@@ -15,7 +15,7 @@ def context(number: int, tokens: list[int], num_prompt: int = 0, scope: str = "a
     return DraftContext(str(number), tokens, num_prompt, scope)
 
 
-def test_what_followed_in_the_text() -> None:
+def test_drafts_are_the_tokens_that_followed_in_the_text() -> None:
     draft = SuffixDraft()
     assert list(draft.propose(context(0, [1, 2, 3, 4, 5, 9, 1, 2, 3]), 4)) == [4, 5, 9, 1]
     assert list(draft.propose(context(1, [1, 2, 3, 4, 5, 9, 1, 2, 3]), 2)) == [4, 5]
@@ -34,7 +34,7 @@ def test_the_longest_match_decides_and_then_the_majority() -> None:
     assert list(draft.propose(context(2, unlike), 2)) == [], "each continuation has a probability of 0.1"
 
 
-def test_ended_outputs_serve_their_scope_alone() -> None:
+def test_ended_outputs_are_used_only_in_their_scope() -> None:
     draft = SuffixDraft()
     first = context(0, [50, 51, 1, 2, 3, 4, 5, 6], num_prompt=2)
     draft.propose(first, 4)

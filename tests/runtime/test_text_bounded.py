@@ -17,7 +17,7 @@ def tokenizer(backend: object) -> Tokenizer:
 
 @pytest.mark.parametrize("make", [textkit.byte_level, textkit.sentencepiece, textkit.metaspace])
 @pytest.mark.parametrize("special", [True, False])
-def test_what_is_not_refused_has_the_ids_of_the_whole_text(make: object, special: bool) -> None:
+def test_accepted_texts_have_the_ids_of_the_whole_text(make: object, special: bool) -> None:
     tok = tokenizer(make())  # type: ignore[operator]
     text = TEXT * 40
     whole = tok.encode(text, add_special_tokens=special)

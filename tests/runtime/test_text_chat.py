@@ -80,7 +80,7 @@ def test_the_text_is_that_of_transformers(theirs: Any, name: str, chat: str) -> 
         assert ours.render(messages, **options) == expected
 
 
-def test_what_a_generation_block_sets_stays_inside_as_with_transformers(theirs: Any) -> None:
+def test_variables_of_a_generation_block_are_local_as_with_transformers(theirs: Any) -> None:
     text = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
     expected = theirs.apply_chat_template(HI, chat_template=text, tokenize=False)
     assert ChatTemplate(text, {}).render(HI) == expected
@@ -94,7 +94,7 @@ def test_text_parts_reach_a_template_that_reads_them_and_are_joined_for_others()
         ChatTemplate(TEMPLATES["chatml"], {}).render([image])
 
 
-def test_what_a_template_reads_is_known_before_it_is_rendered() -> None:
+def test_variables_of_a_template_are_known_before_it_is_rendered() -> None:
     found = {name: ChatTemplate(text, {}).reads for name, text in TEMPLATES.items()}
     assert {name for name, one in found.items() if one.tools} == TOOLED
     assert {name for name, one in found.items() if one.calls} == TOOLED
@@ -163,7 +163,7 @@ def test_the_processor_file_is_read_where_there_is_no_other(tmp_path: Path) -> N
         [[]],
     ],
 )
-def test_what_is_no_template_is_refused(value: Any, tmp_path: Path) -> None:
+def test_values_other_than_templates_are_refused(value: Any, tmp_path: Path) -> None:
     """It would become the prompt, or be passed over."""
     textkit.write_folder(tmp_path, textkit.byte_level(), config={"chat_template": value})
     with pytest.raises(LlmcError, match=r"E151.*tokenizer_config\.json: its chat_template"):

@@ -25,7 +25,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 
 @given(TINY, st.lists(st.text("ab ", min_size=1, max_size=4), max_size=4), st.booleans(), st.data())
 @settings(max_examples=400, deadline=None)
-def test_whatever_the_pieces_the_result_is_that_of_the_whole_text(
+def test_the_result_does_not_depend_on_how_the_text_is_divided(
     text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
     rule = StopStrings(stops, include=include)
@@ -105,7 +105,7 @@ def test_the_string_that_completes_earliest_wins() -> None:
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "the sea"), (True, "the sea and")])
-def test_the_stop_string_is_kept_where_asked_for(include: bool, text: str) -> None:
+def test_the_stop_string_is_kept_if_requested(include: bool, text: str) -> None:
     pieces, out = run("the sea and the sky", stop=[" and"], include_stop=include)
     assert "".join(pieces) == out.text == text
 

@@ -138,7 +138,7 @@ def test_an_unpaired_surrogate_is_refused(tmp_path: Path) -> None:
     assert e.value.code == "E621"
 
 
-def test_texts_in_batches_are_encoded_as_alone() -> None:
+def test_texts_in_batches_are_encoded_as_single_ones() -> None:
     """Also with a text in the middle of a batch that cannot be encoded: the error names its number."""
     tok = Tokenizer(textkit.byte_level(bos=True), {}, {})
     draw = random.Random(5)

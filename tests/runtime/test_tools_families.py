@@ -177,7 +177,7 @@ def read(form: type[CallFormat], pieces: list[str]) -> Parsed:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
+def test_calls_are_parsed_and_incomplete_ones_stay_content(form: type[CallFormat], seed: int) -> None:
     draw = random.Random(f"{form.name} {seed}")
     words = Words(draw)
     calls = [("f", words.arguments()), ("get_weather", {"city": words.text()}), ("f", {})]
@@ -243,7 +243,7 @@ def test_a_call_that_is_cut_off_leaves_no_markup_in_the_content(form: type[CallF
             assert name == wanted and (json.dumps(values).startswith(arguments[:8]) or arguments)
 
 
-def test_what_a_cut_output_says_besides_calls_stays() -> None:
+def test_text_beside_calls_of_a_truncated_output_stays() -> None:
     for form, text in (
         (CODER, "a < b <tool_cal"), (PY, "see [1, 2"), (PY, "[1, 2"), (registry.Llama3Json, '{"city": "Bo'),
         (registry.Hermes, "no <b>call</b>"), (registry.Phi4Mini, "functools are [fine"),
@@ -255,7 +255,7 @@ CODER, GLM, PY, V31 = registry.Qwen3Coder, registry.Glm45, registry.Pythonic, re
 ALL = "<tool_call>\n<function=f>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
-def test_what_looks_like_calls_and_is_none_is_content() -> None:
+def test_text_that_only_resembles_calls_is_content() -> None:
     for form, text in (
         (CODER, "<tool_call>oops</tool_call>"), (CODER, "<tool_call>\n<function=f"), (CODER,
         "<function=unknown>\n</function>"),

@@ -119,7 +119,7 @@ def written(form: type[CallFormat], calls: list[tuple[str, Any]], draw: random.R
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("seed", range(25))
-def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[CallFormat], seed: int) -> None:
+def test_calls_are_parsed_and_incomplete_ones_stay_content(form: type[CallFormat], seed: int) -> None:
     draw, words = random.Random(seed), list[str]()
     calls = [(draw.choice(sorted(NAMES)), {"x": drawn(draw, words), "y": drawn(draw, words)}) for _ in range(3)]
     calls = calls[: draw.randrange(1, 4)]
@@ -134,7 +134,7 @@ def test_what_is_written_comes_out_and_what_breaks_off_is_not_lost(form: type[Ca
     assert not [word for word in re.findall("w[0-9]+w", broken) if word not in kept]
 
 
-def test_what_looks_like_calls_and_is_none_is_content() -> None:
+def test_text_that_only_resembles_calls_is_content() -> None:
     for form, text in (
         (Hermes, "<tool_call>oops</tool_call>"), (Hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         (Hermes, '<tool_call>{"name": "no name", "arguments": {}}</tool_call>'), (Hermes, '<tool_call>{"name": "f'),

@@ -151,7 +151,7 @@ def test_a_forked_process_gets_an_error() -> None:
     assert len(list(stream)) == 19
 
 
-def test_a_closed_llm_says_so() -> None:
+def test_calls_of_a_closed_llm_raise_an_error() -> None:
     llm = make()
     stream = llm.stream("a b", params(20))
     next(stream)

@@ -44,7 +44,7 @@ def executor(driver: Driver, tmp_path: Path) -> Iterator[Executor]:
     made.close()
 
 
-def test_what_the_device_says_of_itself(executor: Executor) -> None:
+def test_the_description_of_the_device(executor: Executor) -> None:
     assert isinstance(executor.device, HipDevice) and executor.depth == 2
     facts = executor.device.describe()
     assert facts["name"] == "Fake GPU" and facts["arch"] == "gfx942" and facts["driver"] == "ROCm 7.2"

@@ -174,7 +174,7 @@ def test_which_stream_waits(device: CudaDevice, driver: Driver) -> None:
             array.__dlpack__(stream=wrong)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_had(device: CudaDevice) -> None:
+def test_impossible_exports_are_refused(device: CudaDevice) -> None:
     memory = device.alloc(64)
     memory.__dlpack__(dl_device=(2, 0), copy=False)
     for options in ({"dl_device": (1, 0)}, {"dl_device": (2, 1)}, {"copy": True}):

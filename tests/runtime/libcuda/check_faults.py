@@ -88,7 +88,7 @@ def test_another_architecture(artifact: Artifact, driver: Driver) -> None:
         ("sm_100", "sm_100", True), ("sm_120", "sm_121", False), ("gfx942", "sm_90", False),
     ],
 )  # fmt: skip
-def test_what_runs_where(arch: str, gpu: str, fits: bool) -> None:
+def test_architectures_that_can_run_an_artifact(arch: str, gpu: str, fits: bool) -> None:
     try:
         check_arch(TargetInfo(f"cuda:{arch}", arch, ()), gpu, "")
     except LlmcError as error:

@@ -61,7 +61,7 @@ def program(**changes: Any) -> Program:
     return Program.load(made.dump(), "maps")  # as it is read from an artifact
 
 
-def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
+def test_tensor_maps_that_a_kernel_receives(driver: Driver, tmp_path: Path) -> None:
     parts = replace(toy.parts(tmp_path), kernels=(toy.kernel(KERNEL, "maps"),), programs=())
     write_artifact(tmp_path / "toy.llmc", parts)
     device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
@@ -119,7 +119,7 @@ def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
         ({"swizzle": 4}, "swizzle"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], words: str) -> None:
+def test_refused_tensor_maps(change: dict[str, Any], words: str) -> None:
     good = program().launches[0].maps
     with pytest.raises(LlmcError, match=words):
         program(maps=(replace(good[0], **change), good[1]))

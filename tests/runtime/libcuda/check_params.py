@@ -64,7 +64,7 @@ def program(*params: Param, maps: tuple[TensorMap, ...] = (WHOLE,), **changes: A
     return Program.load(Program("params", symbols, symbols, (x, y), (launch,), 0).dump(), "params")
 
 
-def test_what_a_kernel_gets(driver: Driver, tmp_path: Path) -> None:
+def test_parameters_that_a_kernel_receives(driver: Driver, tmp_path: Path) -> None:
     """In two runs, between which a size changes."""
     kernels = (toy.kernel(KERNEL, "params"),)
     write_artifact(tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=kernels, programs=()))
@@ -250,7 +250,7 @@ def test_params_are_read_as_they_were_written() -> None:
         (Param("tensor", 0, expr.of("T"), offset=expr.of(24 * 128)), "is outside of the buffer"),
     ],
 )
-def test_what_is_refused(param: Param, words: str) -> None:
+def test_refused_parameters(param: Param, words: str) -> None:
     with pytest.raises(LlmcError, match=words) as e:
         program(param)
     assert e.value.code == "E103"
@@ -272,6 +272,6 @@ def test_what_is_refused(param: Param, words: str) -> None:
         {"tensor": 0, "size": "T", "type": "i32"},
     ],
 )
-def test_what_is_no_parameter(value: Any) -> None:
+def test_unknown_kinds_of_parameters_are_refused(value: Any) -> None:
     with pytest.raises(LlmcError, match="E103"):
         Param.read(value, "a parameter")

@@ -84,7 +84,7 @@ def test_every_byte_arrives(
     assert (driver.registrations > 0) == (method == MAPPED)
 
 
-def test_what_is_registered_at_once_is_bounded(
+def test_registered_memory_is_limited(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread registers one span at a time, and a span consists of whole blocks."""
