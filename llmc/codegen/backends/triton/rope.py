@@ -47,7 +47,7 @@ class HeadKernel(TritonKernel):
         """Return (tokens, heads per token)."""
         raise NotImplementedError
 
-    def dtypes(self, node: Node) -> list[Type]:
+    def float_types(self, node: Node) -> list[Type]:
         """Return the types that must be floats of at least 16 bits: all floats except pools."""
         values = [*node.operands, *node.results]
         return [t for v in values if (t := v.type).dtype not in ("i32", "i64") and not (t.state and t.dtype in FLOAT8)]
@@ -57,7 +57,7 @@ class HeadKernel(TritonKernel):
             return why
         if len({v.type.dtype for v in (node.operand("qw"), node.operand("kw")) if v}) > 1:
             return "the gains of queries and keys have different dtypes"
-        if bad := next((t for t in self.dtypes(node) if t.dtype not in FLOATS), None):
+        if bad := next((t for t in self.float_types(node) if t.dtype not in FLOATS), None):
             return f"{bad} is not one of {', '.join(FLOATS)}"
         return None
 
