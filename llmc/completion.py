@@ -206,10 +206,10 @@ def _fish(roots: list[Node]) -> str:
         root, condition = node.path[0], ""
         if len(node.path) > 1:
             condition = "; and ".join(f"__fish_seen_subcommand_from {name}" for name in node.path[1:])
-        none = (
+        no_subcommand = (
             f"not __fish_seen_subcommand_from {' '.join(n.name for n in node.subcommands)}" if node.subcommands else ""
         )
-        condition_text = "; and ".join(filter(None, (condition, none)))
+        condition_text = "; and ".join(filter(None, (condition, no_subcommand)))
         head = f"complete -c {root}" + (f" -n {shlex.quote(condition_text)}" if condition_text else "")
         lines += [f"{head} -f -a {n.name} -d {shlex.quote(n.help)}" for n in node.subcommands]
         if not node.subcommands and isinstance(node.arguments, tuple) and node.arguments:

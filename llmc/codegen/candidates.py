@@ -82,8 +82,9 @@ def candidates(
         raise _no_kernel(node, target, reasons)
     limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf
 
-    def rank(o: Candidate) -> tuple[bool, bool, bool, float]:
-        return o.kernel.name not in prefer, not o.leads, not o.measured or o.us > limit, o.us
+    def rank(candidate: Candidate) -> tuple[bool, bool, bool, float]:
+        measured = candidate.measured and candidate.us <= limit
+        return candidate.kernel.name not in prefer, not candidate.leads, not measured, candidate.us
 
     return sorted(out, key=rank)
 
@@ -137,11 +138,11 @@ def refusals(
     node: Node, kernels: Mapping[str, Kernel], target: Target, selected: Collection[Candidate] = ()
 ) -> dict[str, str]:  # fmt: skip
     """Return name -> reason of the kernels of the target that implement the node's op, but are not in `selected`."""
-    other = "its order of sums depends on the batch, or is not the one that all programs use"
+    not_same_order = "its order of sums depends on the batch, or is not the one that all programs use"
     opt_in = "opt-in: neither measured for this node nor in select{prefer=[...]}"
     names = {o.kernel.name for o in selected}
     rest = (k for k in claiming(node, kernels, target) if k.name not in names)
-    return {k.name: k.reject(node, target) or k.missing() or (opt_in if k.opt_in else other) for k in rest}
+    return {k.name: k.reject(node, target) or k.missing() or (opt_in if k.opt_in else not_same_order) for k in rest}
 
 
 def is_fastest(kernel: Kernel, n: Node, target: Target, env: Mapping[str, int], tuning: Tuning) -> bool:

@@ -209,9 +209,9 @@ def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str,
         messages = path.with_suffix(".log")
         messages.write_text(log)
         saved += f", the compiler's messages as {messages.name} beside it"
-    whose = f" of the package {source.package}" if source.package else ""
+    of_package = f" of the package {source.package}" if source.package else ""
     remedy = f"correct the kernel; {saved}" if source.package else f"{saved}; report it, or choose another target"
-    error = Diagnostic("E502", f"{compiler} could not compile {title(source)}{whose}: {why}", remedy, loc=loc)
+    error = Diagnostic("E502", f"{compiler} could not compile {title(source)}{of_package}: {why}", remedy, loc=loc)
     if log:
         error.add_note(log)
     return error

@@ -69,9 +69,9 @@ def _lightning(module: Any) -> Callable[..., tuple[Tensor, None]]:
 
     def forward(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         heads, size = module.num_attention_heads, module.head_dim
-        each = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))
+        projected = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, 3 * size))
         rates = module.slope_rate.float().flatten().expand(*hidden_states.shape[:2], heads)
-        out = torch.ops.llmc.linear_recurrence(*each.split(size, -1), -rates)
+        out = torch.ops.llmc.linear_recurrence(*projected.split(size, -1), -rates)
         gate = torch.sigmoid(module.output_gate(hidden_states))
         return module.out_proj(gate * module.norm(out.flatten(2))), None
 

@@ -76,7 +76,7 @@ def _mamba1(
     dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[..., None]
     dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
     dtype, x, dt = hidden_states.dtype, hidden_states.transpose(1, 2), dt.transpose(1, 2).float()
-    q, k = (each.transpose(1, 2).unsqueeze(2).to(dtype) for each in (C, B))
+    q, k = (factor.transpose(1, 2).unsqueeze(2).to(dtype) for factor in (C, B))
     v = (x.float() * dt).to(dtype).unsqueeze(-1)
     out = torch.ops.llmc.linear_recurrence(q, k, v, dt[..., None] * A.float()).squeeze(-1)
     if D is not None:

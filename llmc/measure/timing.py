@@ -94,9 +94,9 @@ def serving_step(n: Node, env: Mapping[str, int], context: int, page: int) -> St
 
 def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     """Return the number of copies that exceed the caches several times, within bounds."""
-    each = max(1, sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results]))
+    copy_bytes = max(1, sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results]))
     spread = max(SPREAD * target.limits.l2, MIN_SPREAD_BYTES)
-    return max(2, min(MAX_COPIES, -(-spread // each), MAX_BYTES // each))
+    return max(2, min(MAX_COPIES, -(-spread // copy_bytes), MAX_BYTES // copy_bytes))
 
 
 def module_of(candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]], target: Target) -> Module:

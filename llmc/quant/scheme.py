@@ -128,7 +128,7 @@ class Stored:
     def groups(self, part: str, columns: int, count: int, size: int) -> Groups | None:
         """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
-        So they are if all columns are in group 0 of several: some tools store zeros where the order is the natural one.
+        A part of only zeros means such runs as well: some tools store zeros if the columns have their natural order.
         Raises Diagnostic E341 if the part does not have `columns` entries, E342 if one is not below `count`, or if a
         group has more or fewer columns than the run that it stands for.
         """

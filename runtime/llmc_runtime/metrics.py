@@ -153,18 +153,18 @@ def add_stats(past: Mapping[str, Stat], now: Mapping[str, Stat]) -> dict[str, St
     return _sum([{name: _zero(value) if name in GAUGES else value for name, value in past.items()}, now])
 
 
-def total_stats(each: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
+def total_stats(engine_stats: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
     """Return the sums over several engines; kv_cache_usage_perc is the mean."""
-    out = _sum(each)
+    out = _sum(engine_stats)
     usage = out.get("kv_cache_usage_perc")
     if isinstance(usage, int | float):
-        out["kv_cache_usage_perc"] = usage / len(each)
+        out["kv_cache_usage_perc"] = usage / len(engine_stats)
     return out
 
 
-def _sum(each: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
+def _sum(engine_stats: Sequence[Mapping[str, Stat]]) -> dict[str, Stat]:
     out: dict[str, Stat] = {}
-    for stats in each:
+    for stats in engine_stats:
         for name, value in stats.items():
             out[name] = _added(out[name], value) if name in out else value
     return out

@@ -246,7 +246,7 @@ def test_sizes_grow_with_everything_that_multiplies() -> None:
     given = SamplingParams(logprobs=20, n=4, max_tokens=100_000)
     size = size_of(chat, given, [10], 400_000)
     fits = cut(given, size, 64 << 20, 4)
-    assert 0 < (fits.max_tokens or 0) < 100_000 and size.each * 4 * (fits.max_tokens or 0) <= 64 << 20
+    assert 0 < (fits.max_tokens or 0) < 100_000 and size.per_token * 4 * (fits.max_tokens or 0) <= 64 << 20
     assert cut(SamplingParams(max_tokens=5), size, 64 << 20, 4).max_tokens == 5
 
 

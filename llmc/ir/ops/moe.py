@@ -31,8 +31,10 @@ def gate(text: str) -> E:
         e = parse_expr(text)
     except ValueError as error:
         raise Mismatch(str(error)) from None
-    if odd := [x for x in walk(e) if x.fn.startswith("row_") or (x.fn == "arg" and x.args[0] > 1)]:
-        raise Mismatch(f"body {text!r} uses {odd[0]}; only pointwise expressions of a0 (gate) and a1 (up) are allowed")
+    if rejected := [x for x in walk(e) if x.fn.startswith("row_") or (x.fn == "arg" and x.args[0] > 1)]:
+        raise Mismatch(
+            f"body {text!r} uses {rejected[0]}; only pointwise expressions of a0 (gate) and a1 (up) are allowed"
+        )
     return e
 
 

@@ -110,8 +110,8 @@ def row_expr(text: str) -> E:
         e = parse_expr(text)
     except ValueError as error:
         raise Mismatch(str(error)) from None
-    if odd := [x for x in walk(e) if x.fn == "arg" and x.args[0] > 0]:
-        raise Mismatch(f"{text!r} uses {odd[0]}; the only operand is a0")
+    if rejected := [x for x in walk(e) if x.fn == "arg" and x.args[0] > 0]:
+        raise Mismatch(f"{text!r} uses {rejected[0]}; the only operand is a0")
     return e
 
 

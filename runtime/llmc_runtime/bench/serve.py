@@ -228,7 +228,7 @@ def _detailed(results: load_generator.ClientResults) -> dict[str, list[Any]]:
     }
 
 
-def _warnings(busy: float, late: float, mixes: Sequence[Mix], each: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _warnings(busy: float, late: float, mixes: Sequence[Mix], results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     warnings = []
     if busy > _BUSY or late > _LATE_MS:
         warnings.append(
@@ -236,7 +236,7 @@ def _warnings(busy: float, late: float, mixes: Sequence[Mix], each: Mapping[str,
             "late (p99); the server may be faster than these figures. Try more --client-processes"
         )
     for mix in mixes:
-        delay = each[mix.name]["max_send_delay_ms"]
+        delay = results[mix.name]["max_send_delay_ms"]
         if not mix.closed and delay > 100:
             warnings.append(
                 f"mix {mix.name!r}: requests were sent up to {delay:.0f} ms late; latencies count from sending"

@@ -58,20 +58,20 @@ class MeteredOutputs(OutputProcessor):
 class AllOutputs:
     """The open requests of all engines."""
 
-    def __init__(self, each: Sequence[OutputProcessor]) -> None:
-        self._each = each
+    def __init__(self, outputs: Sequence[OutputProcessor]) -> None:
+        self._outputs = outputs
 
     def __len__(self) -> int:
-        return sum(map(len, self._each))
+        return sum(map(len, self._outputs))
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the open requests in order of arrival, each with the number of its `engine`."""
-        rows = [{**row, "engine": i} for i, outputs in enumerate(self._each) for row in outputs.describe()]
+        rows = [{**row, "engine": i} for i, outputs in enumerate(self._outputs) for row in outputs.describe()]
         return sorted(rows, key=lambda row: -float(row["age"]))
 
     def abort(self, request_id: str) -> int:
         """Close the requests with this id. Return their number."""
-        return sum(outputs.abort(request_id) for outputs in self._each)
+        return sum(outputs.abort(request_id) for outputs in self._outputs)
 
 
 class Instances:

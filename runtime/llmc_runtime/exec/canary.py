@@ -116,8 +116,8 @@ def prompts_of(executor: Executor) -> tuple[tuple[int, ...], ...]:
 def _max_row_tokens(executor: Executor) -> int:
     """Return the maximum length of each of the rows that run together, in tokens."""
     page = executor.capacity.page_size
-    each = executor.capacity.pages // len(LENGTHS) * page or executor.capacity.tokens
-    return min(executor.artifact.manifest.limits.max_model_len, each)
+    tokens = executor.capacity.pages // len(LENGTHS) * page or executor.capacity.tokens
+    return min(executor.artifact.manifest.limits.max_model_len, tokens)
 
 
 def record(executor: Executor) -> Canary:

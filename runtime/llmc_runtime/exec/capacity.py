@@ -86,12 +86,12 @@ def plan_kv(
     and the snapshots are subtracted first. `snapshots` is their number; None: SNAPSHOTS_PER_ROW for each row, if these
     fit. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
     """
-    kv, limits, each = manifest.kv, manifest.limits, manifest.bytes_per_snapshot
+    kv, limits, snapshot_bytes = manifest.kv, manifest.limits, manifest.bytes_per_snapshot
     useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)
     count = _snapshots(manifest, snapshots, free - need.total, share, kv_bytes)
     if need.total:
-        need = replace(need, snapshots=count * each)
-    available = free - need.total - (0 if need.total else count * each)
+        need = replace(need, snapshots=count * snapshot_bytes)
+    available = free - need.total - (0 if need.total else count * snapshot_bytes)
     budget = max(0, int(available * share)) if kv_bytes is None else kv_bytes
     pages = min(useful, budget // kv.bytes_per_page) if kv.bytes_per_page else useful
     sequence_bytes = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
@@ -106,7 +106,7 @@ def plan_kv(
         tokens = available // kv.bytes_per_page * kv.page_size
         remedy = f"set at most {size_text(available)}, enough for {tokens} tokens"
         raise LlmcError("E205", f"the KV cache needs {size_text(budget)}; {remaining}", remedy)
-    return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len, count, each)
+    return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len, count, snapshot_bytes)
 
 
 def _snapshots(manifest: Manifest, requested: int | None, available: int, share: float, kv_bytes: int | None) -> int:
@@ -114,17 +114,17 @@ def _snapshots(manifest: Manifest, requested: int | None, available: int, share:
 
     Raises LlmcError E205 if the requested ones do not fit.
     """
-    each, limit = manifest.bytes_per_snapshot, int(max(0, available) * share)
-    if not each:
+    snapshot_bytes, limit = manifest.bytes_per_snapshot, int(max(0, available) * share)
+    if not snapshot_bytes:
         return 0
     if requested is None:
         room = limit // _SNAPSHOT_SHARE
         room = room if kv_bytes is None else min(room, available - kv_bytes)
-        return min(SNAPSHOTS_PER_ROW * manifest.limits.max_num_seqs, max(0, room) // each)
-    if requested * each > limit:
-        needed = size_text(requested * each)
+        return min(SNAPSHOTS_PER_ROW * manifest.limits.max_num_seqs, max(0, room) // snapshot_bytes)
+    if requested * snapshot_bytes > limit:
+        needed = size_text(requested * snapshot_bytes)
         cause = f"{requested} state snapshots need {needed}; {size_text(limit)} are left for them and the KV cache"
-        raise LlmcError("E205", cause, f"set --state-snapshots to less than {limit // each}")
+        raise LlmcError("E205", cause, f"set --state-snapshots to less than {limit // snapshot_bytes}")
     return requested
 
 

@@ -97,13 +97,14 @@ class DraftSteps:
         likely: dict[int, list[float]] = {i: [] for i in going}
         chances, count = dict.fromkeys(going, 1.0), 0
         while going:
-            each = 1 if count else self._begins
-            entries = [work[i].row for i in going for _ in range(each)]
+            entries_per_row = 1 if count else self._begins
+            entries = [work[i].row for i in going for _ in range(entries_per_row)]
             points = self._next if count else self._first
-            points.ready((entries, [1] * len(entries), [*[0] * (each - 1), 1] * len(going))).run()
+            points.ready((entries, [1] * len(entries), [*[0] * (entries_per_row - 1), 1] * len(going))).run()
             count += 1
             if self.stops:
-                for i, logprob in zip(going, self._logprobs[each - 1 : len(entries) : each].tolist()):
+                last = self._logprobs[entries_per_row - 1 : len(entries) : entries_per_row]
+                for i, logprob in zip(going, last.tolist()):
                     likely[i].append(exp(logprob))
                     if (stop := work[i].stop) is not None:
                         chances[i] *= stop.chance(likely[i][-1])

@@ -262,8 +262,8 @@ class Executor:
         if self._proposed is not None and True in self.rows.drafts:
             ticket.proposed = device.fetch(self._proposed, 0, count * 4)
         if ticket.needs_logprobs:
-            each = (4, 4, 4 * width, 4 * width)
-            ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, each))
+            row_bytes = (4, 4, 4 * width, 4 * width)
+            ticket.logprobs = tuple(device.fetch(m, 0, count * n) for m, n in zip(self._outputs, row_bytes))
         if self._snapshots is not None:
             for save in ticket.saves:
                 self._snapshots.save(save.row, save.entry)

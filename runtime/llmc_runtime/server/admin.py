@@ -189,8 +189,8 @@ def state_of(serving: Serving) -> dict[str, Any]:
 
 def _engines_of(serving: Serving) -> dict[str, Any]:
     """Return the states of several engines; nothing for one."""
-    each = serving.llm.engines
-    if len(each) == 1:
+    engines = serving.llm.engines
+    if len(engines) == 1:
         return {}
     states = [
         {
@@ -200,7 +200,7 @@ def _engines_of(serving: Serving) -> dict[str, Any]:
             "restarts": engine.restarts,
             "requests": len(engine.outputs),
         }
-        for i, engine in enumerate(each)
+        for i, engine in enumerate(engines)
     ]
     return {"engines": states}
 

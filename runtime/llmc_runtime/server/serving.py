@@ -238,27 +238,27 @@ class Serving:
         if max(lengths) >= config.max_model_len:  # independent of the queue
             raise self._too_long(max(lengths), call)
         limited = request.max_tokens is not None or getattr(request, "max_completion_tokens", None) is not None
-        each = [params] * len(prompts)
+        prompt_params = [params] * len(prompts)
         if not limited:
             context = min(config.max_model_len, config.num_pages * config.page_size + 1)
-            each = [fitted(params, context - length) for length in lengths]
-        size = size_of(request, params, lengths, self._tokens(each, lengths), call.repeats)
+            prompt_params = [fitted(params, context - length) for length in lengths]
+        size = size_of(request, params, lengths, self._tokens(prompt_params, lengths), call.repeats)
         if not limited and size.total > self.max_answer:  # shorten the outputs
-            each = [cut(fitted_params, size, self.max_answer, params.n * len(prompts)) for fitted_params in each]
-            size = replace(size, tokens=self._tokens(each, lengths))
+            prompt_params = [cut(p, size, self.max_answer, params.n * len(prompts)) for p in prompt_params]
+            size = replace(size, tokens=self._tokens(prompt_params, lengths))
         check_size(request, size, self.max_answer)
         if size.reserved:
             call.resources.response_memory = self.admission.reserve_response(call.key, size.total)
         priority = check_priority(request.priority)
         if call.resources.slot is None:
             self.reserve(call, params, len(prompts))
-        jobs = list(zip(prompts, each, strict=True))
+        jobs = list(zip(prompts, prompt_params, strict=True))
         return self._admitted(jobs, priority, call.cache_salt(request.cache_salt), call)
 
-    def _tokens(self, each: list[SamplingParams], lengths: list[int]) -> int:
+    def _tokens(self, prompt_params: list[SamplingParams], lengths: list[int]) -> int:
         """Return the maximum number of tokens that may be generated after prompts of these lengths."""
         context = self.llm.config.max_model_len
-        return sum((params.max_tokens or context - length) * params.n for params, length in zip(each, lengths))
+        return sum((params.max_tokens or context - length) * params.n for params, length in zip(prompt_params, lengths))
 
     def _too_long(self, tokens: int, call: Call) -> ApiError:
         length = self.llm.config.max_model_len

@@ -193,8 +193,8 @@ def _distance(a: StreamTile, b: StreamTile) -> float:
 def _fits_registers(p: Product, tile: StreamTile, rows: int) -> bool:
     """Whether a thread's float32 sums and the weights that it has loaded ahead fit its registers."""
     bn, bk, warps, stages = tile
-    each = bn * bk * p.parts // (warps * 32)
-    return each * rows <= 128 and each * rows + stages * each * DTYPES[p.w.dtype].bits // 32 <= 256
+    sums = bn * bk * p.parts // (warps * 32)
+    return sums * rows <= 128 and sums * rows + stages * sums * DTYPES[p.w.dtype].bits // 32 <= 256
 
 
 class NormGemv(Gemv):

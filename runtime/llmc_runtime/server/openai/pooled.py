@@ -100,12 +100,12 @@ class PooledResponse:
     def _reserve_response(self, count: int, pooling: Pooling, params: PoolingParams) -> None:
         """Reserve the memory of the response. Raises ApiError 400 if it would be too large."""
         request, width = self._request, params.dimensions or pooling.width
-        each = _ITEM
+        item_bytes = _ITEM
         if isinstance(request, EmbeddingRequest | ClassifyRequest):
-            each += width * (_BASE64 if getattr(request, "encoding_format", None) == BASE64 else _NUMBER)
+            item_bytes += width * (_BASE64 if getattr(request, "encoding_format", None) == BASE64 else _NUMBER)
         else:
-            each += width * _FLOAT  # kept until all scores are known
-        size = count * each
+            item_bytes += width * _FLOAT  # kept until all scores are known
+        size = count * item_bytes
         if size > self._serving.max_answer:
             cause = f"{count} results of {width} numbers are more than {self._serving.max_answer} bytes"
             raise ApiError(f"{cause}; send several requests, or encoding_format: base64", param=self._call.prompt_param)

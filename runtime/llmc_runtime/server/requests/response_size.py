@@ -23,20 +23,20 @@ _TOKEN, _ID = 8, 8  # bytes per token, as text and as an id
 class Size:
     """The estimated size of a response.
 
-    `fixed` are the bytes for the prompts, `each` the bytes per generated token, and `tokens` the maximum number of
+    `fixed` are the bytes for the prompts, `per_token` the bytes per generated token, and `tokens` the maximum number of
     generated tokens of all outputs. `reserved` is true if the response contains more than text, so that memory is
     reserved for it until it is sent.
     """
 
     fixed: int
-    each: int
+    per_token: int
     tokens: int
     reserved: bool
 
     @property
     def total(self) -> int:
         """The total in bytes."""
-        return self.fixed + self.each * self.tokens
+        return self.fixed + self.per_token * self.tokens
 
 
 def size_of(request: Generation, params: SamplingParams, lengths: list[int], tokens: int, repeats: int = 1) -> Size:
@@ -45,9 +45,9 @@ def size_of(request: Generation, params: SamplingParams, lengths: list[int], tok
     The log-probabilities of generated tokens are sent `repeats` times.
     """
     chat = isinstance(request, ChatRequest)
-    each, prompt = _TOKEN, 0
+    per_token, prompt = _TOKEN, 0
     if params.logprobs is not None:
-        each += (params.logprobs + 2) * (_CHAT if chat else _COMPLETION) * repeats
+        per_token += (params.logprobs + 2) * (_CHAT if chat else _COMPLETION) * repeats
     if request.prompt_logprobs is not None:
         prompt += (request.prompt_logprobs + 1) * _SCORED
     if getattr(request, "echo", None):
@@ -55,9 +55,9 @@ def size_of(request: Generation, params: SamplingParams, lengths: list[int], tok
         if params.logprobs is not None:
             prompt += (params.logprobs + 2) * _COMPLETION
     if request.return_token_ids:
-        each, prompt = each + _ID, prompt + _ID
+        per_token, prompt = per_token + _ID, prompt + _ID
     copies = 1 if chat else params.n  # completions repeat the prompt's data in each choice
-    return Size(sum(lengths) * prompt * copies, each, tokens, each > _TOKEN or prompt > 0)
+    return Size(sum(lengths) * prompt * copies, per_token, tokens, per_token > _TOKEN or prompt > 0)
 
 
 def check_size(request: Generation, size: Size, limit: int) -> None:
@@ -77,7 +77,7 @@ def cut(params: SamplingParams, size: Size, limit: int, outputs: int) -> Samplin
 
     Returns `params` unchanged if not even one token fits.
     """
-    affordable = (limit - size.fixed) // (size.each * outputs)
+    affordable = (limit - size.fixed) // (size.per_token * outputs)
     if affordable <= 0 or (params.max_tokens is not None and params.max_tokens <= affordable):
         return params
     return replace(params, max_tokens=affordable, min_tokens=min(params.min_tokens, affordable))

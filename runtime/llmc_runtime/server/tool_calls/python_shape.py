@@ -32,21 +32,21 @@ class PythonShape(Unmarked, ArguedFormat):
 
     def _parse_calls(self, opener: str) -> Steps[None]:
         yield from self._symbol(self.bracket)
-        more = end = self._BETWEEN.strip()
-        while end == more:
+        separator = end = self._BETWEEN.strip()
+        while end == separator:
             yield from self._next()
             name = yield from self._word()
             if not self._is_name(name):
                 raise Malformed
             self._open(name)
             yield from self._keywords()
-            end = yield from self._symbol(more + self._END)
+            end = yield from self._symbol(separator + self._END)
 
     def _keywords(self) -> Steps[None]:
         """Parse the arguments of a call, with an optional comma after the last one."""
         yield from self._symbol(self._ARGUMENTS)
-        more = end = self._NEXT.strip()
-        while end == more:
+        separator = end = self._NEXT.strip()
+        while end == separator:
             if (yield from self._next()) == self._CALL_END:
                 yield from self._symbol(self._CALL_END)
                 break
@@ -55,7 +55,7 @@ class PythonShape(Unmarked, ArguedFormat):
                 raise Malformed
             yield from self._symbol(self._IS)
             yield from self._keyword(key)
-            end = yield from self._symbol(more + self._CALL_END)
+            end = yield from self._symbol(separator + self._CALL_END)
         self._close()
 
     def _keyword(self, key: str) -> Steps[None]:
