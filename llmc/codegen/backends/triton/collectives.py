@@ -66,7 +66,7 @@ class Collective(TritonKernel):
         """Return the number of elements that lie in a row in the operand as well as in the result."""
         raise NotImplementedError
 
-    def launched(self, u: Unit, function: str, parts: int, operands: str, **elements: Dim) -> Code:
+    def launch_chunks(self, u: Unit, function: str, parts: int, operands: str, **elements: Dim) -> Code:
         """Return the call of a template whose chunks have `parts` parts of a lane per thread.
 
         operands: the names of its pointers. elements: numbers of elements, which the template takes in lanes.
@@ -130,7 +130,7 @@ class AllReduce(Collective):
 
     def code(self, u: Unit) -> Code:
         parts = u.schedule["parts"]
-        return self.launched(u, "all_reduce" if parts == 1 else "all_reduce_in_parts", parts, "x_ptr r_ptr")
+        return self.launch_chunks(u, "all_reduce" if parts == 1 else "all_reduce_in_parts", parts, "x_ptr r_ptr")
 
 
 class AllReduceNorm(Collective):
@@ -203,7 +203,7 @@ class AllGather(Collective):
         return product(shape[node.attrs["axis"] % len(shape) :])
 
     def code(self, u: Unit) -> Code:
-        return self.launched(u, "all_gather", 1, "x_ptr", WIDTH=self.row(u.node))
+        return self.launch_chunks(u, "all_gather", 1, "x_ptr", WIDTH=self.row(u.node))
 
 
 ALL_REDUCE = AllReduce("triton/all_reduce", ("all_reduce", "all_reduce_add"))

@@ -73,7 +73,10 @@ MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NV
 
 @dataclass(frozen=True)
 class Gemm(TritonKernel):
-    """linear and linear_map by tl.dot, for any number of tokens. swap: the weight is the left factor of tl.dot."""
+    """linear, linear_map and linear_split by tl.dot, for any number of tokens.
+
+    swap: the weight is the left factor of tl.dot; not for linear_split.
+    """
 
     swap: bool = False
     fills_multiprocessors: bool = True
@@ -111,8 +114,8 @@ class Gemm(TritonKernel):
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         p, s = Product.of(node), schedule
         tokens, columns = s["bm"], s["bn"] * (2 if self.joined(p, s) else 1)
-        if s["split"] > 1:
-            return None  # each step adds the columns of `split` slices of a row
+        if s["split"] > 1 or p.splits:  # each step adds columns of several slices; graphs may differ in `splits`
+            return None
         rows, columns = (columns, tokens) if self.swap else (tokens, columns)
         return dot_order(target, p.dot, rows, columns, s["warps"])
 
@@ -123,18 +126,21 @@ class Gemm(TritonKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = Product.of(node), schedule
         measured = self.swap and target.family == "cuda"
-        return product_us(p, s, target, env, self.swap) * (penalty(p, s, env) if measured else 1.0) + target.launch_us
+        us = product_us(p.unsplit, s, target, env, self.swap)
+        return us * (penalty(p, s, env) if measured else 1.0) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
-        grid = (rows, D(columns)) if self.swap else (rows * columns,)
+        grid = (rows, D(columns)) if self.swap else (rows * columns, *[D(p.splits)] * bool(p.splits))
         template, arguments = self.bind(u, p)
         return u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **arguments)
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
         """Return the template and its arguments."""
-        return gemm_small_template(u, p) if self.swap else gemm_template(u, p, 0)
+        if self.swap:
+            return gemm_small_template(u, p)
+        return Template("gemm", "gemm"), {**common(u, p), **large_arguments(u, p)}
 
 
 def common(u: Unit, p: Product) -> dict[str, Argument]:
@@ -155,16 +161,10 @@ def common(u: Unit, p: Product) -> dict[str, Argument]:
     }
 
 
-def gemm_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
-    """Return the template of large tiles and its arguments; `splits` is the number of parts of the depth, or 0."""
-    return Template("gemm", "gemm"), {
-        **common(u, p),
-        "x_ptr": "x0",
-        "weight_ptr": "x1",
-        "ROW_TILES": u.sizes(p.m.ceildiv(u.schedule["bm"])),
-        "SPLITS": splits,
-        "GROUP": u.schedule.get("group", GROUP),
-    }
+def large_arguments(u: Unit, p: Product, x: str = "x_ptr", weight: str = "weight_ptr") -> dict[str, Argument]:
+    """Return the other arguments of a template of large tiles; `x` and `weight` are the names of its operands."""
+    tiles, group = u.sizes(p.m.ceildiv(u.schedule["bm"])), u.schedule.get("group", GROUP)
+    return {x: "x0", weight: "x1", "ROW_TILES": tiles, "SPLITS": p.splits, "GROUP": group}
 
 
 def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
@@ -223,8 +223,8 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     resident = min(blocks, units * max(1, per_unit))
     busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
     moved = p.bytes(env) + (0.1 * (passes - 1) * p.weight_bytes if swap else 0)
-    near = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8
-    return max(moved / (0.86 * busy), near / target.limits.near) / target.bandwidth * 1e6
+    cached = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8
+    return max(moved / (0.86 * busy), cached / target.limits.near) / target.bandwidth * 1e6
 
 
 def penalty(p: Product, s: Schedule, env: Mapping[str, int]) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.gemm_small import Gemm, gemm_template, product_us
+from llmc.codegen.backends.triton.gemm_small import Gemm
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output
-from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
@@ -16,29 +16,6 @@ from llmc.targets.target import Target
 
 BLOCK = 1024  # preferred maximum of columns per program
 _WARPS = 4
-
-
-class GemmSplitK(Gemm):
-    """linear_split with the large tiles of GEMM."""
-
-    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> None:
-        return None  # the number of parts may differ between graphs
-
-    def code(self, u: Unit) -> Code:
-        code = super().code(u)
-        return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
-
-    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        return gemm_template(u, p, int(u.node.attrs["splits"]))
-
-    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return splitk_us(node, schedule, target, env) + target.launch_us
-
-
-def splitk_us(node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-    """Predict microseconds: those of one part with the blocks of the others counted as additional columns."""
-    p, splits = Product.of(node), int(node.attrs["splits"])
-    return product_us(replace(p, n=p.n * splits, k=p.k // splits), schedule, target, env, False)
 
 
 @dataclass(frozen=True)
@@ -99,5 +76,5 @@ class SplitKCombine(TritonKernel):
         )
 
 
-GEMM_SPLITK = GemmSplitK("triton/gemm_splitk", ("linear_split",))
+GEMM_SPLITK = Gemm("triton/gemm_splitk", ("linear_split",))
 SPLITK_COMBINE = SplitKCombine("triton/splitk_combine", ("linear_combine",))

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, WARPGROUP, Gemm, common, product_us
-from llmc.codegen.backends.triton.gemm_splitk import splitk_us
+from llmc.codegen.backends.triton.gemm_small import WARPGROUP, Gemm, common, large_arguments, product_us
 from llmc.codegen.backends.triton.linear_problem import Product
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import GemmTile
@@ -20,9 +19,9 @@ from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-FIRST = 90  # minimum compute capability x 10
-ROW = 16  # bytes; the size of a row must be a multiple
-STEP = 128  # bytes of a row of a tile: the width of the largest swizzle
+MIN_CAPABILITY = 90  # compute capability x 10
+ROW_BYTES = 16  # the size of a row of a matrix must be a multiple
+STEP_BYTES = 128  # of a row of a tile: the width of the largest swizzle
 # bm, bn, warps, stages; bn counts the columns of all parts.
 TILES = (
     (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
@@ -35,7 +34,7 @@ DEEP, SHALLOW, LARGE = 6, 0.12, 128 * 128  # stages; slowdown for each that is m
 
 def has_maps(target: Target) -> bool:
     """Whether the target's GPUs have TMA."""
-    return target.family == "cuda" and capability(target) >= FIRST
+    return target.family == "cuda" and capability(target) >= MIN_CAPABILITY
 
 
 def gain(node: Node, env: Mapping[str, int]) -> float:
@@ -45,7 +44,10 @@ def gain(node: Node, env: Mapping[str, int]) -> float:
 
 @dataclass(frozen=True)
 class GemmTma(Gemm):
-    """linear and linear_map of factors of 8 or 16 bits, one part or two."""
+    """linear, linear_map and linear_split of factors of 8 or 16 bits, one part or two.
+
+    Parts of the depth must be whole steps, because the elements after a part are those of the next, not zeros.
+    """
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
@@ -57,8 +59,11 @@ class GemmTma(Gemm):
             return f"factors of {p.x.dtype} and {p.w.dtype}; both must have the same dtype of 8 or 16 bits"
         if p.parts > 2:
             return f"{p.parts} parts; the maximum is 2"
-        row = p.k * p.factor_bytes
-        return f"rows of {row} bytes are not a multiple of {ROW}" if row % ROW else None
+        row, step = p.k * p.factor_bytes, STEP_BYTES // p.factor_bytes
+        if row % ROW_BYTES:
+            return f"rows of {row} bytes are not a multiple of {ROW_BYTES}"
+        depth = p.unsplit.k
+        return f"parts of {depth} columns are not a multiple of {step}" if p.splits and depth % step else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return all tiles, and the best ones with larger groups: in a single group, weights are read only once."""
@@ -67,11 +72,11 @@ class GemmTma(Gemm):
 
     def _large(self, p: Product, tiles: Sequence[Sequence[int]]) -> Iterator[GemmTile]:
         for bm, bn, warps, stages in TILES:
-            yield GemmTile(bm, bn // p.parts, STEP // p.factor_bytes, warps, stages)
+            yield GemmTile(bm, bn // p.parts, STEP_BYTES // p.factor_bytes, warps, stages)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p = Product.of(node)
-        us = product_us(p, schedule, target, env, False) * shallow(p, schedule)
+        us = product_us(p.unsplit, schedule, target, env, False) * (1.0 if p.splits else slowdown(p, schedule))
         return us / gain(node, env) + target.launch_us
 
     def code(self, u: Unit) -> Code:
@@ -81,53 +86,17 @@ class GemmTma(Gemm):
         return replace(super().code(u), maps=(Map(0, (p.m, D(p.k)), (s["bm"], s["bk"])), Map(1, sizes, weight)))
 
     def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        return gemm_tma_template(u, p, 0)
+        return Template("gemm_tma", "gemm_tma"), {**large_arguments(u, p, "x_map", "weight_map"), **common(u, p)}
 
     def joined(self, p: Product, s: Schedule) -> bool:
         return p.parts == 2
 
 
-def shallow(p: Product, s: Schedule) -> float:
+def slowdown(p: Product, s: Schedule) -> float:
     """Return the measured factor by which small tiles are slower with fewer steps in flight than DEEP."""
     missing = DEEP - s["stages"] if s["bm"] * s["bn"] * p.parts <= LARGE else 0
     return 1.0 + SHALLOW * max(0, missing)
 
 
-def gemm_tma_template(u: Unit, p: Product, splits: int) -> tuple[Template, dict[str, Argument]]:
-    """Return the template and its arguments; `splits` is the number of parts of the depth, or 0."""
-    return Template("gemm_tma", "gemm_tma"), {
-        "x_map": "x0",
-        "weight_map": "x1",
-        "ROW_TILES": u.sizes(p.m.ceildiv(u.schedule["bm"])),
-        "SPLITS": splits,
-        "GROUP": u.schedule.get("group", GROUP),
-        **common(u, p),
-    }
-
-
-class GemmTmaSplitK(GemmTma):
-    """linear_split. Parts must be whole steps, because the elements after a part are those of the next, not zeros."""
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        p = Product.of(node)
-        depth, step = p.k // int(node.attrs["splits"]), STEP // p.factor_bytes
-        return super().reject(node, target) or (
-            f"parts of {depth} columns are not a multiple of {step}" if depth % step else None
-        )
-
-    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> None:
-        return None  # the number of parts may differ between graphs
-
-    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        return splitk_us(node, schedule, target, env) / gain(node, env) + target.launch_us
-
-    def code(self, u: Unit) -> Code:
-        code = super().code(u)
-        return replace(code, grid=(*code.grid, D(u.node.attrs["splits"])))
-
-    def bind(self, u: Unit, p: Product) -> tuple[Template, dict[str, Argument]]:
-        return gemm_tma_template(u, p, int(u.node.attrs["splits"]))
-
-
 GEMM_TMA = GemmTma("triton/gemm_tma", ("linear", "linear_map"))
-GEMM_TMA_SPLITK = GemmTmaSplitK("triton/gemm_tma_splitk", ("linear_split",))
+GEMM_TMA_SPLITK = GemmTma("triton/gemm_tma_splitk", ("linear_split",))

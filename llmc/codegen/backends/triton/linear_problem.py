@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.triton.template import function, literal, record
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
@@ -45,6 +45,16 @@ class Product(ProductNode):
         """Whether the weight may be read before the previous kernels have completed."""
         return origin(self.node.operands[1]) is not Origin.INPUTS
 
+    @property
+    def splits(self) -> int:
+        """The number of parts of the depth whose products linear_split returns; 0 for other ops."""
+        return int(self.node.attrs.get("splits", 0))
+
+    @property
+    def unsplit(self) -> Product:
+        """The product that costs as much as all parts of the depth: one part, with more columns."""
+        return replace(self, n=self.n * self.splits, k=self.k // self.splits) if self.splits else self
+
     def tokens(self, env: Mapping[str, int]) -> int:
         """Return the number of tokens at the sizes `env`."""
         return int(self.m.subs(env))
@@ -55,7 +65,7 @@ class Product(ProductNode):
         return self.parts * self.n * self.k * DTYPES[self.w.dtype].bits // 8
 
     def bytes(self, env: Mapping[str, int]) -> int:
-        """Operands and results, each once."""
+        """Return the bytes of operands and results, each counted once."""
         return sum(int(v.type.nbytes.subs(env)) for v in [*self.node.operands, *self.node.results])
 
     @property

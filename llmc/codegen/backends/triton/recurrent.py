@@ -33,7 +33,7 @@ TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
 CHUNK_US = 2.5  # microseconds of a chunk
 
 
-def single(node: Node) -> bool:
+def has_single_tokens(node: Node) -> bool:
     """Return whether every entry of the node's steps has one token."""
     entries = node.operand("rows")
     assert entries is not None
@@ -49,7 +49,8 @@ class RowConv(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         least = next_power_of_2(max(1, int(node.operands[1].type.shape[1]) - 1))
         return [
-            {"tile": max(least, t), "warps": w} for t, w in ([(1, 4), (4, 4)] if single(node) else [(32, 8), (16, 4)])
+            {"tile": max(least, t), "warps": w}
+            for t, w in ([(1, 4), (4, 4)] if has_single_tokens(node) else [(32, 8), (16, 4)])
         ]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -59,7 +60,11 @@ class RowConv(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         tokens, channels = u.node.operands[0].type.shape
-        entries, whole, ring = u.node.operands[3].type.shape[0], single(u.node), u.node.operands[2].type.shape[1]
+        entries, whole, ring = (
+            u.node.operands[3].type.shape[0],
+            has_single_tokens(u.node),
+            u.node.operands[2].type.shape[1],
+        )
         tiles = entries + 1 if whole else tokens.ceildiv(u.schedule["tile"]) + entries + 1
         return u.launch(
             Template("row_conv", "row_conv"),

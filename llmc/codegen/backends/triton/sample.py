@@ -155,7 +155,7 @@ class BlockMax(Sampling):
 class Draws(Sampling):
     """Base class: one program draws from a row, and reads `tile` ids at a time if it has to read the row."""
 
-    ends_us = 2.0  # microseconds of a greedy row
+    greedy_us = 2.0  # microseconds of a greedy row
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"tile": 4096, "warps": 16}, {"tile": 4096, "warps": 8}]
@@ -164,7 +164,7 @@ class Draws(Sampling):
         """Predict the time of greedy rows; schedules with more warps, faster for other rows, rank first."""
         rows = node.operands[0].type.shape[0].subs(env).const or 1
         waves = -(-rows // max(1, target.limits.units))
-        return target.launch_us + waves * (self.ends_us + 0.5 * 16 / schedule["warps"])
+        return target.launch_us + waves * (self.greedy_us + 0.5 * 16 / schedule["warps"])
 
     def tiles(self, u: Unit) -> dict[str, Argument]:
         """Return the template arguments of a draw."""
@@ -198,7 +198,7 @@ class SampleBlocks(Draws):
 class Finish(SampleBlocks):
     """row_finish: draw, log-probabilities and commit, one program per row."""
 
-    ends_us = 2.5
+    greedy_us = 2.5
 
     def reject(self, node: Node, target: Target) -> str | None:
         return too_few(node) or super().reject(node, target)
@@ -224,7 +224,7 @@ class Finish(SampleBlocks):
 class Sample(Draws):
     """row_sample, one program per row."""
 
-    ends_us = 12.0
+    greedy_us = 12.0
 
     def code(self, u: Unit) -> Code:
         return u.launch(

@@ -141,7 +141,7 @@ class ScaledGemm(TritonKernel):
 
 
 def _narrow(p: ScaledProduct) -> Iterator[GemmTile]:
-    """Tiles for few tokens."""
+    """Yield the tiles for few tokens."""
     m, steps = p.m.const, p.k // p.step
     for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
         for bn, warps, stages, slices in FEW:
@@ -151,7 +151,7 @@ def _narrow(p: ScaledProduct) -> Iterator[GemmTile]:
 
 
 def _large(p: ScaledProduct) -> Iterator[GemmTile]:
-    """Tiles for many tokens."""
+    """Yield the tiles for many tokens."""
     for bm, bn, warps, stages in MANY:
         yield GemmTile(bm, max(16, bn // next_power_of_2(p.parts)), p.step, warps, stages)
 

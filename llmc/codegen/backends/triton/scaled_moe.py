@@ -36,7 +36,7 @@ class ScaledExperts(Experts):
         return ScaledExperts(node, stack.parts, columns or stack.k, rows or stack.rows)
 
     @property
-    def late(self) -> bool:
+    def scales_at_end(self) -> bool:
         """Whether the sums are multiplied by the scales when they are complete."""
         return self.group == self.k
 
@@ -64,19 +64,23 @@ class ScaledGrouped(Grouped):
             t = stack.type(name)
             if t is not None and t.dtype not in FLOATS:
                 return f"{name} of dtype {t.dtype}"
-        return None if p.late or p.group % STEPS[-1] == 0 else f"groups of {p.group} columns are not a multiple of 32"
+        return (
+            None
+            if p.scales_at_end or p.group % STEPS[-1] == 0
+            else f"groups of {p.group} columns are not a multiple of 32"
+        )
 
     def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, ScaledExperts)
         widest = max(STEPS[-1], next_power_of_2(p.k))
-        steps = [s for s in STEPS if s <= widest and (p.late or p.group % s == 0)]
+        steps = [s for s in STEPS if s <= widest and (p.scales_at_end or p.group % s == 0)]
         for bm in ROWS:
             for bn, warps, stages in TILES:
                 yield from (ExpertTile(bm, bn, bk, warps, stages) for bk in steps[:2])
 
     def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
         assert isinstance(p, ScaledExperts)
-        return super().fits(p, t, target) and (p.late or t.bm * t.bn * p.parts <= SUMS * 32 * t.warps)
+        return super().fits(p, t, target) and (p.scales_at_end or t.bm * t.bn * p.parts <= SUMS * 32 * t.warps)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = self.experts(node), schedule
