@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from llmc_runtime.format.row_abi import MAX_DRAFTS
-from llmc_runtime.speculate_option import DRAFTED, KEYS, NGRAM, SHORT, drafts_on_host
+from llmc_runtime.speculate_option import DEFAULT_DRAFTS, KEYS, NGRAM, SHORT, drafts_on_host
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
@@ -56,7 +56,7 @@ def with_draft(o: Options) -> Options:
     if o.weights == "none":
         cause = "--draft with --weights none: weights can be packed later for one model only"
         raise Diagnostic("E360", cause, "compile with the weights of both models")
-    return replace(o, speculate=o.speculate or DRAFTED, reuse=False)
+    return replace(o, speculate=o.speculate or DEFAULT_DRAFTS, reuse=False)
 
 
 def _check_source(draft: str) -> None:

@@ -40,9 +40,9 @@ def add_mtp(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     layer, and the errors of `Compilation.checkpoint`.
     """
     from llmc.frontend.mtp_head import trace_mtp
-    from llmc.frontend.mtp_names import APART, are_apart, tensors_of
+    from llmc.frontend.mtp_names import MTP_NAMES, are_apart, tensors_of
 
-    tensors = tensors_of(traced.model.config) or (APART if are_apart(traced.model) else None)
+    tensors = tensors_of(traced.model.config) or (MTP_NAMES if are_apart(traced.model) else None)
     if tensors is None or (packed and not _stores(traced, tensors)):
         raise Diagnostic("E360", _lacks(traced, tensors is None), _ANOTHER)
     head = trace_mtp(traced, job.tokens, job.rows)

@@ -36,7 +36,7 @@ from llmc.codegen.toolchain import Compiled  # noqa: E402
 from llmc.extension import Registry, load  # noqa: E402
 from llmc.ir.graph import Graph, Node  # noqa: E402
 from llmc.ir.text import parse  # noqa: E402
-from llmc.passes.split.split_kv import HEADS, SplitKv  # noqa: E402
+from llmc.passes.split.split_kv import LATENT_HEADS, SplitKv  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
 LATENT, ROTARY, OWN, EXPANDED, SECONDS, POOL = 512, 64, 128, 192, 0.01, 8192
@@ -129,8 +129,8 @@ def decode_ways(case: str, heads: int, s: Setting, env: dict[str, int]) -> Itera
     class Context:
         target = s.target
 
-    fill = 1.0 if heads > HEADS // 2 else rule.fill
-    chosen = max(2, rule.parts(whole, (low, top), -(-heads // HEADS), whole.operands[3], fill, Context()))  # type: ignore[arg-type]
+    fill = 1.0 if heads > LATENT_HEADS // 2 else rule.fill
+    chosen = max(2, rule.parts(whole, (low, top), -(-heads // LATENT_HEADS), whole.operands[3], fill, Context()))  # type: ignore[arg-type]
     for parts in (chosen, max(2, chosen // 2), 2 * chosen):
         if parts == chosen // 2 == chosen:
             continue

@@ -99,7 +99,7 @@ class Bench:
         """Return the GB/s of registering a mapped span, copying from it, and unregistering it; nothing if it is
         refused.
         """
-        upload_work.SPAN = nbytes
+        upload_work.SPAN_BYTES = nbytes
         work = Work(Folder(self.folder), [self.file], mapped=True)
         try:
             span = work.blocks[0].span
@@ -134,7 +134,7 @@ class Bench:
 
     def upload(self, check: bool, way: str, span: int | None, threads: int) -> Row:
         if span:
-            upload_work.SPAN = span * MIB
+            upload_work.SPAN_BYTES = span * MIB
         args = (self.device._cuda, self.device._enter, Folder(self.folder), [self.file], {"a": self.target})
         uploads = [weight_upload.upload(*args, check=check, threads=threads, method=way) for _ in range(self.rounds)]
         name = f"{uploads[-1].method}, {'hashed' if check else 'not hashed'}"

@@ -11,13 +11,13 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Value
 from llmc.ir.weight_eval import Blocks, shape_of, widen
 
-LARGEST = 4 << 20  # bytes of a weight: larger ones are matrices of products, whose entries have either sign
+MAX_BYTES = 4 << 20  # bytes of a weight: larger ones are matrices of products, whose entries have either sign
 
 
 def negative_weights(graph: Graph) -> tuple[str, ...]:
     """Return the names of the outputs of a weights graph that are negative if all of its inputs are ones.
 
-    Outputs that are computed from a value of more than LARGEST bytes are left out.
+    Outputs that are computed from a value of more than MAX_BYTES bytes are left out.
 
     Rates of decay are such outputs: -exp(A_log). States that grow instead of decaying would soon be infinite.
     """
@@ -32,7 +32,7 @@ def negative_weights(graph: Graph) -> tuple[str, ...]:
 
 
 def _is_small(v: Value) -> bool:
-    return (v.type.nbytes.const or 0) <= LARGEST
+    return (v.type.nbytes.const or 0) <= MAX_BYTES
 
 
 class _Ones:

@@ -17,8 +17,8 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Value
 from llmc.ir.weight_eval import Blocks, WeightSource, shape_of
 
-TARGET = 1 << 20  # bytes of a row block: it and its float form fit the cache
-SHARD = 4 << 30  # maximum bytes of a file, unless one tensor is larger
+ROW_BLOCK_BYTES = 1 << 20  # bytes of a row block: it and its float form fit the cache
+SHARD_BYTES = 4 << 30  # maximum bytes of a file, unless one tensor is larger
 THREADS = 2
 
 Progress = Callable[[int, int], None]  # (bytes written, bytes in total)
@@ -41,7 +41,7 @@ def write_weights(
 ) -> tuple[WeightFile, ...]:
     """Evaluate the outputs of `graph` into `folder`/00000.safetensors and so on, below `files.root`.
 
-    Peak memory, besides mapped files: a few blocks of `TARGET` bytes, and one whole tensor if an op needs it.
+    Peak memory, besides mapped files: a few blocks of `ROW_BLOCK_BYTES` bytes, and one whole tensor if an op needs it.
     """
     values = {v.name: v for v in graph.outputs}
     blocks = Blocks(graph, source)
@@ -66,11 +66,11 @@ def write_weights(
 def _shards(
     shapes: Sequence[tuple[str, str, tuple[int, ...], int]],
 ) -> Iterator[list[tuple[str, str, tuple[int, ...], int]]]:
-    """Group the tensors, in order, into files of at most SHARD bytes."""
+    """Group the tensors, in order, into files of at most SHARD_BYTES bytes."""
     shard: list[tuple[str, str, tuple[int, ...], int]] = []
     size = 0
     for t in shapes:
-        if shard and size + t[3] > SHARD:
+        if shard and size + t[3] > SHARD_BYTES:
             yield shard
             shard, size = [], 0
         shard.append(t)
@@ -113,12 +113,12 @@ def _drain(ahead: deque[Future[memoryview]]) -> Iterator[Future[memoryview]]:
 
 
 def _ranges(v: Value) -> Iterator[tuple[int, int]]:
-    """Yield row ranges of about `TARGET` bytes; a rank-0 value is one range."""
+    """Yield row ranges of about `ROW_BLOCK_BYTES` bytes; a rank-0 value is one range."""
     if v.type.rank == 0:
         yield 0, 1
         return
     rows = shape_of(v)[0]
-    step = max(1, TARGET * rows // max(1, v.type.nbytes.const or 1))
+    step = max(1, ROW_BLOCK_BYTES * rows // max(1, v.type.nbytes.const or 1))
     for lo in range(0, rows, step):
         yield lo, min(lo + step, rows)
 

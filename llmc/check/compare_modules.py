@@ -14,7 +14,7 @@ from llmc.ir.graph import Graph, Module
 from llmc.ir.interp import round_to_type
 from llmc.passes.lower.page_attention import DRAFT
 
-MOST = 30_000_000  # maximum number of input elements; more would take too long to interpret
+MAX_ELEMENTS = 30_000_000  # maximum number of input elements; more would take too long to interpret
 
 
 def compare(before: Module, after: Module, seed: int = 0, rounded: bool = False) -> list[Compared]:
@@ -26,7 +26,7 @@ def compare(before: Module, after: Module, seed: int = 0, rounded: bool = False)
     Graphs with equal names correspond. A prompt graph @main also corresponds to the serving graphs made from it: the
     prompts then run through the step in two chunks, and through @decode token by token.
     """
-    if elements(before) > MOST:
+    if elements(before) > MAX_ELEMENTS:
         raise Diagnostic(
             "E425", f"--check would interpret {elements(before) / 1e6:.0f} million elements", "check a smaller model"
         )

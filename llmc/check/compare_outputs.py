@@ -18,8 +18,8 @@ from llmc.ir.interp import run
 from llmc.ir.ops.comm import COLLECTIVES
 
 TOLERANCE = 1e-5  # largest relative difference of an output in float64
-GROWTH = 2.0  # permitted ratio of rounding errors after and before a pass
-UNITS = 2.0  # rounding errors below this many units in the last place of the coarsest dtype are always permitted
+MAX_GROWTH = 2.0  # permitted ratio of rounding errors after and before a pass
+IGNORED_UNITS = 2.0  # permitted rounding errors, in units in the last place of the coarsest dtype
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def judged_rounding(
         if DTYPES[dtype].kind != "f":
             continue
         was, error = difference(value, old), difference(value, new)
-        if error > max(GROWTH * was, UNITS * unit):
+        if error > max(MAX_GROWTH * was, IGNORED_UNITS * unit):
             cause = f"@{name}: the rounding error of output {i} ({dtype}) is {error:.3g} of its size; it was {was:.3g}"
             raise Diagnostic("E425", cause, "round once, at the end; or omit --rounded if this is intended")
         largest_old, largest_new = max(largest_old, was), max(largest_new, error)

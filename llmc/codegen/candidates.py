@@ -14,8 +14,9 @@ from llmc.ir.graph import Graph, Module, Node
 from llmc.passes.base import claiming
 from llmc.targets.target import Target
 
-TYPICAL = (("T", 256), ("R", 8), ("P", 256))  # sizes at which candidates are compared, clamped to the symbols' bounds
-COVERED = 1.25  # times the fastest: schedules that are not slower were probably measured
+# Sizes at which candidates are compared, clamped to the symbols' bounds.
+TYPICAL_SIZES = (("T", 256), ("R", 8), ("P", 256))
+MAX_SLOWDOWN = 1.25  # times the fastest: schedules that are not slower were probably measured
 MIXED_ROWS = 96  # rows assumed in a step with prompts: a prompt and 64 decoding rows need more than one tile of 64
 
 
@@ -26,7 +27,7 @@ def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
     For a node of a graph with a token range, the number of rows is that of prompts mixed with decoding rows, because a
     tile that is too wide costs little.
     """
-    sizes = dict(TYPICAL)
+    sizes = dict(TYPICAL_SIZES)
     out = {s: max(lo, min(hi, sizes.get(s, hi))) for s, (lo, hi) in m.symbols.items()}
     for s, (lo, hi) in g.ranges.items():
         out[s] = hi if hi < m.symbols[s][1] else max(lo, min(hi, 2 * lo))
@@ -80,7 +81,7 @@ def candidates(
             out += scheduled
     if not out:
         raise _no_kernel(node, target, reasons)
-    limit = COVERED * tuning.fastest(node, target, env) if target.deterministic else math.inf
+    limit = MAX_SLOWDOWN * tuning.fastest(node, target, env) if target.deterministic else math.inf
 
     def rank(candidate: Candidate) -> tuple[bool, bool, bool, float]:
         measured = candidate.measured and candidate.us <= limit

@@ -22,7 +22,7 @@ from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
 Progress = Callable[[int, int, str], None]  # done, of, what
-_STALE = 3600.0  # seconds
+_STALE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def sweep(cache: Path) -> None:
     """Remove work folders of killed compilations, which are folders unchanged for an hour."""
     for path in cache.glob("build-*"):
         try:
-            if time.time() - path.stat().st_mtime > _STALE:
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
         except FileNotFoundError:  # its owner has just removed it
             continue

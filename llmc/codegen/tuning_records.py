@@ -29,7 +29,7 @@ from llmc.targets.target import Target
 
 SIZES = ("T", "R")  # symbols of a step; the number of KV pages does not affect a launch
 RECORDS = "llmc.targets.records"  # the package with the *.jsonl files that are shipped
-CLOSE = 0.5  # maximum distance of sizes, as a power of two
+MAX_SIZE_DISTANCE = 0.5  # maximum distance of sizes, as a power of two
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
 Sizes = tuple[tuple[str, int], ...]
@@ -113,7 +113,7 @@ class Tuning:
         if not points:
             return {}
         sizes = min(points, key=lambda p: (_distance(p, env), p))
-        return points[sizes] if _distance(sizes, env) <= CLOSE else {}
+        return points[sizes] if _distance(sizes, env) <= MAX_SIZE_DISTANCE else {}
 
     def summary(self, measured: int, nodes: int, target: Target) -> str:
         """Describe in one line how the kernels of `nodes` nodes were chosen, `measured` of them by measurements."""

@@ -20,7 +20,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from llmc.diagnostics import Diagnostic
 
 SLOPES = "alibi_slopes"  # buffer of an attention module: float32 [heads]
-BLOOM_LENGTH = 2048  # tokens that BLOOM models were trained on, which their configs need not name
+BLOOM_TRAINED_TOKENS = 2048  # tokens that BLOOM models were trained on, which their configs need not name
 
 # Keys of MPT's attn_config that transformers ignores, and the values with which its model is the published one.
 MPT_IGNORES: Mapping[str, Any] = MappingProxyType(
@@ -57,7 +57,7 @@ def limit(config: Any) -> int | None:
     if config.model_type == "mpt":
         return int(config.max_seq_len)
     if config.model_type == "bloom":
-        return int(getattr(config, "seq_length", None) or BLOOM_LENGTH)
+        return int(getattr(config, "seq_length", None) or BLOOM_TRAINED_TOKENS)
     return None
 
 

@@ -32,8 +32,8 @@ HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
 HEADS = re.compile(r"^(lm_head|embed_out|cls|qa_outputs|score|classifier)\.")  # that a model that pools may lack
 FLOATS = ("f64", "f32", "bf16", "f16")
-_EARLY = 5000  # tensors up to which shapes are compared before the trace
-_COMPARED = 1024  # rows that are compared at a time
+_MAX_EARLY_TENSORS = 5000  # tensors up to which shapes are compared before the trace
+_COMPARED_ROWS = 1024  # rows that are compared at a time
 PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
 
 
@@ -322,10 +322,10 @@ class Checkpoint:
         count = a.type.shape[0].const or 0
 
         def rows(v: Value, start: int) -> np.ndarray:
-            stored = self._blocks.rows(v, start, min(start + _COMPARED, count))
+            stored = self._blocks.rows(v, start, min(start + _COMPARED_ROWS, count))
             return widen(stored, v.type.dtype).astype(DTYPES[dtype].np)
 
-        return all(np.array_equal(rows(a, start), rows(b, start)) for start in range(0, count, _COMPARED))
+        return all(np.array_equal(rows(a, start), rows(b, start)) for start in range(0, count, _COMPARED_ROWS))
 
 
 def check_shapes(model: Any, folder: Path) -> None:
@@ -335,7 +335,7 @@ def check_shapes(model: Any, folder: Path) -> None:
     """
     files = TensorFiles(folder)
     files.close()
-    if len(files.tensors) > _EARLY:
+    if len(files.tensors) > _MAX_EARLY_TENSORS:
         return
     graph, want = Graph("checkpoint"), model.state_dict()
     values = {name: graph.input(name, _type(t), weight=True) for name, t in files.tensors.items()}

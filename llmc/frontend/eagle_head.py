@@ -35,7 +35,7 @@ from llmc.ir.types import Type, tensor
 
 FC, FC_BIAS, EMBEDDING, VOCABULARY = "fc.weight", "fc.bias", "embed_tokens.weight", "vocabulary"
 D2T, T2D = "d2t", "t2d"  # draft id -> the model's id, less the draft id; the model's id -> whether it can be drafted
-_LOWEST = -1e30  # logit of tokens that the head cannot draft
+_MASKED_LOGIT = -1e30  # logit of tokens that the head cannot draft
 # Of training, or of the model itself, as heads made by the library speculators contain them.
 _UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", T2D, D2T, EMBEDDING, "rotary_emb.inv_freq")
 
@@ -121,7 +121,7 @@ def head_graph(exported_head: Exported, vocab: int) -> Graph:
     if drafts != vocab:
         b = Builder(graph, OPS, loc="lm_head")
         index = graph.input(VOCABULARY, tensor("i32", vocab), weight=True)
-        low = b.broadcast(b.constant(_LOWEST, logits.type.dtype), shape=[logits.type.shape[0], 1])
+        low = b.broadcast(b.constant(_MASKED_LOGIT, logits.type.dtype), shape=[logits.type.shape[0], 1])
         logits = b.take_columns(b.concat(logits, low, axis=1), index)
     graph.outputs = [logits, states]
     return graph

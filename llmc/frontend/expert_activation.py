@@ -21,7 +21,7 @@ from llmc.ir.scalar import E, arg, expr, substitute
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import tensor
 
-INNER = 3  # columns of gate and of up in the traced example
+EXAMPLE_COLUMNS = 3  # columns of gate and of up in the traced example
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def read(module: Any) -> Gate:
     """Trace `_apply_gate` of an experts module; raises Diagnostic E305 if it is not an elementwise function."""
     try:
         with torch.device("cpu"):
-            traced = make_fx(lambda x: module._apply_gate(x), pre_dispatch=True)(torch.zeros(1, 2 * INNER))
+            traced = make_fx(lambda x: module._apply_gate(x), pre_dispatch=True)(torch.zeros(1, 2 * EXAMPLE_COLUMNS))
         graph = _lowered(traced.graph)
         turns = {n.attrs["step"] == 2 for n in graph.nodes if n.op.name == "slice"}
         if len(turns) != 1:
@@ -59,7 +59,7 @@ def _lowered(traced: Any) -> Graph:
     """Lower the traced function to IR with the aten table."""
     g = Graph("gate")
     env: dict[Any, Any] = {}
-    x = g.input("x", tensor("f32", 1, 2 * INNER))
+    x = g.input("x", tensor("f32", 1, 2 * EXAMPLE_COLUMNS))
     for n in traced.nodes:
         if n.op == "placeholder":
             env[n] = x
@@ -103,7 +103,9 @@ def _of(n: Node, done: dict[Value, E]) -> E:
 def _part(n: Node) -> E:
     """Whether a slice of the input's last axis is the gate (argument 0) or up (argument 1)."""
     start, step, width = n.attrs["start"].const, n.attrs["step"], n.result.type.shape[-1].const
-    starts = {1: (0, INNER), 2: (0, 1)}.get(step, ())
-    if n.operands[0].node is not None or width != INNER or start not in starts:
-        raise Unsupported(f"columns {n.attrs['start']}, {step} apart, {width} of {2 * INNER}, are neither gate nor up")
+    starts = {1: (0, EXAMPLE_COLUMNS), 2: (0, 1)}.get(step, ())
+    if n.operands[0].node is not None or width != EXAMPLE_COLUMNS or start not in starts:
+        raise Unsupported(
+            f"columns {n.attrs['start']}, {step} apart, {width} of {2 * EXAMPLE_COLUMNS}, are neither gate nor up"
+        )
     return arg(starts.index(start))

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
-LARGEST = 1 << 53  # largest integer that every JSON parser represents exactly
+MAX_INTEGER = 1 << 53  # largest integer that every JSON parser represents exactly
 # Sampling defaults that a request may override.
 DEFAULTS = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
@@ -30,7 +30,7 @@ def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults by their names in generation_config.json; raises Diagnostic E302 if one is not a number."""
     defaults = {k: v for k in DEFAULTS if (v := generation.get(k)) is not None}
     for key, value in defaults.items():
-        if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:  # also rejects NaN
+        if not isinstance(value, int | float) or not -MAX_INTEGER < value < MAX_INTEGER:  # also rejects NaN
             shown = repr(value)[:40]
             raise Diagnostic("E302", f"generation_config.json: {key} is {shown}, not a number", "correct the file")
     return defaults

@@ -31,7 +31,7 @@ from llmc.frontend.weight_shards import numbered_shards
 
 ID = re.compile(r"(?!.*\.\.)(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)(@(?P<revision>[\w./-]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PATIENCE = 20.0  # timeout of a request in seconds
+TIMEOUT_SECONDS = 20.0  # timeout of a request in seconds
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 Check = Callable[[Mapping[str, Any]], object]  # of a config.json; raises if the model is not supported
@@ -160,7 +160,7 @@ class _Fetch:
 
         info = self.guarded(
             lambda: HfApi(endpoint=self.hub.endpoint).model_info(
-                self.name, revision=self.revision, timeout=PATIENCE, files_metadata=True
+                self.name, revision=self.revision, timeout=TIMEOUT_SECONDS, files_metadata=True
             )
         )
         if not COMMIT.fullmatch(str(info.sha)):
@@ -183,7 +183,7 @@ class _Fetch:
             return str(
                 hf_hub_download(
                     self.name, name, revision=revision, cache_dir=self.hub.folder, endpoint=self.hub.endpoint,
-                    local_files_only=self.hub.offline, etag_timeout=PATIENCE,
+                    local_files_only=self.hub.offline, etag_timeout=TIMEOUT_SECONDS,
                 )
             )  # fmt: skip
 

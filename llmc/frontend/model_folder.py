@@ -19,7 +19,7 @@ from llmc.frontend.quantization_files import FILES, with_quantization
 from llmc.frontend.weight_shards import numbered_shards
 
 MAX_BYTES, MAX_VALUES = 32 << 20, 300_000  # limits of one JSON file; parsed, it takes about 100 MB
-MAX_SMALL = 256 << 20  # limit of a file that is copied into the artifact
+MAX_COPIED_BYTES = 256 << 20  # limit of a file that is copied into the artifact
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -163,8 +163,8 @@ def check_files(folder: Path) -> None:
         target = Path(os.path.realpath(path))
         if not is_regular(path):
             raise Diagnostic("E308", f"{path} is not a regular file ({target})", DOWNLOAD_AGAIN)
-        if (size := path.stat().st_size) > MAX_SMALL:
-            raise Diagnostic("E308", f"{path} has {size} bytes, over the limit of {MAX_SMALL}", DOWNLOAD_AGAIN)
+        if (size := path.stat().st_size) > MAX_COPIED_BYTES:
+            raise Diagnostic("E308", f"{path} has {size} bytes, over the limit of {MAX_COPIED_BYTES}", DOWNLOAD_AGAIN)
         if is_pointer(path):
             cause, remedy = unsupported.lfs_pointer(path)
             raise Diagnostic("E308", cause, remedy)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, conversion_mapping
 
-from llmc.frontend.mtp_names import FIRST_APART
+from llmc.frontend.mtp_names import FIRST_MTP_NAMES
 
 
 class _Layer(nn.Module):
@@ -57,7 +57,7 @@ class ApartHead(PreTrainedModel):
 
     def owns(self, name: str) -> bool:
         """Whether the checkpoint's tensor of this name belongs to the layer."""
-        return FIRST_APART.match(name) is not None
+        return FIRST_MTP_NAMES.match(name) is not None
 
     def checkpoint_transforms(self) -> list[Any]:
         """Return the converters of the layer's tensors, which are those of the model."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-APART = re.compile(r"^mtp\.")  # beside those of the model, which transformers skips
-FIRST_APART = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
+MTP_NAMES = re.compile(r"^mtp\.")  # beside those of the model, which transformers skips
+FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
 
 
 def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:

@@ -15,7 +15,8 @@ from llmc.frontend.model_folder import MODULES, Source, read_json, read_list
 
 CLASSIFIER = "ForSequenceClassification"
 ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "camembert", "electra"})
-BEHIND_PADDING = frozenset({"roberta", "xlm-roberta", "camembert"})  # number positions from behind the padding's
+# Model types that number positions from the one after the padding's on.
+POSITIONS_AFTER_PADDING = frozenset({"roberta", "xlm-roberta", "camembert"})
 # Pooling modes of sentence-transformers, by their flags in 1_Pooling/config.json, and by name.
 _MODES = MappingProxyType(
     {
@@ -24,7 +25,7 @@ _MODES = MappingProxyType(
     }
 )  # fmt: skip
 SETTINGS = "config_sentence_transformers.json"
-_NO_LIMIT = 1_000_000  # tokenizers without a limit say 10^30
+_LEAST_UNLIMITED = 1_000_000  # tokenizers without a limit say 10^30
 _ACTIVATIONS = MappingProxyType({"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"})
 
 
@@ -161,7 +162,7 @@ def _max_length(folder: Path) -> int | None:
     length = config.get("max_seq_length")
     if length is None and (folder / "tokenizer_config.json").is_file():  # as transformers' tokenizers limit it
         length = read_json(folder / "tokenizer_config.json").get("model_max_length")
-    return length if isinstance(length, int) and 0 < length < _NO_LIMIT else None
+    return length if isinstance(length, int) and 0 < length < _LEAST_UNLIMITED else None
 
 
 def _classifier(source: Source, encoder: bool) -> PooledModel:
@@ -211,4 +212,4 @@ def returns_segments(source: Source) -> bool:
 
 def position_offset(config: Any) -> int:
     """Return the position of a prompt's first token."""
-    return int(config.pad_token_id) + 1 if config.model_type in BEHIND_PADDING else 0
+    return int(config.pad_token_id) + 1 if config.model_type in POSITIONS_AFTER_PADDING else 0

@@ -24,8 +24,8 @@ NUMBERS = frozenset(
 LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.MappingProxyType(
     {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
-PROBED = 4  # positions at which a module's own tables are evaluated
-AXES = 3  # of positions of models that read images, unless the module has sections for more
+PROBED_POSITIONS = 4  # positions at which a module's own tables are evaluated
+POSITION_AXES = 3  # of positions of models that read images, unless the module has sections for more
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 
 
@@ -87,7 +87,7 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
                 prefix = f"{layer_type}_" if layer_type else ""
                 freq = _frequencies(module, prefix, layer_type, str(kind), max_positions)
                 scaling = _scaling(module, prefix, max_positions)
-                near = _frequencies(module, prefix, layer_type, str(kind), PROBED)
+                near = _frequencies(module, prefix, layer_type, str(kind), PROBED_POSITIONS)
                 layout, dtype, order = _layout(module, prefix, layer_type, near, path)
                 computed[f"{path}.{prefix}inv_freq"] = freq if order is None else freq[order]
                 plans[layer_type] = (f"{prefix}inv_freq", scaling, layout, dtype)
@@ -175,8 +175,8 @@ def _layout(
         tables, low = _probe(module, prefix, layer_type, freq)
     except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions
         tables = low = None
-    angles = torch.arange(PROBED)[None, :, None].float() * freq
-    scaling = _scaling(module, prefix, PROBED)
+    angles = torch.arange(PROBED_POSITIONS)[None, :, None].float() * freq
+    scaling = _scaling(module, prefix, PROBED_POSITIONS)
     if isinstance(tables, Tensor) and tables.is_complex() and tables.shape == angles.shape:
         if torch.allclose(tables, torch.complex(angles.cos(), angles.sin()) * scaling):
             return COMPLEX, None, None
@@ -213,7 +213,7 @@ def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: T
     for name in (f"{prefix}inv_freq", f"{prefix}original_inv_freq"):
         if name in probe._buffers:
             probe._buffers[name] = freq
-    positions = torch.arange(PROBED)[None]
+    positions = torch.arange(PROBED_POSITIONS)[None]
     args = (layer_type,) if layer_type else ()
 
     def tables(positions: Tensor, dtype: torch.dtype) -> Any:
@@ -225,6 +225,6 @@ def _probe(module: torch.nn.Module, prefix: str, layer_type: str | None, freq: T
         except IndexError:  # positions of several axes: time, height and width, for example
             sections = getattr(module, "mrope_section", ())
             count = len(sections.get(layer_type, ()) if isinstance(sections, dict) else sections)
-            positions = positions.expand(count or AXES, 1, PROBED)
+            positions = positions.expand(count or POSITION_AXES, 1, PROBED_POSITIONS)
             low = tables(positions, torch.bfloat16)
         return tables(positions, torch.float32), low

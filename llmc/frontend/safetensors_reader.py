@@ -22,7 +22,7 @@ from llmc.frontend.unsupported import INDEX, SINGLE
 from llmc.frontend.weight_shards import numbered_shards
 from llmc.ir.dtype import DTYPES
 
-_COMPARED = 1 << 20  # bytes that are compared at a time
+_COMPARED_BYTES = 1 << 20  # bytes that are compared at a time
 MAX_VALUES = 500_000  # limit of one header; about 60,000 tensors
 
 
@@ -128,7 +128,7 @@ class TensorFiles:
         if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in DTYPES:
             return False
         size, x, y = prod(a.shape) * DTYPES[a.dtype].np.itemsize, self._data[a.file], self._data[b.file]
-        ranges = ((i, min(size, i + _COMPARED)) for i in range(0, size, _COMPARED))
+        ranges = ((i, min(size, i + _COMPARED_BYTES)) for i in range(0, size, _COMPARED_BYTES))
         return all(x[a.begin + i : a.begin + j] == y[b.begin + i : b.begin + j] for i, j in ranges)
 
     def _header(self, file: Path) -> Mapping[str, TensorInfo]:

@@ -16,8 +16,8 @@ from llmc.text_lines import SUFFIX, document
 
 Encode = Callable[[str], list[int]]
 
-PIECE = 2 << 20  # characters that are tokenized at once; longer texts are cut after an end of line
-LINE = 64 << 20  # characters of a line of JSON
+PIECE_CHARACTERS = 2 << 20  # characters that are tokenized at once; longer texts are cut after an end of line
+MAX_LINE_CHARACTERS = 64 << 20  # characters of a line of JSON
 _CUT = re.compile(r"\n(?=\S)")
 
 
@@ -31,7 +31,7 @@ class Survey:
     text_bytes: int
 
 
-def survey(path: Path, encode: Encode, maximum: int | None, piece: int = PIECE) -> Survey:
+def survey(path: Path, encode: Encode, maximum: int | None, piece: int = PIECE_CHARACTERS) -> Survey:
     """Read the whole file and count its tokens, up to the piece in which `maximum` is reached (None: all of them).
 
     Raises LlmcError E130 if the file cannot be read, is empty or is not UTF-8 text.
@@ -53,7 +53,9 @@ def survey(path: Path, encode: Encode, maximum: int | None, piece: int = PIECE) 
     return Survey(digest.hexdigest(), read, tokens, text_bytes)
 
 
-def read_pieces(path: Path, piece: int = PIECE, observe: Callable[[bytes], None] | None = None) -> Iterator[str]:
+def read_pieces(
+    path: Path, piece: int = PIECE_CHARACTERS, observe: Callable[[bytes], None] | None = None
+) -> Iterator[str]:
     """Yield the text of a UTF-8 file in pieces of about `piece` characters, without a byte order mark.
 
     Of NAME.jsonl these are the documents of its lines (`llmc.text_lines`), each in pieces of its own. `observe` is
@@ -90,8 +92,8 @@ def _documents(path: Path, blocks: Iterable[str]) -> Iterator[Sequence[str]]:
                 yield [document(line, number)] if line.strip() else []
             except ValueError as e:
                 raise _unusable(path, f"cannot be read: {e}") from None
-        if len(rest) > LINE:
-            raise _unusable(path, f"has a line {next(numbers)} of more than {LINE} characters")
+        if len(rest) > MAX_LINE_CHARACTERS:
+            raise _unusable(path, f"has a line {next(numbers)} of more than {MAX_LINE_CHARACTERS} characters")
 
 
 def _decoded_blocks(path: Path, size: int, observe: Callable[[bytes], None] | None) -> Iterator[str]:

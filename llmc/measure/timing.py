@@ -38,7 +38,7 @@ from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.targets.target import Target
 
 PASSES = "pack, lift-weights, memory"
-SPREAD = 4  # multiple of the last-level cache
+CACHE_MULTIPLE = 4  # multiple of the last-level cache
 MIN_SPREAD_BYTES = 96 << 20
 MAX_COPIES, MAX_BYTES = 48, 4 << 30
 ALIGN = 4096
@@ -95,7 +95,7 @@ def serving_step(n: Node, env: Mapping[str, int], context: int, page: int) -> St
 def copies_of(n: Node, env: Mapping[str, int], target: Target) -> int:
     """Return the number of copies that exceed the caches several times, within bounds."""
     copy_bytes = max(1, sum(int(v.type.nbytes.subs(env).const or 0) for v in [*n.operands, *n.results]))
-    spread = max(SPREAD * target.limits.l2, MIN_SPREAD_BYTES)
+    spread = max(CACHE_MULTIPLE * target.limits.l2, MIN_SPREAD_BYTES)
     return max(2, min(MAX_COPIES, -(-spread // copy_bytes), MAX_BYTES // copy_bytes))
 
 

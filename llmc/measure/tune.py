@@ -30,10 +30,10 @@ from llmc.measure.timing import Timer, Trial, unknown_operand
 from llmc.passes.analysis import launched_nodes
 from llmc.targets.target import Target
 
-BATCH = 96  # candidates compiled together
-OF_ONE = ("E502", "E503")  # environment errors that a single kernel may cause
-SCHEDULES = 32  # maximum schedules per node, the most promising first
-RIVALS = 4  # maximum schedules of other kernels to measure for comparison with named kernels
+BATCH_CANDIDATES = 96  # candidates compiled together
+ERRORS_OF_ONE_KERNEL = ("E502", "E503")  # environment errors that a single kernel may cause
+MAX_SCHEDULES = 32  # maximum schedules per node, the most promising first
+MAX_RIVALS = 4  # maximum schedules of other kernels to measure for comparison with named kernels
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def tuning_work(
         if kernels:
             known = measurements.get((machine(target), text), {}).get(sizes, {})  # by kernel and schedule
             candidates = _named(candidates, kernels, {kernel for kernel, _ in known})
-        distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:SCHEDULES]))
+        distinct[key] = Work(n, g, env, 1, roofline_us(n, target, env), tuple(candidates[:MAX_SCHEDULES]))
     measurable = _measurable([w for w in distinct.values() if w.candidates], tuned)
     return sorted(measurable, key=lambda w: -w.launches * w.floor_us)
 
@@ -200,7 +200,7 @@ def _named(offered: Sequence[Candidate], kernels: Sequence[str], measured: set[s
     """
     named = [o for o in offered if o.kernel.name in kernels]
     others = [o for o in offered if o.kernel.name not in kernels]
-    rivals = others[:RIVALS] if named and not measured - set(kernels) else []
+    rivals = others[:MAX_RIVALS] if named and not measured - set(kernels) else []
     return sorted([*named, *rivals], key=lambda o: o.us)
 
 
@@ -208,7 +208,7 @@ def batches(work: Sequence[Work]) -> Iterator[list[Work]]:
     """Group nodes into batches of candidates; the candidates of one node stay together."""
     batch: list[Work] = []
     for w in work:
-        if batch and sum(len(x.candidates) for x in batch) + len(w.candidates) > BATCH:
+        if batch and sum(len(x.candidates) for x in batch) + len(w.candidates) > BATCH_CANDIDATES:
             yield batch
             batch = []
         batch.append(w)
@@ -247,7 +247,7 @@ def times_of(timer: Timer, candidates: Sequence[Trial], m: Module, tuned: Tuned)
     try:
         return list(timer.microseconds(candidates, m.symbols))
     except LlmcError as e:
-        if e.of_environment and e.code not in OF_ONE:
+        if e.of_environment and e.code not in ERRORS_OF_ONE_KERNEL:
             raise
         if len(candidates) == 1:
             c = candidates[0]

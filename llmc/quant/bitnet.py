@@ -19,7 +19,7 @@ METHOD = "bitnet"
 FLOATS = ("bf16", "f16", "f32")
 PARTS = ("weight", "weight_scale")
 CLASSES = ("bitlinear", "autobitlinear")
-FIELDS = 4  # codes in a byte
+CODES_PER_BYTE = 4  # codes in a byte
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class BitNet(PartNames):
             return Codes(weight, scale, (0, 0), METHOD, act="i8")
         _check_codes(stored, weight)
         rows, k = shape_of(weight)
-        fields = b.unpack_bits(b.reshape(weight, shape=(rows, k, 1)), bits=2, axis=2, size=FIELDS)
-        code = b.reshape(b.transpose(fields, perm=(2, 0, 1)), shape=(FIELDS * rows, k))
+        fields = b.unpack_bits(b.reshape(weight, shape=(rows, k, 1)), bits=2, axis=2, size=CODES_PER_BYTE)
+        code = b.reshape(b.transpose(fields, perm=(2, 0, 1)), shape=(CODES_PER_BYTE * rows, k))
         return Codes(code, scale, (0, 0), METHOD, zero=1, act="i8")
 
 

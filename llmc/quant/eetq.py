@@ -16,7 +16,7 @@ from llmc.quant.scheme import Codes, PartNames, Stored, refuse, shape_of, suppor
 
 METHOD = "eetq"
 PARTS = ("weight", "weight_scales")
-RUN = 64  # columns of a row that are stored together
+RUN_COLUMNS = 64  # columns of a row that are stored together
 
 
 class Eetq(PartNames):
@@ -28,12 +28,14 @@ class Eetq(PartNames):
         """See `Scheme.decode`."""
         b, weight, scale = stored.build, stored.part("weight", ("i8",), 2), stored.part("weight_scales", ("f16",), 1)
         k, n = shape_of(weight)
-        if n % 2 or k % RUN:
-            raise refuse(METHOD, f"shape of {stored.name}", [n, k], (f"even rows, columns of a multiple of {RUN}",))
+        if n % 2 or k % RUN_COLUMNS:
+            raise refuse(
+                METHOD, f"shape of {stored.name}", [n, k], (f"even rows, columns of a multiple of {RUN_COLUMNS}",)
+            )
         stored.expect(scale, n)
         stored.check_scales(scale)
         # pairs of rows, runs of columns, row in the pair, 16 columns, place, half
-        parts = b.reshape(b.bitcast(weight, dtype="u8"), shape=(n // 2, k // RUN, 2, RUN // 16, 8, 2))
+        parts = b.reshape(b.bitcast(weight, dtype="u8"), shape=(n // 2, k // RUN_COLUMNS, 2, RUN_COLUMNS // 16, 8, 2))
         code = b.reshape(b.transpose(parts, perm=(0, 2, 1, 3, 5, 4)), shape=(n, k))
         return Codes(code, b.reshape(scale, shape=(n, 1)), (1, 0), METHOD, zero=128)
 

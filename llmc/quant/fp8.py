@@ -17,7 +17,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Value
-from llmc.quant.scheme import AGAIN, POWERS, Codes, Stored, block_of, last_part, refuse, shape_of, supported
+from llmc.quant.scheme import AGAIN, POWER_COLUMNS, Codes, Stored, block_of, last_part, refuse, shape_of, supported
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = ("f32", "bf16", "f16", "f8e8m0", "u8")
@@ -25,7 +25,7 @@ STACK_PARTS = ("scale_inv", "activation_scale")  # of a stack of experts, after 
 ACT = "f8e4m3"
 ACTIVATIONS = ("dynamic", "static")  # values of activation_scheme
 FORMATS = ("e4m3", "float8_e4m3fn")  # values of fmt and of format
-DIVISOR = "inverse"  # the value of weight_scale_semantics
+DIVISOR_SEMANTICS = "inverse"  # the value of weight_scale_semantics
 PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "input_scale_ub")
 
 
@@ -60,8 +60,8 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
     for key in ("fmt", "format"):
         if (kind := config.get(key) or FORMATS[0]) not in (*FORMATS, "fp8"):
             raise refuse("fp8", key, kind, FORMATS)
-    if (meaning := config.get("weight_scale_semantics")) not in (None, DIVISOR):
-        raise refuse("fp8", "weight_scale_semantics", meaning, (DIVISOR,))
+    if (meaning := config.get("weight_scale_semantics")) not in (None, DIVISOR_SEMANTICS):
+        raise refuse("fp8", "weight_scale_semantics", meaning, (DIVISOR_SEMANTICS,))
     supported("fp8", "activation_scheme", config.get("activation_scheme") or "dynamic", ACTIVATIONS)
     if config.get("expert_dtype") not in (None, "fp8"):
         raise refuse("fp8", "expert_dtype", config["expert_dtype"], ("fp8",))
@@ -70,7 +70,7 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
 
 def mxfp8(config: Mapping[str, Any]) -> Fp8:
     """Return the scheme of a quantization_config of 8-bit floats with a power of two for each 32 columns."""
-    return fp8({**config, "weight_block_size": config.get("weight_block_size") or (1, POWERS)})
+    return fp8({**config, "weight_block_size": config.get("weight_block_size") or (1, POWER_COLUMNS)})
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:

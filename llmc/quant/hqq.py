@@ -36,7 +36,7 @@ PARTS = (
 PACKINGS: Mapping[str, tuple[int, str]] = MappingProxyType(
     {"8bit_u8": (8, "u8"), "4bit_u8": (4, "u8"), "3bit_32": (3, "i32"), "2bit_u8": (2, "u8"), "1bit_u8": (1, "u8")}
 )
-FALSE = ("view_as_float", "quant_scale", "quant_zero")  # what must not be true
+MUST_BE_FALSE = ("view_as_float", "quant_scale", "quant_zero")  # what must not be true
 
 
 class Hqq(PartNames):
@@ -48,7 +48,7 @@ class Hqq(PartNames):
         """See `Scheme.decode`."""
         if "weight" in stored.parts:
             raise Diagnostic("E340", f"{stored.module} is stored both quantised and unquantised", AGAIN)
-        for key in FALSE:
+        for key in MUST_BE_FALSE:
             if key in stored.parts and _number(stored, key):
                 raise refuse(METHOD, f"{key} of {stored.module}", True, (False,))
         shape = stored.part("shape", ("i64", "i32"), 1)

@@ -32,7 +32,7 @@ from llmc.quant.decoder import dequantized
 from llmc.quant.fp8 import ACT, SCALE_DTYPES, scaled
 from llmc.quant.scheme import (
     AGAIN,
-    POWERS,
+    POWER_COLUMNS,
     Codes,
     PartNames,
     Stored,
@@ -124,7 +124,7 @@ ALGORITHMS: Mapping[str, Callable[[Stored], Codes]] = MappingProxyType(
     }
 )  # fmt: skip
 GROUPS: Mapping[Callable[[Stored], Codes], int] = MappingProxyType(
-    {_nvfp4: GROUP, _mxfp8: POWERS, _mxfp4: POWERS, _tiles: TILE}
+    {_nvfp4: GROUP, _mxfp8: POWER_COLUMNS, _mxfp4: POWER_COLUMNS, _tiles: TILE}
 )
 
 

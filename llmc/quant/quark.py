@@ -38,7 +38,7 @@ PARTS = (
 SCALES = ("f32", "bf16", "f16")
 DTYPES = ("fp8_e4m3", "int8", "uint8", "int4", "uint4", "fp4")
 SCHEMES = ("per_tensor", "per_channel", "per_group")
-ROTATED = ("input_rotation", "input_prescale")  # weights whose inputs are changed
+INPUT_CHANGES = ("input_rotation", "input_prescale")  # weights whose inputs are changed
 PACKS = ("reorder", "order")
 
 
@@ -54,7 +54,7 @@ class Quark(PartNames):
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        for part in ROTATED:
+        for part in INPUT_CHANGES:
             if part in stored.parts:
                 raise refuse(METHOD, "tensor", stored.parts[part].name, ("weights of unchanged inputs",))
         settings = self._settings(stored)

@@ -19,7 +19,7 @@ from llmc.ir.graph import Builder, Value
 
 LINEAR = ("Linear",)  # the classes of a module that is part of a larger one in the model, such as an expert of a stack
 AGAIN = "download the checkpoint again; config.json and weights must be of one revision"
-POWERS = 32  # columns that share a power of two in the OCP's microscaling formats
+POWER_COLUMNS = 32  # columns that share a power of two in the OCP's microscaling formats
 
 
 @dataclass(frozen=True)
@@ -287,10 +287,10 @@ def microscaled(stored: Stored, code: Value, label: str, values: str = "", act: 
     """
     n, k = shape_of(code)
     scale = stored.part("weight_scale", ("u8", "f8e8m0"), 2)
-    stored.expect(scale, n, -(-k // POWERS))
+    stored.expect(scale, n, -(-k // POWER_COLUMNS))
     stored.check_scales(scale)
     scale = scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
-    return Codes(code, scale, (1, POWERS), label, values=values, act=act)
+    return Codes(code, scale, (1, POWER_COLUMNS), label, values=values, act=act)
 
 
 def nvfp4(stored: Stored, part: str, tensor_scale: str, divides: bool) -> Codes:

@@ -14,9 +14,9 @@ from llmc.report.inspect import kv_capacity
 from llmc.report.open_artifact import Opened
 
 WIDTH, HEIGHT = 1000.0, 260.0
-COLOURS = 8  # classes k0 to k7 of the style sheet; the last is for all other places
-SHOWN = 40  # number of values in the table below a chart
-MEMORIES = (1, 2, 4, 8, 16, 24, 32, 48, 80, 96, 141, 192)  # device memories in GiB
+MAX_COLOURS = 8  # classes k0 to k7 of the style sheet; the last is for all other places
+MAX_LISTED = 40  # number of values in the table below a chart
+DEVICE_GIB = (1, 2, 4, 8, 16, 24, 32, 48, 80, 96, 141, 192)  # device memories in GiB
 
 
 def memory_report(a: Opened) -> dict[str, Any]:
@@ -32,14 +32,14 @@ def memory_report(a: Opened) -> dict[str, Any]:
     plans = {p.name: reported[p.name] for p in a.programs if isinstance(reported.get(p.name), Mapping)}
     return {
         "totals": totals, "states": states, "kv": m.kv, "limits": m.limits, "full": kv_capacity(m, None),
-        "capacities": _capacities(a, sum(totals.values())), "plans": plans, "shown": SHOWN,
+        "capacities": _capacities(a, sum(totals.values())), "plans": plans, "shown": MAX_LISTED,
     }  # fmt: skip
 
 
 def _capacities(a: Opened, fixed: int) -> list[tuple[int, dict[str, Any]]]:
     """(GiB of device memory, KV pool that fits next to `fixed` bytes), up to a device that fits all rows."""
     out = []
-    for gib in MEMORIES:
+    for gib in DEVICE_GIB:
         available = (gib << 30) - fixed
         if available < a.manifest.kv.bytes_per_page or not a.manifest.kv.bytes_per_page:
             continue
@@ -56,7 +56,7 @@ def chart(slots: Sequence[Mapping[str, Any]], arena: int) -> dict[str, Any]:
     area = Counter[str]()
     for s in slots:
         area[pattern(s["loc"])] += s["nbytes"] * (s["last"] - s["first"] + 1)
-    places = [p for p, _ in area.most_common(COLOURS - 1)]
+    places = [p for p, _ in area.most_common(MAX_COLOURS - 1)]
     boxes = [_box(s, steps, max(1, arena), places) for s in slots]
     return {"width": WIDTH, "height": HEIGHT, "boxes": boxes, "places": places, "others": len(area) > len(places)}
 
@@ -65,7 +65,7 @@ def _box(s: Mapping[str, Any], steps: int, arena: int, places: Sequence[str]) ->
     place = pattern(s["loc"])
     height = s["nbytes"] * HEIGHT / arena
     return {
-        "colour": places.index(place) if place in places else COLOURS - 1,
+        "colour": places.index(place) if place in places else MAX_COLOURS - 1,
         "x": f"{s['first'] * WIDTH / steps:.1f}",
         "y": f"{max(0.0, HEIGHT - s['offset'] * HEIGHT / arena - height):.1f}",
         "width": f"{(s['last'] - s['first'] + 1) * WIDTH / steps:.1f}",

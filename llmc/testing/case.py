@@ -18,8 +18,8 @@ from llmc.ir.interp import bind_symbols, round_to_type, run
 from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type
 
-GUARD = 256  # bytes before and after every buffer, which a kernel must not write
-POISON = 0xFF  # of every byte that was not written: NaN in floats of every width
+GUARD_BYTES = 256  # bytes before and after every buffer, which a kernel must not write
+POISON_BYTE = 0xFF  # of every byte that was not written: NaN in floats of every width
 ALIGNMENT = 64
 # One unit in the last place, relative to the value.
 UNITS: Mapping[str, float] = MappingProxyType(
@@ -81,8 +81,8 @@ class Buffer:
 
     def __init__(self, nbytes: int):
         """Reserve `nbytes` bytes."""
-        self.raw = np.full(nbytes + 2 * GUARD + ALIGNMENT, POISON, np.uint8)
-        start = GUARD + (-(self.raw.ctypes.data + GUARD)) % ALIGNMENT
+        self.raw = np.full(nbytes + 2 * GUARD_BYTES + ALIGNMENT, POISON_BYTE, np.uint8)
+        start = GUARD_BYTES + (-(self.raw.ctypes.data + GUARD_BYTES)) % ALIGNMENT
         self.body = self.raw[start : start + nbytes]
         self.start, self.end = start, start + nbytes
 
@@ -102,8 +102,8 @@ class Buffer:
 
     def check(self, subject: str) -> None:
         """Raise AssertionError if bytes outside the buffer were written."""
-        assert (self.raw[: self.start] == POISON).all(), f"{subject}: bytes before the buffer were written"
-        assert (self.raw[self.end :] == POISON).all(), f"{subject}: bytes after the buffer were written"
+        assert (self.raw[: self.start] == POISON_BYTE).all(), f"{subject}: bytes before the buffer were written"
+        assert (self.raw[self.end :] == POISON_BYTE).all(), f"{subject}: bytes after the buffer were written"
 
 
 class Bound:

@@ -27,7 +27,7 @@ PACKAGES = (
 _FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve", "bf16")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _SHOWN_AS_SET = ("LLMC_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "PYTHONPATH")
-_TIMEOUT = 5.0  # seconds for a program that prints its version
+_TIMEOUT_SECONDS = 5.0  # seconds for a program that prints its version
 _GPU = ("name", "memory.total", "memory.free", "driver_version", "compute_cap")
 
 
@@ -118,8 +118,8 @@ def _output(command: Sequence[str]) -> str:
         return ""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, stdin=subprocess.DEVNULL,
-            check=False,
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_SECONDS,
+            stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""

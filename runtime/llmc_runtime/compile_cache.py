@@ -26,7 +26,7 @@ from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.signals import unwinding
 
 _NUM_LAST_LINES = 5  # of the compiler's output, in which its error is looked for
-_STOP_TIMEOUT = 3.0  # seconds for the compiler to exit after SIGTERM
+_STOP_SECONDS = 3.0  # seconds for the compiler to exit after SIGTERM
 _ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as in llmc
 
 Say = Callable[[str], None]
@@ -186,10 +186,10 @@ def _run(command: Sequence[str], source: Path | str) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Terminate the compiler and its child processes, and kill them after _STOP_TIMEOUT."""
+    """Terminate the compiler and its child processes, and kill them after _STOP_SECONDS."""
     try:
         os.killpg(process.pid, signal.SIGTERM)
-        process.communicate(timeout=_STOP_TIMEOUT)
+        process.communicate(timeout=_STOP_SECONDS)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         pass
     finally:

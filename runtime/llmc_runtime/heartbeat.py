@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 HEARTBEAT_TIMEOUT = 0.8  # seconds, by default
-TICK = 0.1  # seconds between two checks
-INTERVAL = 0.1  # seconds between two heartbeats of a rank
+TICK_SECONDS = 0.1  # seconds between two checks
+INTERVAL_SECONDS = 0.1  # seconds between two heartbeats of a rank
 SHARED_BYTES = mmap.ALLOCATIONGRANULARITY  # of the ranks' counters, at the start of the memory that a group shares
 _STARVED_FACTOR = 5.0  # multiplier of the timeout while the process is runnable but gets no processor
 
@@ -32,7 +32,7 @@ class Silence:
 
         A process that is runnable at one of the checks, and so waits for a processor, has a longer timeout.
         """
-        self.seconds += min(passed, 2 * TICK)
+        self.seconds += min(passed, 2 * TICK_SECONDS)
         # One look is too few: the threads of a starved process sleep briefly while they wait for each other.
         if self.seconds <= timeout / 2:
             self._starved = False
@@ -71,4 +71,4 @@ class RankHeartbeats(threading.Thread):
     def run(self) -> None:
         while True:
             self._counters[self._rank] = (self._counters[self._rank] + 1) % 2**32
-            time.sleep(INTERVAL)
+            time.sleep(INTERVAL_SECONDS)

@@ -59,7 +59,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "speculative_token_tree": "drafts are a sequence, not a tree",
     }
 )  # fmt: skip
-DRAFTED = 4  # tokens drafted if the number is not given and the model is compiled for it
+DEFAULT_DRAFTS = 4  # tokens drafted if the number is not given and the model is compiled for it
 _MAX_NGRAM = 64
 _MAX_RANKS = 1 << 10
 _REMEDY = (

@@ -332,7 +332,7 @@ def test_lines_of_json_are_documents(tmp_path: Path, piece: int) -> None:
 def test_lines_of_json_that_are_no_documents(
     tmp_path: Path, line: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmc.measure.eval_text.LINE", 64)
+    monkeypatch.setattr("llmc.measure.eval_text.MAX_LINE_CHARACTERS", 64)
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "a"}\n' + line)
     with pytest.raises(LlmcError, match=why) as e:

@@ -106,7 +106,7 @@ def quantised(b: Builder, words: Callable[..., Value], output: Callable[[str, Va
 @pytest.mark.parametrize("target", [1, 150, 1 << 20])
 def test_blocks_equal_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: int) -> None:
     library = pytest.importorskip("safetensors.numpy")
-    monkeypatch.setattr(weights_module, "TARGET", target)
+    monkeypatch.setattr(weights_module, "ROW_BLOCK_BYTES", target)
     g, source = build()
     held = [source.tensors[v.name] for v in g.inputs]
     want = run(g, [x if x.dtype.kind in "iu" else x.astype(np.float32) for x in held])
@@ -160,7 +160,7 @@ def test_bytes_that_only_move_are_not_touched() -> None:
 
 
 def test_several_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(weights_module, "SHARD", 5000)
+    monkeypatch.setattr(weights_module, "SHARD_BYTES", 5000)
     g, source = build()
     files = write_weights(g, source, Files(tmp_path))
     assert len(files) > 3 and [f.file for f in files[:2]] == ["weights/00000.safetensors", "weights/00001.safetensors"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
-from llmc.codegen.backends.cpp.precompiled_headers import PAYS, precompiled
+from llmc.codegen.backends.cpp.precompiled_headers import MIN_KERNELS, precompiled
 from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -64,25 +64,25 @@ def test_system_headers_are_precompiled_for_several_kernels(toolchain: CppToolch
         pytest.skip("only for g++")
     tool, log = counting(toolchain, tmp_path)
     text = "#include <immintrin.h>\n#include <math.h>\n" + GOOD.text.replace("42", "(int)lrintf(sqrtf(NUMBER))")
-    sources = [Source("answer", "cpp", text.replace("NUMBER", str(n))) for n in range(PAYS + 2)]
+    sources = [Source("answer", "cpp", text.replace("NUMBER", str(n))) for n in range(MIN_KERNELS + 2)]
     cache = tmp_path / "cache"
     few = tool.compile([(sources[0], "")], tmp_path / "few")
     assert log.read_text().count("call") == 1
-    many = tool.compile([(s, "") for s in sources[:PAYS]], cache)
-    assert log.read_text().count("call") == 2 + PAYS and len(many) == PAYS
+    many = tool.compile([(s, "") for s in sources[:MIN_KERNELS]], cache)
+    assert log.read_text().count("call") == 2 + MIN_KERNELS and len(many) == MIN_KERNELS
     assert many[tool.key(sources[0])] == few[tool.key(sources[0])]
     (header,) = cache.glob("headers-*/headers.h")
     plain = header.read_text()
     header.write_text("#error the precompiled form was not used\n")
     assert tool.compile([(sources[-1], "")], cache) == toolchain.compile([(sources[-1], "")], tmp_path / "few")
-    assert log.read_text().count("call") == 3 + PAYS
+    assert log.read_text().count("call") == 3 + MIN_KERNELS
     header.write_text(plain)
     header.with_suffix(".h.gch").write_bytes(b"damaged")
     assert tool.compile([(sources[-2], "")], cache) == toolchain.compile([(sources[-2], "")], tmp_path / "few")
 
 
 def test_headers_that_cannot_be_precompiled_are_parsed(toolchain: CppToolchain, tmp_path: Path) -> None:
-    assert precompiled(["false"], "1", tmp_path, PAYS) is None and not list(tmp_path.iterdir())
+    assert precompiled(["false"], "1", tmp_path, MIN_KERNELS) is None and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty"])

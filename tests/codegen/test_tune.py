@@ -44,7 +44,7 @@ def test_the_fastest_way_is_measured_and_then_chosen(tmp_path: Path) -> None:
     assert work.launches == 2 and {o.kernel.name for o in work.candidates} >= {"cpu/rows", "cpu/elements"}
     (beside,) = tuning.tuning_work(m, registry, target, tuned, kernels=("cpu/elements",))
     assert {o.kernel.name for o in beside.candidates} == {"cpu/elements", "cpu/rows"}
-    assert len([o for o in beside.candidates if o.kernel.name == "cpu/rows"]) <= tuning.RIVALS
+    assert len([o for o in beside.candidates if o.kernel.name == "cpu/rows"]) <= tuning.MAX_RIVALS
     held = record(work.node, "cpu/rows", {}, target, 1.0, work.env)
     for at, kernels in ((held, {"cpu/elements"}), (replace(held, sizes=(("T", 3),)), {"cpu/elements", "cpu/rows"})):
         save(tmp_path / f"{len(kernels)}.jsonl", [at])

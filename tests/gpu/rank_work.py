@@ -14,7 +14,7 @@ from llmc_runtime.format.program import Buffer
 
 from bench.gpu.group import Rank, Work
 from llmc.ir.dtype import DTYPES
-from llmc.testing.case import POISON
+from llmc.testing.case import POISON_BYTE
 
 TOP = 600  # maximum of T
 HIDDEN = 4096
@@ -125,7 +125,7 @@ def collectives(
     own = Rank(work, rank, ranks, exchange)
     run, symbols, memories = own.bind(work.program)
     outputs = outputs_of(work)
-    poison = np.full(1 << 20, POISON, np.uint8)
+    poison = np.full(1 << 20, POISON_BYTE, np.uint8)
     sizes = random.Random(seed)
     late = random.Random(seed + rank)
     few = [1, 3, 17, 64, 257, TOP]
@@ -146,7 +146,7 @@ def collectives(
             got = own.device.read(memories[b.name])
             y = got[: want.nbytes].view(want.dtype).reshape(want.shape)
             assert not differs(y, want, error), f"replay {i}, {tokens} tokens, {b.name}: {y} {want}"
-            assert (got[want.nbytes :] == POISON).all(), f"replay {i}: bytes behind {b.name} were written"
+            assert (got[want.nbytes :] == POISON_BYTE).all(), f"replay {i}: bytes behind {b.name} were written"
             mine.update(y.tobytes())
         assert len(set(own.exchange(mine.digest()))) == 1, f"replay {i}: the ranks have different bits"
     own.exchange(None)  # peers may still write

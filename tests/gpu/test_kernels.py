@@ -20,7 +20,7 @@ import pytest
 from gpu.kernel_cases import Job, all_jobs, by_op, compile_jobs, triton_kernels
 from gpu.launcher import Card, Packed
 from kernels.cases import COLLECTIVES, DECODING, UNPAGED
-from kernels.harness import POISON, Buffer
+from kernels.harness import POISON_BYTE, Buffer
 from kernels.triton_harness import compare
 
 from llmc.codegen.backends.triton.triton_toolchain import Compiled
@@ -107,7 +107,7 @@ def launch(card: Card, job: Job, compiled: Compiled, p: Prepared, how: str) -> N
         raw = _seen(card, b)
         if late and id(b) not in on_time:
             card.write(where[id(b)] - where.base + card.staged, raw)
-            card.write(where[id(b)], np.full_like(raw, POISON))
+            card.write(where[id(b)], np.full_like(raw, POISON_BYTE))
         else:
             card.write(where[id(b)], raw)
     if late:

@@ -24,7 +24,7 @@ from llmc_runtime.format.group_memory import (
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.interp import bind_symbols
-from llmc.testing.case import POISON, Buffer
+from llmc.testing.case import POISON_BYTE, Buffer
 from llmc.testing.triton_interpreter import INTERPRETED, interpret, tensor_of
 
 NONE: Mapping[int, int] = MappingProxyType({})
@@ -93,7 +93,7 @@ class Launch:
 
 def is_poisoned(y: np.ndarray) -> bool:
     """Whether no byte of a result was written."""
-    return bool((y.view(np.uint8) == POISON).all())
+    return bool((y.view(np.uint8) == POISON_BYTE).all())
 
 
 def run_ranks(ranks: int, work: Callable[[int], Any], seconds: float = 120) -> list[Any]:

@@ -21,7 +21,7 @@ from kernels.test_triton_rows import case as row_case
 from kernels.triton_harness import run_case
 
 from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION
-from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL, LARGE_AMD
+from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL, LARGE_AMD_TILES
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
 from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP
 from llmc.codegen.backends.triton.round_groups import ROUND_GROUPS
@@ -124,7 +124,7 @@ def test_large_tiles_fit() -> None:
     node = next(s for s in SHAPES if s.name == "head").graph().nodes.head
     assert node is not None
     for target in GPUS:
-        assert [tuple(s.values())[:5] for s in GEMM.schedules(node, target)] == list(LARGE_AMD)
+        assert [tuple(s.values())[:5] for s in GEMM.schedules(node, target)] == list(LARGE_AMD_TILES)
 
 
 def test_which_8_bit_floats() -> None:

@@ -97,7 +97,7 @@ class Paged:
             scales = arrays[6:7] if self.pool in FLOAT8 else []
             arrays, attrs = [*arrays[:3], rows, arrays[5], *scales], attrs | {"splits": splits}
         if kernel is ATTENTION_PARTS:
-            attrs["part"] = split_kv.PART
+            attrs["part"] = split_kv.PART_TOKENS
         if kernel is SINGLE_TOKEN_ATTENTION:
             arrays.insert(6, rng.standard_normal(arrays[0].shape).astype(np.float32))
         elif least > 1:
@@ -178,13 +178,13 @@ def test_single_tokens(i: int, splits: int) -> None:
 
 @pytest.mark.parametrize("i", range(len(PINNED)))
 def test_single_tokens_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_kv, "PART", 64)
+    monkeypatch.setattr(split_kv, "PART_TOKENS", 64)
     run_case(PINNED[i].case(ATTENTION_PARTS, fresh(), schedule=i, splits=4, on=DETERMINISTIC), DETERMINISTIC)
 
 
 @pytest.mark.parametrize("i", range(len(MIXED)))
 def test_mixtures_in_fixed_parts(i: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_kv, "PART", 64)
+    monkeypatch.setattr(split_kv, "PART_TOKENS", 64)
     case = MIXED[i].case(PREFILL_ATTENTION, fresh(), i, on=DETERMINISTIC)
     assert "PART=64" in case.kernel.emit(case.node, case.schedule, DETERMINISTIC).text
     run_case(case, DETERMINISTIC)

@@ -96,7 +96,7 @@ def test_experts_with_few_tokens_are_rounded(
     scheme: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sign_rounding, "STEPS", 4)
-    monkeypatch.setattr("llmc.quant.make.expert_weights.TOKENS", 50)
+    monkeypatch.setattr("llmc.quant.make.expert_weights.MIN_TOKENS_PER_COLUMN", 50)
     found, notes = made(source, tmp_path / "out", scheme, 2)
     experts = [m for m in found if ".experts." in m]
     assert "0 weights calibrated" in notes[-1] and "12 rounded to nearest" in notes[-1]

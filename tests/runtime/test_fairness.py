@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime.sched.request import Request, Status
-from llmc_runtime.sched.row_shares import ROW_WAIT
+from llmc_runtime.sched.row_shares import ROW_WAIT_SECONDS
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.waiting_queue import _MIN_KEPT, OUTPUT_WEIGHT, WaitingQueue
@@ -168,11 +168,11 @@ def test_a_tenant_that_waits_gets_rows_of_one_that_has_all(depth: int) -> None:
     for _ in range(20):
         rig.step()
     light = [add(rig, f"b{i}", 8, "few", max_tokens=60) for i in range(4)]
-    now[0] = 0.9 * ROW_WAIT
+    now[0] = 0.9 * ROW_WAIT_SECONDS
     for _ in range(10):
         rig.step()
     assert not any(name.startswith("b") for name in rig.running())
-    now[0] = ROW_WAIT
+    now[0] = ROW_WAIT_SECONDS
     for _ in range(10):
         rig.step()
     counts = Counter(name[0] for name in rig.running())
@@ -191,7 +191,7 @@ def test_a_tenant_that_waits_gets_pages_of_one_that_has_all() -> None:
     for _ in range(4):
         rig.step()
     late = add(rig, "b", 28, "few", max_tokens=4)
-    for seconds in (0.9 * ROW_WAIT, ROW_WAIT):
+    for seconds in (0.9 * ROW_WAIT_SECONDS, ROW_WAIT_SECONDS):
         assert not late.output_token_ids
         now[0] = seconds
         for _ in range(3):
@@ -209,7 +209,7 @@ def test_a_priority_holds_no_row_against_another_tenant() -> None:
     for _ in range(4):
         rig.step()
     late = add(rig, "b", 8, "few", max_tokens=4)
-    now[0] = ROW_WAIT
+    now[0] = ROW_WAIT_SECONDS
     for _ in range(5):
         rig.step()
     assert late.output_token_ids
@@ -224,7 +224,7 @@ def test_rows_are_not_taken_from_requests_of_the_same_tenant() -> None:
         add(rig, f"a{i}", 8, "a", max_tokens=40)
     rig.step()
     late = add(rig, "b", 8, "a", max_tokens=4)
-    now[0] = 2 * ROW_WAIT
+    now[0] = 2 * ROW_WAIT_SECONDS
     for _ in range(5):
         rig.step()
     assert late.status is Status.WAITING and not rig.scheduler.counters.num_preemptions

@@ -199,8 +199,8 @@ def test_one_tenant_has_its_lane_and_no_more(grammars: Grammars) -> None:
     bombs = [grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a") for i in range(5)]
     for _ in range(3):
         grammars.wait(grammars.open(regex(f"x{{{_ + 1}}}"), "b"))
-    assert len(workers_of(grammars)) <= limits.LANE + limits.KEPT
-    assert not any(one.done for one in bombs[limits.LANE :])
+    assert len(workers_of(grammars)) <= limits.MAX_TENANT_COMPILATIONS + limits.MAX_KEPT
+    assert not any(one.done for one in bombs[limits.MAX_TENANT_COMPILATIONS :])
 
 
 def test_grammars_that_wait_too_long_are_refused_with_a_time_to_retry(
@@ -208,7 +208,7 @@ def test_grammars_that_wait_too_long_are_refused_with_a_time_to_retry(
 ) -> None:
     grammars.prepare()
     monkeypatch.setattr(client, "QUEUE_SECONDS", 0.2)
-    for i in range(limits.LANE):
+    for i in range(limits.MAX_TENANT_COMPILATIONS):
         grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a")
     assert refused(grammars, regex(), "a").code == "E653"
     assert grammars.wait(grammars.open(regex(), "b"))
@@ -285,7 +285,7 @@ def test_a_host_that_is_killed_is_replaced(grammars: Grammars) -> None:
 
 
 def test_idle_workers_are_kept_up_to_a_number(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "KEPT", 2)
+    monkeypatch.setattr(worker_pool, "MAX_KEPT", 2)
     for i in range(5):
         (guide,) = grammars.wait(grammars.open(regex(f"a{{{i + 1}}}")))
         guide.close()
@@ -298,7 +298,7 @@ def test_idle_workers_are_kept_up_to_a_number(grammars: Grammars, monkeypatch: p
 
 def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.prepare()
-    monkeypatch.setattr(worker_pool, "WORKERS", 2)
+    monkeypatch.setattr(worker_pool, "MAX_PROCESSES", 2)
     monkeypatch.setattr(client, "QUEUE_SECONDS", 0.3)
     first, second = Followed.of(grammars, regex("a+")), Followed.of(grammars, regex("b+"))
     assert refused(grammars, regex("c+")).code == "E653"
@@ -307,7 +307,7 @@ def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch:
 
 
 def test_the_memory_of_a_tenant_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "SMALL_BYTES", 0)
+    monkeypatch.setattr(worker_pool, "FREE_BYTES", 0)
     monkeypatch.setattr(worker_pool, "TENANT_BYTES", 0)
     error = refused(grammars, regex("a+"))
     assert error.code == "E653" and "memory" in error.cause

@@ -50,7 +50,7 @@ class FakeServing(SimpleNamespace):
     def __init__(self, answers: int = 1 << 30) -> None:
         super().__init__()
         self.admission = Admission(512, 1 << 20, keys=2, answers=answers)
-        self.starts = FairSlots(serving._STARTS, lambda: AssertionError("refused"))
+        self.starts = FairSlots(serving._STARTS_PER_ITERATION, lambda: AssertionError("refused"))
         self.encoding, self.names, self.max_answer = Pauses(), ("m",), 64 << 20
         self.meters = SimpleNamespace(count_for_key=lambda *_: None, begin=lambda *_: None)
         self.llm = SimpleNamespace(pool=self.pool, pooling=POOLING)
@@ -113,7 +113,7 @@ def test_few_prompts_are_started_in_an_iteration() -> None:
         return server
 
     found = run(work)
-    assert found.starts_in.total() == 4 * 64 and max(found.starts_in.values()) <= serving._STARTS
+    assert found.starts_in.total() == 4 * 64 and max(found.starts_in.values()) <= serving._STARTS_PER_ITERATION
 
 
 def test_a_few_prompts_end_in_an_iteration_when_a_client_leaves() -> None:

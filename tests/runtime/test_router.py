@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from llmc_runtime.engine.router import MAX_PAGES, RUNNING, SHARE, Load, Router, below_share
+from llmc_runtime.engine.router import MAX_LOAD_RATIO, MAX_PAGES, OPEN_SEQUENCE_TOKENS, Load, Router, below_share
 
 from tests.draw import of_test
 
@@ -63,7 +63,7 @@ def test_a_busy_engine_loses_its_prefix_when_waiting_costs_more() -> None:
     router, loads = Router(2, PAGE, 1000), idle(2)
     home, _ = router.choose(tokens, "", "", loads)
     loads[home].sequences = 4  # the limit is 1.5 times the mean plus one, though it would be cheaper
-    assert 4 * RUNNING < 390 and router.choose(tokens, "", "", loads)[0] == 1 - home
+    assert 4 * OPEN_SEQUENCE_TOKENS < 390 and router.choose(tokens, "", "", loads)[0] == 1 - home
 
 
 def test_an_engine_without_free_rows_is_left_out_while_another_has_some() -> None:
@@ -131,7 +131,7 @@ def test_drawn_loads(_: int) -> None:
         base = rng.choice(seen)
         tokens = base[: rng.randrange(1, len(base) + 1)] + [rng.randrange(9) for _ in range(rng.randrange(30))]
         allowed = below_share(loads)
-        limit = SHARE * sum(load.sequences for load in loads.values()) / len(loads) + 1
+        limit = MAX_LOAD_RATIO * sum(load.sequences for load in loads.values()) / len(loads) + 1
         assert allowed and all(loads[one].sequences < limit for one in allowed)
         matched = {one: router._pages_of[one].matched("", router._chain(tokens, "")) for one in allowed}
         chosen, uncached = router.choose(tokens, "", "", loads)
@@ -139,7 +139,7 @@ def test_drawn_loads(_: int) -> None:
 
         def cost(one: int) -> int:
             hits = min(matched[one], (len(tokens) - 1) // PAGE)  # noqa: B023
-            return len(tokens) - PAGE * hits + loads[one].queued_tokens + RUNNING * loads[one].sequences  # noqa: B023
+            return len(tokens) - PAGE * hits + loads[one].queued_tokens + OPEN_SEQUENCE_TOKENS * loads[one].sequences  # noqa: B023
 
         assert cost(chosen) == min(map(cost, allowed))
         assert all(len(held) <= router._bound for held in router._pages_of)

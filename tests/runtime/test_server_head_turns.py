@@ -271,7 +271,7 @@ def test_the_longest_lane_is_known_and_a_head_that_was_received_before_is_classi
 def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one is parsed per iteration, and a key with many bodies does not delay another key's."""
     pytest.importorskip("starlette")
-    from llmc_runtime.server.endpoint import _SHORT, Endpoint
+    from llmc_runtime.server.endpoint import _SHORT_BYTES, Endpoint
     from llmc_runtime.server.fair_slots import FairSlots
     from llmc_runtime.server.http.auth import Limits
     from llmc_runtime.server.http.body_budget import Body, BodyBudget
@@ -288,8 +288,11 @@ def test_longer_bodies_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
             body.take(b" " * size)
             return asyncio.create_task(endpoint._in_turn(body, object, key, lambda fields: False))  # type: ignore[type-var]
 
-        tasks = [parse("a", _SHORT + 1) for _ in range(5)] + [parse("b", _SHORT + 1), parse("c", _SHORT)]
-        cancelled = parse("a", _SHORT + 1)
+        tasks = [parse("a", _SHORT_BYTES + 1) for _ in range(5)] + [
+            parse("b", _SHORT_BYTES + 1),
+            parse("c", _SHORT_BYTES),
+        ]
+        cancelled = parse("a", _SHORT_BYTES + 1)
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
             turns_of(log, laps)
@@ -311,7 +314,7 @@ def test_a_request_is_made_of_a_longer_body_in_another_iteration(
 ) -> None:
     """Both take milliseconds for a body with hundreds of messages."""
     pytest.importorskip("starlette")
-    from llmc_runtime.server.endpoint import _SHORT, Endpoint
+    from llmc_runtime.server.endpoint import _SHORT_BYTES, Endpoint
     from llmc_runtime.server.fair_slots import FairSlots
     from llmc_runtime.server.http.auth import Limits
     from llmc_runtime.server.http.body_budget import Body, BodyBudget
@@ -322,7 +325,7 @@ def test_a_request_is_made_of_a_longer_body_in_another_iteration(
         serving: Any = type("Serving", (), {"parsing": FairSlots(1, OSError)})()
         endpoint, laps = Endpoint(serving, Limits()), list[list[str]]()
         body = Body(BodyBudget(OSError), "a")
-        body.take(b" " * (_SHORT + more))
+        body.take(b" " * (_SHORT_BYTES + more))
 
         async def handle() -> None:
             assert await endpoint._in_turn(body, object, "a", lambda fields: False)  # type: ignore[type-var]

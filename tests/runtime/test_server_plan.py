@@ -158,6 +158,6 @@ def test_gpus_are_read_from_nvidia_smi_whatever_it_does(tmp_path: Path, monkeypa
         tool.chmod(0o755)
         assert len(collect_env.gpus()) == count
     tool.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(collect_env, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(collect_env, "_TIMEOUT_SECONDS", 0.2)
     assert collect_env.gpus() == []
     assert shutil.which("nvidia-smi") == str(tool)

@@ -10,14 +10,14 @@ import pytest
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 from llmc_runtime.sched.step_budget import (
-    BACKLOG,
-    FEWEST,
-    FIRST,
-    LONGEST,
-    PROBE,
-    RARELY,
-    SAVED,
-    STRETCH,
+    BACKLOG_STEPS,
+    FIRST_TOKENS,
+    LONGER_INTERVAL,
+    MAX_LONGER,
+    MAX_SAVED,
+    MAX_STRETCH,
+    MIN_TOKENS,
+    PROBE_INTERVAL,
     StepBudget,
     StepTimer,
     step_seconds,
@@ -90,14 +90,14 @@ def test_prompts_advance_where_decoding_takes_longer_than_the_target() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(0.2, 0.01, 2e-3)
     for i in range(100):
         tokens, seconds = step(budget, machine, 4, 0 if i < 5 else LIMIT)
-    assert tokens > 60 and seconds == pytest.approx(STRETCH * machine.decode, rel=0.15)
+    assert tokens > 60 and seconds == pytest.approx(MAX_STRETCH * machine.decode, rel=0.15)
 
 
 def test_a_slow_machine_gives_every_step_a_few_tokens() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 0.01)
     for _ in range(100):
         tokens, _ = step(budget, machine, 4, LIMIT)
-    assert tokens == FEWEST
+    assert tokens == MIN_TOKENS
 
 
 def test_steps_of_one_kind_have_no_budget() -> None:
@@ -106,9 +106,9 @@ def test_steps_of_one_kind_have_no_budget() -> None:
     running = decoding(4)
     assert budget.tokens(running, 0) == LIMIT, "nothing but decoding, perhaps with drafts"
     assert budget.tokens(running, 1) == 4 + 1, "decoding was never measured"
-    assert budget.tokens(running, 1) == (4 + FIRST) // 64 * 64
+    assert budget.tokens(running, 1) == (4 + FIRST_TOKENS) // 64 * 64
     running[0].num_total = 500
-    assert budget.tokens(running, 0) == (3 + FIRST) // 64 * 64
+    assert budget.tokens(running, 0) == (3 + FIRST_TOKENS) // 64 * 64
     for request in running:
         request.num_total = 500
     assert budget.tokens(running, 1) == LIMIT, "nothing waits for the next token"
@@ -116,18 +116,18 @@ def test_steps_of_one_kind_have_no_budget() -> None:
         budget.learn([Work(0, 1, True)], machine.seconds(0))
         budget.learn([Work(0, 400, True)], 5.0)  # nobody decoded beside it
         budget.learn([Work(0, 1, True), Work(1, 5, True)], 0.5)  # too few tokens to say what one takes
-    assert budget.tokens(decoding(1), 1) == (1 + FIRST) // 64 * 64
+    assert budget.tokens(decoding(1), 1) == (1 + FIRST_TOKENS) // 64 * 64
 
 
 def test_decoding_is_measured_while_prompts_follow_each_other() -> None:
     """The time of decoding would count as that of the prompts' tokens: 60 of them would take all of the target."""
     random.seed(1)
     budget, machine = StepBudget(TARGET, LIMIT), Machine(6e-3, 1e-3, 2e-5)
-    steps = [step(budget, machine, 64, LIMIT) for _ in range(3 * PROBE)]
-    assert [i for i, (tokens, _) in enumerate(steps) if tokens == 1] == [0, PROBE + 1, 2 * PROBE + 2]
-    assert sum(tokens for tokens, _ in steps[PROBE:]) / (2 * PROBE) > 500
+    steps = [step(budget, machine, 64, LIMIT) for _ in range(3 * PROBE_INTERVAL)]
+    assert [i for i, (tokens, _) in enumerate(steps) if tokens == 1] == [0, PROBE_INTERVAL + 1, 2 * PROBE_INTERVAL + 2]
+    assert sum(tokens for tokens, _ in steps[PROBE_INTERVAL:]) / (2 * PROBE_INTERVAL) > 500
     machine.decode = 9e-3  # the contexts have grown
-    for _ in range(4 * PROBE):
+    for _ in range(4 * PROBE_INTERVAL):
         step(budget, machine, 64, LIMIT)
     assert budget.expected([Work(0, 1, True)]) == pytest.approx(machine.decode, rel=0.15)
 
@@ -168,20 +168,20 @@ def test_one_step_in_many_is_longer_while_a_burst_of_prompts_waits(seed: int) ->
     random.seed(seed)
     budget = StepBudget(TARGET, LIMIT)
     machine = Machine(random.uniform(5e-3, 8e-3), 0.0, 10 ** random.uniform(-5, -3.3))
-    for _ in range(10 * RARELY):
+    for _ in range(10 * LONGER_INTERVAL):
         step(budget, machine, 4, 0)
     fits = max([step(budget, machine, 4, LIMIT)[0] for _ in range(100)][50:])
-    few = [step(budget, machine, 4, LIMIT, BACKLOG * fits // 2)[1] for _ in range(RARELY)]
+    few = [step(budget, machine, 4, LIMIT, BACKLOG_STEPS * fits // 2)[1] for _ in range(LONGER_INTERVAL)]
     assert max(few) < 1.3 * TARGET, "less than a burst waits"
-    many = [step(budget, machine, 4, LIMIT, 100 * LIMIT)[1] for _ in range(20 * RARELY)]
+    many = [step(budget, machine, 4, LIMIT, 100 * LIMIT)[1] for _ in range(20 * LONGER_INTERVAL)]
     long = [seconds for seconds in many if seconds > 1.5 * TARGET]
-    assert SAVED // 2 < len(long) <= SAVED + len(many) / RARELY
-    assert max(long) < 1.1 * LONGEST * TARGET
+    assert MAX_SAVED // 2 < len(long) <= MAX_SAVED + len(many) / LONGER_INTERVAL
+    assert max(long) < 1.1 * MAX_LONGER * TARGET
 
 
 def test_a_longer_step_on_a_slow_machine_has_tokens() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 5e-4)
-    assert all(step(budget, machine, 4, LIMIT, 100 * LIMIT)[0] > 0 for _ in range(5 * RARELY))
+    assert all(step(budget, machine, 4, LIMIT, 100 * LIMIT)[0] > 0 for _ in range(5 * LONGER_INTERVAL))
 
 
 def test_durations_of_steps_that_overlap() -> None:
@@ -219,7 +219,7 @@ def test_a_long_prompt_leaves_decoding_requests_their_pace(depth: int) -> None:
     rig.add("other", 950, max_tokens=2)
     rig.drain()
     chunks = [sum(work.num_tokens for work in plan.work) for plan in rig.plans[before:] if len(plan.work) > 1]
-    assert max(chunks) <= FIRST and sum(chunks) >= 950
+    assert max(chunks) <= FIRST_TOKENS and sum(chunks) >= 950
     assert 64 <= chunks[3] <= 80, "1 ms for decoding and 0.1 ms for each token of the prompt make 8 ms, 40 % of 20"
 
 

@@ -10,7 +10,7 @@ from llmc_runtime.server.text_pool import text_process
 from llmc_runtime.server.text_pool.text_messages import HEAD, READY
 
 
-@pytest.mark.parametrize("size", [0, 1, text_process._SENT, 5 * text_process._SENT + 3])
+@pytest.mark.parametrize("size", [0, 1, text_process._SENT_BYTES, 5 * text_process._SENT_BYTES + 3])
 def test_a_large_frame_is_sent_in_parts(size: int) -> None:
     """While the process reads, the system takes as much as it is given in one call: 12 ms for 8 MB."""
 
@@ -35,4 +35,4 @@ def test_a_large_frame_is_sent_in_parts(size: int) -> None:
         return calls, found
 
     calls, _ = asyncio.run(main())
-    assert max(calls) <= max(HEAD.size, text_process._SENT) and sum(calls) == HEAD.size + size
+    assert max(calls) <= max(HEAD.size, text_process._SENT_BYTES) and sum(calls) == HEAD.size + size

@@ -77,12 +77,12 @@ def test_little_of_a_long_grammar_is_made(form: Any, name: str, monkeypatch: pyt
     with pytest.raises(ApiError) as caught:
         plan(form, tool).constrained(PARAMS, "response_format")
     assert caught.value.status == 400 and caught.value.param == "tools" and "too long" in caught.value.message
-    assert counted.made < response_plan._MOST_CHARACTERS + 2 * len(json.dumps(tool))
+    assert counted.made < response_plan._MAX_CHARACTERS + 2 * len(json.dumps(tool))
 
 
 @pytest.mark.parametrize("form", ARGUED, ids=lambda form: form.name)
 def test_without_the_limit_it_would_be_long(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response_plan, "_MOST_CHARACTERS", 1 << 40)
+    monkeypatch.setattr(response_plan, "_MAX_CHARACTERS", 1 << 40)
     with pytest.raises(ApiError, match=r"has \d{7,} characters"):
         plan(form, function(REPEATED["definitions of each argument"])).constrained(PARAMS, "response_format")
 
@@ -97,7 +97,7 @@ def test_the_limit_refuses_no_grammar_that_is_short_enough(form: Any, monkeypatc
         try:
             made = one.constrained(PARAMS, "response_format")
         except ApiError:
-            monkeypatch.setattr(response_plan, "_MOST_CHARACTERS", 1 << 40)
+            monkeypatch.setattr(response_plan, "_MAX_CHARACTERS", 1 << 40)
             with pytest.raises(ApiError, match="characters, at most"):
                 one.constrained(PARAMS, "response_format")
             break

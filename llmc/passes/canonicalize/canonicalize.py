@@ -13,7 +13,7 @@ from llmc.passes.canonicalize.drop_batch_dim import drop_unit_batch
 from llmc.passes.canonicalize.shape_rules import MOVES, broadcast_rule
 from llmc.passes.rewrite import Misses, Rule, apply
 
-ROUNDS = 4  # a value may have several leading unit axes; each round removes one
+MAX_ROUNDS = 4  # a value may have several leading unit axes; each round removes one
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Canonicalize(Pass):
         rules: list[Rule] = [*MOVES, *SIMPLE, *by_op, *ACTIVATIONS]
         misses = Misses()
         done = apply(g, rules, ctx, misses)
-        for _ in range(ROUNDS if self.batch else 0):
+        for _ in range(MAX_ROUNDS if self.batch else 0):
             dropped = drop_unit_batch(g, ctx)
             done += dropped + apply(g, rules, ctx, misses)
             if not dropped:

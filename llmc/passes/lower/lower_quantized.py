@@ -21,7 +21,7 @@ from llmc.passes.lower.round_activations import Rounded, product_of_codes, produ
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 EXPERTS = ("moe_up", "moe_down")
 WEIGHT: Mapping[str, int] = MappingProxyType({**dict.fromkeys(PRODUCTS, 1), **dict.fromkeys(EXPERTS, 3)})  # its place
-EXACT = "bf16"  # the dtype to which f8e8m0 scales are converted in products; it represents every power of two
+SCALE_DTYPE = "bf16"  # the dtype to which f8e8m0 scales are converted in products; it represents every power of two
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class LowerQuantized(Pass):
         code, scale, *zeros = parts.of(w, n)
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         if scale.type.dtype == "f8e8m0":
-            scale = b.cast(scale, dtype=EXACT)
+            scale = b.cast(scale, dtype=SCALE_DTYPE)
         kept_attrs = {name: value for name, value in n.attrs.items() if name != "dtype"}  # the result is cast instead
         attrs = {
             **kept_attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,

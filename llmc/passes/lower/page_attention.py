@@ -31,7 +31,7 @@ HIDDEN = "hidden"  # input of the graph of a head: the hidden state of the posit
 HIDDEN_POOL = f"{DRAFT_PREFIX}kv.{HIDDEN}"  # pages of hidden states, one per token
 LATENT, ALIBI = "latent_attention", "alibi_attention"
 ATTENTION = ("attention", ALIBI, LATENT)
-ENTRIES = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
+MAX_VERIFIED = 512  # verified tokens beyond this number cost as much as those of a prompt, so that drafts do not pay
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class PageAttention(Pass):
         _check(g, 1 if head is None else 2, bool(self.pool))
         drafts = g.name == DRAFT
         m.symbols["T"] = (1, self.tokens or m.symbols.get("T", (1, self.max_len))[1])
-        entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], ENTRIES)
+        entries = min(self.rows * (1 + self.speculate), m.symbols["T"][1], MAX_VERIFIED)
         m.symbols["R"] = (1, max(self.rows, entries))
         m.symbols["P"] = (1, PAGES_MAX)
         rows = _Rows(g, self, ctx.opset, drafts)

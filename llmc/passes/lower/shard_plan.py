@@ -24,7 +24,7 @@ from llmc.passes.lower.shard_rules import (
     splits_of,
 )
 
-TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
+MIN_TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Planner:
             table = n.operands[0]
             if table not in self.weights or n.result in self.weights or table.type.rank != 2:
                 continue
-            is_large = (table.type.shape[0].const or 0) >= TABLE_ROWS
+            is_large = (table.type.shape[0].const or 0) >= MIN_TABLE_ROWS
             if is_large and table.type.format is None and DTYPES[table.type.dtype].kind == "f":
                 self.plan.relations[n] = Relation((Split(0, self.ranks), None), (None,), partial=True)
 

@@ -11,7 +11,7 @@ from llmc.passes.base import Ctx, Pass
 
 OCP, FNUZ = "f8e4m3", "f8e4m3fnuz"
 SOURCES = ("assemble", "quantize")  # ops that make quantised tensors
-NARROW = ("f16", "f8e8m0")  # dtypes of scales whose largest numbers cannot be doubled
+NARROW_SCALES = ("f16", "f8e8m0")  # dtypes of scales whose largest numbers cannot be doubled
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,6 @@ def _converted(g: Graph, n: Node, f: QFormat, ctx: Ctx) -> Value:
 
 def _doubled(b: Any, scale: Value) -> Value:
     """Return the scales of codes that stand for half the numbers."""
-    if scale.type.dtype in NARROW:
+    if scale.type.dtype in NARROW_SCALES:
         scale = b.cast(scale, dtype="f32")
     return b.mul(scale, b.constant(2.0, scale.type.dtype))

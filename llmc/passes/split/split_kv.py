@@ -12,14 +12,14 @@ from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
 MAX_PARTS = 64  # maximum number of parts, all read at once by the combining program
-NARROW = 64  # heads of up to this many elements need twice the programs to read at the full bandwidth
-HEADS = 64  # heads of a program of latent attention
-PART = 512  # tokens of a fixed part, a multiple of every kernel's tile of keys
+NARROW_HEAD = 64  # heads of up to this many elements need twice the programs to read at the full bandwidth
+LATENT_HEADS = 64  # heads of a program of latent attention
+PART_TOKENS = 512  # tokens of a fixed part, a multiple of every kernel's tile of keys
 
 
 def fixed_part(kv: Value, pages: Value) -> int:
-    """Return the tokens of a fixed part: PART, doubled until the longest row has at most MAX_PARTS."""
-    part, longest = PART, (pages.type.shape[1].const or 0) * int(kv.type.shape[3])
+    """Return the tokens of a fixed part: PART_TOKENS, doubled until the longest row has at most MAX_PARTS."""
+    part, longest = PART_TOKENS, (pages.type.shape[1].const or 0) * int(kv.type.shape[3])
     while part * MAX_PARTS < longest:
         part *= 2
     return part
@@ -72,8 +72,9 @@ class SplitKv(NodePass):
         q, rotary, pool, pages, rows, _, positions = n.operands
         if self.fixed:
             return False
-        blocks = -(-int(q.type.shape[1]) // HEADS)
-        fill = 1.0 if int(q.type.shape[1]) > HEADS // 2 else self.fill  # a program of 64 heads fills a multiprocessor
+        blocks = -(-int(q.type.shape[1]) // LATENT_HEADS)
+        # A program of 64 heads fills a multiprocessor.
+        fill = 1.0 if int(q.type.shape[1]) > LATENT_HEADS // 2 else self.fill
         parts = self.splits or self.parts(n, rows.type.shape[0].bounds(bounds), blocks, pages, fill, ctx)
         if parts < 2 or not ctx.spend():
             return False
@@ -95,7 +96,7 @@ class SplitKv(NodePass):
 
     def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
         """Choose the number of parts of paged_attention; unsplit, there are rows x key heads programs."""
-        fill = self.fill * (2 if int(n.operands[1].type.shape[4]) <= NARROW else 1)
+        fill = self.fill * (2 if int(n.operands[1].type.shape[4]) <= NARROW_HEAD else 1)
         rows, heads = n.operands[3].type.shape[0].bounds(bounds), int(n.operands[1].type.shape[2])
         return self.parts(n, rows, heads, n.operands[2], fill, ctx)
 

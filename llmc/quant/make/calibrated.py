@@ -20,7 +20,7 @@ from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.plan import Plan, first_names
 from llmc.quant.make.rounding import finite, round_to_nearest
 
-SPILL = "activations"  # folder of the hidden states, removed at the end
+ACTIVATIONS_FOLDER = "activations"  # folder of the hidden states, removed at the end
 
 
 class Progress(Protocol):
@@ -37,7 +37,7 @@ def quantise_layers(
     source: ModelSource, plan: Plan, tokens: Tensor, seed: int, folder: Path, out: ShardWriter, progress: Progress
 ) -> None:
     """Quantise the planned weights with samples [samples, T], and write all tensors; raises Diagnostic E350-E355."""
-    runs = LayerRuns(source, tokens, folder / SPILL, plan.recipe.method in REFERENCE, seed)
+    runs = LayerRuns(source, tokens, folder / ACTIVATIONS_FOLDER, plan.recipe.method in REFERENCE, seed)
     done: set[str] = set()
     rounded: set[str] = set()
     scaled = False
@@ -54,7 +54,7 @@ def quantise_layers(
     for name in source.files.tensors:
         if name not in done:
             _outside(source, plan, name, out)
-    shutil.rmtree(folder / SPILL)
+    shutil.rmtree(folder / ACTIVATIONS_FOLDER)
     if plan.experts and plan.recipe.calibrated:
         rounded |= plan.experts - done
         progress.note(

@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from llmc.quant.make.layer_runs import Inputs, Layer
 from llmc.quant.make.model_source import Slice
 
-TOKENS = 1  # tokens for each column of an expert's weight below which it is rounded to nearest
+MIN_TOKENS_PER_COLUMN = 1  # tokens for each column of an expert's weight below which it is rounded to nearest
 
 
 def too_few_tokens(tokens: int, weight: Tensor) -> bool:
     """Whether this number of tokens is too small to calibrate an expert's weight [n, k]."""
-    return tokens < TOKENS * weight.shape[1]
+    return tokens < MIN_TOKENS_PER_COLUMN * weight.shape[1]
 
 
 @torch.no_grad()

@@ -22,8 +22,8 @@ from llmc.diagnostics import Diagnostic
 from llmc.quant.make.packing import stored_parts
 from llmc.quant.make.rounding import Quantised
 
-SHARD = 2 << 30  # bytes of tensors in a file
-PIECE = 16 << 20  # bytes that are copied at a time
+SHARD_BYTES = 2 << 30  # bytes of tensors in a file
+COPY_BYTES = 16 << 20  # bytes that are copied at a time
 NAMES: Mapping[torch.dtype, str] = MappingProxyType(
     {
         torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -86,7 +86,7 @@ class _Entry(NamedTuple):
 class ShardWriter:
     """Writes safetensors files of about `limit` bytes. Tensors wait in a file, so that memory holds one at a time."""
 
-    def __init__(self, folder: Path, limit: int = SHARD) -> None:
+    def __init__(self, folder: Path, limit: int = SHARD_BYTES) -> None:
         """Write to `folder`, shards of at most `limit` bytes unless one tensor is larger."""
         self.folder = folder
         self.limit = limit
@@ -150,8 +150,8 @@ class ShardWriter:
 
     def _copy(self, e: _Entry, out: BinaryIO) -> None:
         self._spill.seek(e.start)
-        for done in range(0, e.nbytes, PIECE):
-            out.write(self._spill.read(min(PIECE, e.nbytes - done)))
+        for done in range(0, e.nbytes, COPY_BYTES):
+            out.write(self._spill.read(min(COPY_BYTES, e.nbytes - done)))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

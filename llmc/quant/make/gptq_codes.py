@@ -13,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.quant.make.recipes import Recipe
 from llmc.quant.make.rounding import Quantised, grid_of
 
-BLOCK = 128  # columns whose errors are collected before the rest is corrected
+BLOCK_COLUMNS = 128  # columns whose errors are collected before the rest is corrected
 DAMP = 0.01  # of the mean of the diagonal
 
 
@@ -28,8 +28,8 @@ def gptq(w: Tensor, gram: Tensor, recipe: Recipe, dtype: torch.dtype, name: str)
     rest = w[:, order].clone()
     codes = torch.empty_like(rest)
     lo, hi = recipe.range
-    for begin in range(0, w.shape[1], BLOCK):
-        end = min(begin + BLOCK, w.shape[1])
+    for begin in range(0, w.shape[1], BLOCK_COLUMNS):
+        end = min(begin + BLOCK_COLUMNS, w.shape[1])
         errors = torch.empty(len(w), end - begin)
         for j in range(begin, end):
             column = rest[:, j]

@@ -18,7 +18,7 @@ from llmc_runtime.outputs import CompletionOutput, RequestOutput, RequestState
 from llmc_runtime.sched.parameter_type import refused
 
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
-_MAX_TIMEOUT = 1_000_000  # seconds
+_MAX_TIMEOUT_SECONDS = 1_000_000
 _MAX_INLINE = 200  # prompt tokens whose log-probabilities are converted without a thread
 
 
@@ -114,5 +114,5 @@ class AsyncRequestState(RequestState):
 
 def check_timeout(timeout: float | None) -> None:
     """Raise LlmcError E601 unless the time limit of a request is allowed."""
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT):
-        raise refused("timeout", timeout, f"none, or seconds, 0 to {_MAX_TIMEOUT}")
+    if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= _MAX_TIMEOUT_SECONDS):
+        raise refused("timeout", timeout, f"none, or seconds, 0 to {_MAX_TIMEOUT_SECONDS}")

@@ -25,10 +25,10 @@ from llmc_runtime.bench.messages import ClientResult, Plan, encode
 from llmc_runtime.bench.record import CUT, FAILED, OK, Record, Stream
 from llmc_runtime.bench.workload import Mix
 
-_STOCK = 256  # request bodies per mix that are prepared before the start
-_TICK = 0.02  # seconds between measurements of the event loop's delay
-_AFTER = 0.005  # seconds between the end of a mix and the cancellation of its streams
-_REPORT = 0.5  # seconds between progress lines
+_PREPARED_BODIES = 256  # request bodies per mix that are prepared before the start
+_TICK_SECONDS = 0.02  # seconds between measurements of the event loop's delay
+_CANCEL_SECONDS = 0.005  # seconds between the end of a mix and the cancellation of its streams
+_REPORT_SECONDS = 0.5  # seconds between progress lines
 
 
 class Load:
@@ -48,7 +48,7 @@ class Load:
     def _bodies_of(self, mix: Mix) -> Iterator[tuple[bytes, int]]:
         """Return the request bodies of a mix. The first ones are created now, so that the start is not delayed."""
         source = self._recipe.bodies(mix, self._process, self._processes)
-        return chain(list(islice(source, min(_STOCK, mix.num_prompts or _STOCK))), source)
+        return chain(list(islice(source, min(_PREPARED_BODIES, mix.num_prompts or _PREPARED_BODIES))), source)
 
     async def warm_up(self, count: int) -> None:
         """Send requests that are not counted, one after the other. Raises WireError, OSError or ValueError if one
@@ -74,8 +74,8 @@ class Load:
     async def _watch(self) -> None:
         while True:
             before = time.monotonic()
-            await asyncio.sleep(_TICK)
-            self.late.append(time.monotonic() - before - _TICK)
+            await asyncio.sleep(_TICK_SECONDS)
+            self.late.append(time.monotonic() - before - _TICK_SECONDS)
 
     async def _drive(self, number: int, start: float) -> None:
         """Start the requests of one mix on schedule, and wait until they have ended."""
@@ -86,7 +86,7 @@ class Load:
         running: set[asyncio.Task[None]] = set()
         loop, cut = asyncio.get_running_loop(), None
         if mix.closed and mix.duration is not None:
-            cut = loop.call_later(until + _AFTER - time.monotonic(), _cancel, running)
+            cut = loop.call_later(until + _CANCEL_SECONDS - time.monotonic(), _cancel, running)
         for i, at in enumerate(mix.arrivals(str(self._recipe.seed))):
             if self._process >= participants:
                 break
@@ -211,7 +211,7 @@ async def _serve(plan: Plan, process: int, processes: int) -> None:
 
     async def report() -> None:
         while True:
-            await asyncio.sleep(_REPORT)
+            await asyncio.sleep(_REPORT_SECONDS)
             _send_message({"progress": load.progress()})
 
     reporting = asyncio.create_task(report())

@@ -19,7 +19,7 @@ from llmc_runtime.bench.record import CUT, FAILED, OK, Record
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (50.0, 90.0, 99.0)
-_ERRORS = 5  # number of kinds of failures to report
+_MAX_ERRORS = 5  # number of kinds of failures to report
 
 
 @dataclass(frozen=True)
@@ -108,4 +108,4 @@ def _errors(records: Sequence[Record]) -> dict[str, int]:
     for record in records:
         if record.status == FAILED:
             counts[record.error] = counts.get(record.error, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1])[:_ERRORS])
+    return dict(sorted(counts.items(), key=lambda item: -item[1])[:_MAX_ERRORS])

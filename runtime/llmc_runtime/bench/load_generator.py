@@ -19,8 +19,8 @@ _BOOT = (
     "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
     "from llmc_runtime.bench.client_process import main; sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))"
 )
-_AHEAD = 0.2  # seconds between the start signal and the start
-_LINE = 1 << 30  # maximum bytes per line
+_START_SECONDS = 0.2  # seconds between the start signal and the start
+_MAX_LINE_BYTES = 1 << 30  # maximum bytes per line
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ async def run(plan: Plan, processes: int, show: Callable[[float, dict[str, list[
     try:
         _write(clients, encode(plan))
         await asyncio.gather(*map(_line, clients))  # every process reports that it is ready
-        start = time.monotonic() + _AHEAD
+        start = time.monotonic() + _START_SECONDS
         _write(clients, encode(start))
         counts_by_process: dict[int, dict[str, list[int]]] = {}
 
@@ -82,7 +82,7 @@ def _summed(parts: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
 async def _start(process: int, processes: int) -> asyncio.subprocess.Process:
     command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path)), str(process), str(processes)]
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_LINE)
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES)
 
 
 async def _line(client: asyncio.subprocess.Process) -> dict[str, Any]:

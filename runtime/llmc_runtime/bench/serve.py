@@ -29,9 +29,9 @@ _MIX = (
     "output=,range_ratio=,prefix=,prefixes= (default of each: the other options)"
 )
 _GOODPUT = "service-level objectives in ms that count toward goodput, such as ttft:500 tpot:25"
-_PROMPTS = 1000  # if neither a number nor a duration is set
+_DEFAULT_PROMPTS = 1000  # if neither a number nor a duration is set
 _LIST_SECONDS = 30.0  # time limit of listing the models
-_VOCABULARY = 1000  # if neither the options nor the server state its size
+_DEFAULT_VOCABULARY = 1000  # if neither the options nor the server state its size
 _BUSY, _LATE_MS = 0.85, 10.0  # acceptable use of a core and delay (99th percentile) of a client process
 
 
@@ -99,7 +99,7 @@ def _base(args: argparse.Namespace) -> SplitResult:
 
 def mixes_of(args: argparse.Namespace) -> list[Mix]:
     """Return the mixes of --mix, or the one described by the other options. Raises LlmcError E670."""
-    count = args.num_prompts or (None if args.duration else _PROMPTS)
+    count = args.num_prompts or (None if args.duration else _DEFAULT_PROMPTS)
     default = Mix(
         "all", args.request_rate, args.burstiness, args.max_concurrency, count, args.duration,
         args.random_input_len, args.random_output_len, args.random_range_ratio, args.random_prefix_len,
@@ -151,7 +151,13 @@ def _plan(args: argparse.Namespace, base: SplitResult, mixes: Sequence[Mix], key
             raise LlmcError("E670", f"--dataset-name {args.dataset_name} needs a file", "add --dataset-path FILE")
         items = read_items(args.dataset_path, args.dataset_name, args.endpoint)
     recipe = Recipe(
-        args.endpoint, model, vocabulary or _VOCABULARY, args.seed, args.ignore_eos, items, _extra(args.extra_body)
+        args.endpoint,
+        model,
+        vocabulary or _DEFAULT_VOCABULARY,
+        args.seed,
+        args.ignore_eos,
+        items,
+        _extra(args.extra_body),
     )
     headers = {"Host": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", **key}
     lines = "".join(f"{name}: {value}\r\n" for name, value in (headers | {"Content-Type": "application/json"}).items())

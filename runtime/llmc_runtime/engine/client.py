@@ -41,7 +41,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.heartbeat import Silence
 from llmc_runtime.python_command import socket_folder
 
-_CHUNK = 128  # messages and deltas that are handled in one turn of the event loop
+_MAX_PER_TURN = 128  # messages and deltas that are handled in one turn of the event loop
 _REASONS: Mapping[int, str] = MappingProxyType(
     {
         signal.SIGKILL: "unless someone killed it, the machine ran out of memory (see dmesg)",
@@ -187,7 +187,7 @@ class EngineClient:
         """Handle messages. The file descriptor is signalled once, so the rest is handled in another turn."""
         if not self._release.alive:
             return
-        if self._receive(_CHUNK):
+        if self._receive(_MAX_PER_TURN):
             self._loop.call_soon(self._on_readable)
         elif (seconds := self._pause_reading()) > 0:
             self._loop.remove_reader(self._fd)
@@ -225,7 +225,7 @@ class EngineClient:
             return
         match message:
             case Outputs(deltas=deltas):
-                self._chunks.extend(deltas[i : i + _CHUNK] for i in range(0, len(deltas), _CHUNK))
+                self._chunks.extend(deltas[i : i + _MAX_PER_TURN] for i in range(0, len(deltas), _MAX_PER_TURN))
             case Heartbeat():
                 self.heartbeat = message
             case Failed(error=error):

@@ -18,8 +18,8 @@ from llmc_runtime.sched.request import Request, RequestDelta
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.step import RowMasks, Step, StepOutput
 
-_GRACE = 0.001  # seconds that a step waits for the masks of guided requests
-_IDLE_WAIT = 0.02  # seconds that `step` waits for a mask if nothing else can run
+_MASK_WAIT_SECONDS = 0.001  # seconds that a step waits for the masks of guided requests
+_IDLE_WAIT_SECONDS = 0.02  # seconds that `step` waits for a mask if nothing else can run
 
 
 class Executor(Protocol):
@@ -54,7 +54,7 @@ class Engine:
             times `grace`; five times `grace` if all running requests are guided
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, grace: float = _GRACE) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, grace: float = _MASK_WAIT_SECONDS) -> None:
         self.scheduler, self.executor, self._grace = scheduler, executor, grace
         self.pump: Callable[[float], None] = _no_guides
         self._last = 0.0  # duration of the last step in seconds
@@ -159,7 +159,7 @@ class Engine:
     def _idle(self) -> list[RequestDelta]:
         """Wait for masks if requests need them to run. Return the deltas of requests that ended without a step."""
         if self.scheduler.guided.left_out:
-            self.pump(_IDLE_WAIT)
+            self.pump(_IDLE_WAIT_SECONDS)
         elif self.scheduler.has_work():
             raise RuntimeError("requests are alive and none can run")
         return self.scheduler.take_notices()

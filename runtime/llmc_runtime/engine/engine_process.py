@@ -54,7 +54,7 @@ from llmc_runtime.metrics import Stat
 
 NICE = 5  # of CPU engines whose threads fill the machine
 _MIN_ADD_TIME = 0.002  # seconds for new requests between two steps
-_ADD_SHARE = 0.15  # of the last step's duration, if that is more
+_ADD_STEP_SHARE = 0.15  # of the last step's duration, if that is more
 _COMPILE_POLL_MS = 50  # between two checks of grammars that are being compiled
 _LINGER_MS = 2000  # for the last messages
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
@@ -280,7 +280,7 @@ class EngineProcess:
             self._began = time.monotonic()
             if self._take_control(loop, control):
                 return 0
-            self._take_adds(loop, max(_MIN_ADD_TIME, _ADD_SHARE * last))
+            self._take_adds(loop, max(_MIN_ADD_TIME, _ADD_STEP_SHARE * last))
             while (spare_ms := int(1e3 * engine.spare_seconds())) > 0 and messages.poll(spare_ms):
                 if self._take_control(loop, control):
                     return 0

@@ -27,7 +27,7 @@ from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation_config import SpeculationConfig
-from llmc_runtime.speculate_option import DEFAULTS, DRAFTED, HIGH, KEYS, LOW, NGRAM, TOKENS
+from llmc_runtime.speculate_option import DEFAULT_DRAFTS, DEFAULTS, HIGH, KEYS, LOW, NGRAM, TOKENS
 from llmc_runtime.trace import Trace, attach_trace
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def speculation_of(
         else:
             cause = "speculate: the artifact was compiled without --speculate, and verifies no drafted tokens"
         draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
-        remedy = f"compile again with {draft}--speculate {number or DRAFTED}, or start without speculation"
+        remedy = f"compile again with {draft}--speculate {number or DEFAULT_DRAFTS}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
     if option["method"] not in KEYS:
         return SpeculationConfig(number or compiled, host=option["method"])

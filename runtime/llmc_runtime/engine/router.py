@@ -1,8 +1,8 @@
 """Router: which of several engines gets a request. It does no IO; its only input is what the front end has sent.
 
 A request goes to the engine with the least cost: the prompt tokens that it would have to compute, those that are queued
-there, and RUNNING tokens for each open sequence. Engines with more than their share of the open sequences are left out,
-and so are engines whose rows are all in use while another has a free one.
+there, and OPEN_SEQUENCE_TOKENS for each open sequence. Engines with more than their share of the open sequences are
+left out, and so are engines whose rows are all in use while another has a free one.
 What an engine has cached is estimated: the pages of the prompts that it got last. If there are too many, those of the
 tenant that has most are forgotten, as its prefix cache does.
 
@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-RUNNING = 32  # cost of an open sequence, in prompt tokens
-SHARE = 1.5  # an engine may have this many times the mean of open sequences, plus one
+OPEN_SEQUENCE_TOKENS = 32  # cost of an open sequence, in prompt tokens
+MAX_LOAD_RATIO = 1.5  # an engine may have this many times the mean of open sequences, plus one
 MAX_PAGES_HELD = 1 << 17  # remembered pages, over all engines
 MAX_PAGES = 1024  # pages of a prompt that are compared; the time to hash more would delay the event loop
 
@@ -34,8 +34,8 @@ class Load:
 
 
 def below_share(loads: Mapping[int, Load]) -> list[int]:
-    """Return the engines with at most SHARE times the mean of open sequences, plus one. There is at least one."""
-    limit = SHARE * sum(load.sequences for load in loads.values()) / len(loads) + 1
+    """Return the engines, at least one, with at most MAX_LOAD_RATIO times the mean of open sequences, plus one."""
+    limit = MAX_LOAD_RATIO * sum(load.sequences for load in loads.values()) / len(loads) + 1
     return [engine for engine, load in loads.items() if load.sequences < limit]
 
 
@@ -107,7 +107,7 @@ class Router:
 
         def cost(engine: int) -> tuple[int, int, int, int]:
             load = loads[engine]
-            total = uncached[engine] + load.queued_tokens + RUNNING * load.sequences
+            total = uncached[engine] + load.queued_tokens + OPEN_SEQUENCE_TOKENS * load.sequences
             return total, load.sequences, len(self._pages_of[engine]), engine
 
         chosen = min(uncached, key=cost)

@@ -13,15 +13,15 @@ from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, R
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineArgs
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
-from llmc_runtime.heartbeat import TICK
+from llmc_runtime.heartbeat import TICK_SECONDS
 from llmc_runtime.metrics import Stat, add_stats, initial_stats
 
 STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
-_FAILURE_WINDOW = 3600.0  # seconds after which a failure no longer counts
-_STOP_TIMEOUT = 3.0  # seconds for an engine process to exit
+_FAILURE_SECONDS = 3600.0  # seconds after which a failure no longer counts
+_STOP_SECONDS = 3.0  # seconds for an engine process to exit
 _FIRST_INTERVAL = 1.0  # seconds until the first attempt beyond `max_restarts`
 _MAX_DOUBLINGS = 20  # of the interval between two attempts
-_CALL_TIMEOUT = 30.0  # seconds for a control RPC, including the steps before it
+_CALL_SECONDS = 30.0  # seconds for a control RPC, including the steps before it
 
 
 class Supervisor:
@@ -147,7 +147,7 @@ class Supervisor:
         """Call a control RPC (see ControlRequest). Raises LlmcError as `require` does, E661, E662."""
         self.require()
         assert self._client is not None  # since the engine is ready
-        return await self._control.call(self._client.call, method, seconds, _CALL_TIMEOUT)
+        return await self._control.call(self._client.call, method, seconds, _CALL_SECONDS)
 
     async def restart(self, drain: float) -> None:
         """Replace the process by a new one: refuse new requests (E660), wait up to `drain` seconds for open ones, fail
@@ -156,7 +156,7 @@ class Supervisor:
         self.require()
         self._drain_until = time.monotonic() + drain
         while self._drain_until is not None and self._watch is not None:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TICK_SECONDS)
         self.require()
 
     async def stop(self, drain: float) -> None:
@@ -177,7 +177,7 @@ class Supervisor:
         self._control.fail_all(_closing())
         client, self._client = self._client, None
         if client is not None:
-            await client.stop(_STOP_TIMEOUT)
+            await client.stop(_STOP_SECONDS)
         self._state = DEAD
         self.error = self.error or _closing()
 
@@ -207,7 +207,7 @@ class Supervisor:
     async def _supervise(self) -> None:
         last = time.monotonic()
         while self._client is not None:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
             error = self._client.check(now - last, self._args.heartbeat_timeout, self._step_timeout)
             last = now
@@ -231,7 +231,7 @@ class Supervisor:
         error = LlmcError("E660", "the engine is restarted", "send the request again in a moment")
         self.outputs.fail_all(error)
         self._control.fail_all(error)
-        await asyncio.shield(client.stop(_STOP_TIMEOUT))
+        await asyncio.shield(client.stop(_STOP_SECONDS))
         try:
             await self._open()
             self._say("the engine process was restarted as requested")
@@ -278,7 +278,7 @@ class Supervisor:
     def _delay(self) -> float | None:
         """Return the seconds until the next attempt; None if there is none."""
         now, args = time.monotonic(), self._args
-        self._failures = [*(t for t in self._failures if now - t < _FAILURE_WINDOW), now]
+        self._failures = [*(t for t in self._failures if now - t < _FAILURE_SECONDS), now]
         self._beyond = self._beyond + 1 if len(self._failures) > args.max_restarts else 0
         if not self._beyond:
             return args.restart_delay * 2.0 ** (len(self._failures) - 1)

@@ -16,18 +16,18 @@ from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Progra
 INPUTS = ("rows", "qlens", "emit")
 ROLES = ("", FILL, FIRST, NEXT)  # each has inputs of its own, whose names begin with the role
 _ALIGN, _PAGE = 256, 4096
-_GRAIN = 2 << 20  # allocation granularity of devices with their own memory
+_GRAIN_BYTES = 2 << 20  # allocation granularity of devices with their own memory
 
 
 def need_of(artifact: Artifact) -> Need:
     """Return the memory needed besides the KV pages, rounded up as a device with its own memory allocates it."""
     manifest = artifact.manifest
-    files = sum(_round(w.bytes, _GRAIN) for w in manifest.weights.of_rank(artifact.rank))
+    files = sum(_round(w.bytes, _GRAIN_BYTES) for w in manifest.weights.of_rank(artifact.rank))
     if manifest.weights.mode == "random":
-        files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN)
-    states = sum(_round(s.nbytes({}), _GRAIN) for s in manifest.states if s.role != "kv")
-    io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN)
-    return Need(files, states, _round(_arena(artifact), _GRAIN) + io + _round(_group(artifact), _GRAIN))
+        files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN_BYTES)
+    states = sum(_round(s.nbytes({}), _GRAIN_BYTES) for s in manifest.states if s.role != "kv")
+    io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN_BYTES)
+    return Need(files, states, _round(_arena(artifact), _GRAIN_BYTES) + io + _round(_group(artifact), _GRAIN_BYTES))
 
 
 def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None, snapshots: int | None = 0) -> KvCapacity:

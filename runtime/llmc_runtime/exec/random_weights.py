@@ -10,7 +10,7 @@ import numpy as np
 
 from llmc_runtime.format.dtypes import DTYPE_BITS
 
-_TILE = (1 << 20) - 3  # a prime, so that no two rows of a matrix are equal and every token can be the most likely one
+_PERIOD = (1 << 20) - 3  # a prime, so that no two rows of a matrix are equal and every token can be the most likely one
 STD = 0.02
 # Exponent biases: OCP 8-bit Floating Point Specification 1.0; AMD CDNA 3 (fnuz: 128 is NaN, and zero has no sign).
 _BIASES: Mapping[str, int] = MappingProxyType({"f8e4m3": 7, "f8e4m3fnuz": 8})
@@ -27,8 +27,8 @@ class RandomWeights:
         self.seed = seed
         self.negative = negative
         rng = np.random.Generator(np.random.PCG64(seed))
-        self._normal = (rng.standard_normal(_TILE, dtype=np.float32) * np.float32(STD)).clip(-3 * STD, 3 * STD)
-        self._bits = rng.integers(0, 256, _TILE, dtype=np.uint8)
+        self._normal = (rng.standard_normal(_PERIOD, dtype=np.float32) * np.float32(STD)).clip(-3 * STD, 3 * STD)
+        self._bits = rng.integers(0, 256, _PERIOD, dtype=np.uint8)
         self._tiles: dict[str, np.ndarray] = {}
 
     def tile(self, name: str, dtype: str, rank: int, nbytes: int) -> tuple[np.ndarray, int]:

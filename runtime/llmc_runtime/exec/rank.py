@@ -11,8 +11,8 @@ from llmc_runtime.device.device import group_ended
 from llmc_runtime.exec.rank_messages import Failed, Link, Reply
 from llmc_runtime.format.errors import LlmcError
 
-REPORT = 0.5  # seconds for the reports of ranks that have failed
-_NOW = 0.001  # seconds for a report that has arrived
+REPORT_SECONDS = 0.5  # seconds for the reports of ranks that have failed
+_ARRIVED_SECONDS = 0.001  # seconds for a report that has arrived
 
 
 class Rank(ABC):
@@ -60,7 +60,7 @@ class Rank(ABC):
 
     def report(self, until: float) -> LlmcError | None:
         """Return the failure that the process reports before the time `until`, if it was not received yet."""
-        self.link.socket.settimeout(max(_NOW, until - time.monotonic()))
+        self.link.socket.settimeout(max(_ARRIVED_SECONDS, until - time.monotonic()))
         try:
             while (message := self.link.receive()) is not None:
                 if isinstance(message, Failed):

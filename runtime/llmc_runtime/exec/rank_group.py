@@ -15,17 +15,17 @@ from urllib.parse import quote_from_bytes
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Member, group_ended
-from llmc_runtime.exec.rank import REPORT, Rank
+from llmc_runtime.exec.rank import REPORT_SECONDS, Rank
 from llmc_runtime.exec.rank_messages import Call, Done, Join, Joined, Settle, Settled
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT, SHARED_BYTES, TICK, Silence, shared_counters
+from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT, SHARED_BYTES, TICK_SECONDS, Silence, shared_counters
 from llmc_runtime.host_info import default_threads
 from llmc_runtime.python_command import LinkedProcess, memory_file, module_command
 
 if TYPE_CHECKING:
     from llmc_runtime.exec.ray_ranks import RayPlacement
 
-LIMIT = 300.0  # seconds that ranks wait for each other, as long as a step on a CPU may take
+LIMIT_SECONDS = 300.0  # seconds that ranks wait for each other, as long as a step on a CPU may take
 
 
 class RankProcess(Rank):
@@ -57,7 +57,7 @@ class RankProcess(Rank):
     def ended(self) -> LlmcError | None:
         """Return the error of a process that has ended, None while it runs."""
         try:
-            code = self._child.process.wait(REPORT)
+            code = self._child.process.wait(REPORT_SECONDS)
         except subprocess.TimeoutExpired:
             return None
         end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -86,7 +86,7 @@ class RankGroup:
         artifact: Artifact,
         threads: int | None,
         verify: bool = True,
-        limit: float = LIMIT,
+        limit: float = LIMIT_SECONDS,
         ray: bool = False,
         engine: int = 0,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
@@ -173,7 +173,7 @@ class RankGroup:
         """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
         if self._hung is not None:
             return self._hung
-        until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT)
+        until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT_SECONDS)
         reports = [p.report(until) for p in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
         # A link is closed shortly before the process has ended.
@@ -209,7 +209,7 @@ class RankGroup:
             poller.register(p.link.socket, 0)  # its end is always reported
         counters, silences = shared_counters(self._memory.fileno()), [Silence() for _ in self._processes]
         sent, last = counters.tolist(), time.monotonic()
-        while not (ready := poller.poll(1000 * TICK)) and self._hung is None:
+        while not (ready := poller.poll(1000 * TICK_SECONDS)) and self._hung is None:
             now = time.monotonic()
             for p, silence in zip(self._processes, silences, strict=True):
                 if counters[p.rank] != sent[p.rank]:

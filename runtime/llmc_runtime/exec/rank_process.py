@@ -37,8 +37,8 @@ from llmc_runtime.exec.rank_messages import (
 from llmc_runtime.format.errors import as_llmc_error
 from llmc_runtime.heartbeat import RankHeartbeats
 
-_POLL = 0.1  # seconds between two looks at the parent
-_LOOK = 5e-5  # seconds between two looks at a step in flight and at the link
+_POLL_SECONDS = 0.1  # seconds between two looks at the parent
+_STEP_POLL_SECONDS = 5e-5  # seconds between two looks at a step in flight and at the link
 
 
 def open_rank(join: Join, memory: int) -> Executor:
@@ -69,7 +69,7 @@ def serve(link: Link, executor: Executor) -> None:
                 link.send(link.encode(Done(digest_of(ticket))))
                 continue
             if not link.ready():
-                time.sleep(_LOOK)
+                time.sleep(_STEP_POLL_SECONDS)
                 continue
         call = link.receive()
         if call is None:
@@ -119,7 +119,7 @@ def run(link: Link, memory: int) -> int:
 def end_with(parent: int) -> None:
     """End this process when its parent has ended, also while a step waits for it."""
     while os.getppid() == parent:
-        time.sleep(_POLL)
+        time.sleep(_POLL_SECONDS)
     os._exit(0)
 
 

@@ -21,7 +21,7 @@ from llmc_runtime.exec.ray_actor import RankActor
 from llmc_runtime.exec.ray_ranks import START, TOKEN
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 
-_HERE = 0.001  # of the resource that each node has under the name of its address
+_NODE_SHARE = 0.001  # of the resource that each node has under the name of its address
 _START_SECONDS = 50.0
 _NEVER_RAN = "never ran"  # of an actor whose owner the cluster cannot call, since its calls have no token
 _AUTHENTICATE = "start every node of the cluster with RAY_AUTH_MODE=token and a token"
@@ -55,7 +55,7 @@ def reserve(address: str, place: Place) -> Any:
             cause += f"; ranks share memory and cannot run on other machines (the cluster has {sum(cpus)} CPUs in all)"
         remedy = f"use fewer --threads, or start a node with more: ray start --num-cpus {place.ranks * place.threads}"
         raise LlmcError("E142", cause, remedy)
-    bundles = [{"CPU": float(place.threads), f"node:{address}": _HERE} for _ in range(place.ranks)]
+    bundles = [{"CPU": float(place.threads), f"node:{address}": _NODE_SHARE} for _ in range(place.ranks)]
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(place.seconds):
         free = int(ray.available_resources().get("CPU", 0))

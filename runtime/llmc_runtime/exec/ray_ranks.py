@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from llmc_runtime.device.device import group_ended
-from llmc_runtime.exec.rank import REPORT, Rank
+from llmc_runtime.exec.rank import REPORT_SECONDS, Rank
 from llmc_runtime.exec.rank_messages import Failed, Hello, Link, Place, Placement, Reply
 from llmc_runtime.format.errors import LlmcError, missing_extra
 from llmc_runtime.python_command import LinkedProcess, memory_file, module_command, socket_folder
@@ -27,7 +27,7 @@ _CPU_SECONDS = 60.0  # to wait for CPUs, for example those of a group that is en
 _CONNECT_SECONDS = 40.0  # for the connection to the cluster
 _START_SECONDS = 60.0  # for the actors' processes
 _HELLO_SECONDS = 5.0
-_POLL = 0.2  # seconds between two looks at the messages of Ray's client
+_POLL_SECONDS = 0.2  # seconds between two looks at the messages of Ray's client
 _SOCKET = "ranks"
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a Unix socket
 _TOKEN_REFUSED = b"Unauthenticated"  # in the messages of Ray's client, whose exception lacks it
@@ -55,7 +55,7 @@ class RayRank(Rank):
 
     def ended(self) -> LlmcError | None:
         """Return the error of an actor whose process has ended, None while it runs."""
-        if not self._exited(REPORT):
+        if not self._exited(REPORT_SECONDS):
             return None
         return group_ended(f"the actor of rank {self.rank}, process {self._pid}, has ended")
 
@@ -154,7 +154,7 @@ class _Launcher(LinkedProcess):
     def _answer(self, seconds: float, cause: str) -> None:
         """Wait for the next answer."""
         until = time.monotonic() + seconds
-        while not select.select([self._link.socket], [], [], _POLL)[0]:
+        while not select.select([self._link.socket], [], [], _POLL_SECONDS)[0]:
             if _TOKEN_REFUSED in self._text():
                 raise LlmcError("E141", "the Ray cluster refuses the token", TOKEN)
             if time.monotonic() > until:

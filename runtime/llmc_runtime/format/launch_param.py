@@ -22,7 +22,7 @@ MAPPED: Mapping[str, int] = MappingProxyType({"bf16": 2, "f16": 2, "f8e4m3": 1, 
 MAX_BOX = 256  # maximum elements along an axis of a box
 MAX_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
 _MAX_STRIDE = 1 << 40  # bytes, exclusive
-_ROW = 16  # bytes; rows of mapped tensors and of boxes, and addresses, are multiples of this
+_ROW_BYTES = 16  # bytes; rows of mapped tensors and of boxes, and addresses, are multiples of this
 
 
 def a_size(value: Any, where: str) -> Expr:
@@ -141,8 +141,10 @@ class TensorMap(Record):
         if size is None:
             raise damaged(path, f"a tensor map of {dtype}; the dtypes {', '.join(MAPPED)} are supported")
         row = self.box[-1] * size
-        if row % _ROW or (self.swizzle and row > _ROW << self.swizzle):
-            raise damaged(path, f"a box has rows of {row} bytes: not a multiple of {_ROW}, or too wide for its swizzle")
+        if row % _ROW_BYTES or (self.swizzle and row > _ROW_BYTES << self.swizzle):
+            raise damaged(
+                path, f"a box has rows of {row} bytes: not a multiple of {_ROW_BYTES}, or too wide for its swizzle"
+            )
         if not all(0 < d <= MAX_AXIS for d in shape):
             raise damaged(path, f"an axis of a tensor map's tensor is empty or larger than {MAX_AXIS}")
         if not all(0 < s * size < _MAX_STRIDE for s in strides) or offset < 0:
@@ -150,5 +152,5 @@ class TensorMap(Record):
         end = offset + size * (1 + sum((d - 1) * s for d, s in zip(shape, strides)))
         if end > nbytes:
             raise damaged(path, "the tensor of a tensor map is not inside its buffer")
-        if any(s * size % _ROW for s in strides[:-1]) or (begin + offset) % _ROW:
-            raise damaged(path, f"the rows or the start of a tensor map are not multiples of {_ROW} bytes")
+        if any(s * size % _ROW_BYTES for s in strides[:-1]) or (begin + offset) % _ROW_BYTES:
+            raise damaged(path, f"the rows or the start of a tensor map are not multiples of {_ROW_BYTES} bytes")

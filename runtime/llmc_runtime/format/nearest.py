@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-_PART = 0.7  # similarity of a part of a name from which it is suggested
+_MIN_SIMILARITY = 0.7  # similarity of a part of a name from which it is suggested
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -18,7 +18,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     if close := get_close_matches(name, names, 1, 0.7):
         return close
     scored = [(max(SequenceMatcher(None, name, part).ratio() for part in _parts(n)), n) for n in names]
-    ranked = sorted((-score, len(n), n) for score, n in scored if score >= _PART)
+    ranked = sorted((-score, len(n), n) for score, n in scored if score >= _MIN_SIMILARITY)
     return [n for _, _, n in ranked[:3]] or get_close_matches(name, names, 1)
 
 

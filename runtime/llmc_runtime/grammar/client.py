@@ -14,7 +14,7 @@ from llmc_runtime.format.errors import LlmcError, llm_closed
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.grammar.definition import Definition
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
-from llmc_runtime.grammar.limits import EAGER, GUIDES, QUEUE_SECONDS, REFUSALS, VOCABULARY_SECONDS
+from llmc_runtime.grammar.limits import MAX_EAGER_GUIDES, MAX_GUIDES, MAX_REFUSALS, QUEUE_SECONDS, VOCABULARY_SECONDS
 from llmc_runtime.grammar.worker_pool import Grammar, Worker, WorkerPool
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ class Grammars:
         if error is not None:
             if error.code == "E651":
                 self._refused[grammar.tenant, grammar.digest] = error
-                while len(self._refused) > REFUSALS:
+                while len(self._refused) > MAX_REFUSALS:
                     self._refused.popitem(last=False)
             grammar.fail(error)
         self._serve(grammar)
@@ -124,13 +124,13 @@ class Grammars:
         ready = [worker for worker in grammar.workers if worker.compiled]
         while ready and grammar.openings:
             opening = grammar.openings.popleft()
-            eager = self._workers.guides < EAGER
+            eager = self._workers.guides < MAX_EAGER_GUIDES
             guides = [self._workers.guide(min(ready, key=_load)) for _ in range(opening.count)]
             if eager:
                 for guide in guides:
                     guide.start()
             opening.add(guides)
-        crowded = bool(ready) and min(map(_load, ready)) >= GUIDES and len(grammar.workers) < self._workers.shards
+        crowded = bool(ready) and min(map(_load, ready)) >= MAX_GUIDES and len(grammar.workers) < self._workers.shards
         if (grammar.openings and not grammar.workers) or (crowded and len(ready) == len(grammar.workers)):
             self._workers.add(grammar)
         if not grammar.workers and not grammar.openings:

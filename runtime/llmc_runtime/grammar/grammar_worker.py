@@ -62,7 +62,7 @@ class Worker:
             return
         _limit_cpu(0.0)
         self._send(0, wire.COMPILED, 0, str(_private_bytes()).encode())
-        while data := self._link.recv(wire.MAX_BYTES):
+        while data := self._link.recv(wire.MAX_DATAGRAM_BYTES):
             number, kind, serial = wire.OPERATION.unpack_from(data)
             tokens = wire.unpack_tokens(data[wire.OPERATION.size :])
             if kind == wire.CLOSE:

@@ -18,17 +18,17 @@ LOOK_CPU_SECONDS = 0.2  # per output to compute masks after drafts, plus, for ea
 LOOK_TOKEN_CPU_SECONDS = 0.01
 VOCABULARY_SECONDS = 120.0  # to build the vocabulary, once per process
 
-SLOTS = 4  # concurrent compilations
-LANE = 2  # of these for one tenant
-WORKERS = 256  # maximum number of grammar processes
+MAX_COMPILATIONS = 4  # concurrent compilations
+MAX_TENANT_COMPILATIONS = 2  # of these for one tenant
+MAX_PROCESSES = 256  # maximum number of grammar processes
 TENANT_BYTES = 1 << 30  # memory of all compiled grammar processes of one tenant
-SMALL_BYTES = 32 << 20  # that a process may use regardless of the tenant's total
-KEPT = 16  # processes kept without guides
+FREE_BYTES = 32 << 20  # that a process may use regardless of the tenant's total
+MAX_KEPT = 16  # processes kept without guides
 KEPT_BYTES = 64 << 20  # private memory above which a process without guides is not kept
-UNSENT = 4096  # operations that wait for a process to read
-GUIDES = 16  # per process, before another one is started for the same grammar
-EAGER = 1024  # open guides below which first masks are computed before the request is scheduled
-REFUSALS = 4096  # rejected grammars to remember
+MAX_UNSENT = 4096  # operations that wait for a process to read
+MAX_GUIDES = 16  # per process, before another one is started for the same grammar
+MAX_EAGER_GUIDES = 1024  # open guides below which first masks are computed before the request is scheduled
+MAX_REFUSALS = 4096  # rejected grammars to remember
 NICE = 19  # the engine and the server take precedence
 
 # llguidance's own limits. They bound one operation: about 20 ms for the first lexer, 15 ms of lexing and 50,000 parser

@@ -26,7 +26,7 @@ ORDER = struct.Struct("<cI")  # to the host: type, worker number
 END = struct.Struct("<cIi")  # from the host: ENDED, worker number, wait status
 OPERATION = struct.Struct("<IBI")  # to a worker: guide number, type, operation number; followed by int32 tokens
 RESULT = struct.Struct("<IBI")  # from a worker: guide number, type, operation number; followed by a mask or a text
-MAX_BYTES = 1 << 18  # per datagram
+MAX_DATAGRAM_BYTES = 1 << 18  # per datagram
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -20,16 +20,16 @@ from llmc_runtime.grammar.guide import GrammarGuide, Opening
 from llmc_runtime.grammar.host_process import HostProcess, exceeded_limit
 from llmc_runtime.grammar.limits import (
     COMPILE_SECONDS,
-    KEPT,
+    FREE_BYTES,
     KEPT_BYTES,
-    LANE,
+    MAX_COMPILATIONS,
+    MAX_KEPT,
+    MAX_PROCESSES,
+    MAX_TENANT_COMPILATIONS,
+    MAX_UNSENT,
     OPERATION_SECONDS,
-    SLOTS,
-    SMALL_BYTES,
     TENANT_BYTES,
-    UNSENT,
     VOCABULARY_SECONDS,
-    WORKERS,
 )
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ class WorkerPool:
         self._workers: dict[int, Worker] = {}  # forked workers by number
         self._by_link: dict[int, int] = {}  # worker numbers by descriptor
         self._idle: OrderedDict[int, Worker] = OrderedDict()  # workers without guides, longest idle first
-        self._queue: FairQueue[Worker] = FairQueue(SLOTS, LANE)
+        self._queue: FairQueue[Worker] = FairQueue(MAX_COMPILATIONS, MAX_TENANT_COMPILATIONS)
         self._numbers, self._guide_numbers = itertools.count(), itertools.count()
         self._started = self.ready_since = 0.0
         self.guides = 0  # number of open guides
@@ -217,14 +217,14 @@ class WorkerPool:
 
     def _room(self) -> bool:
         """Return whether another worker may be forked, ending the longest idle worker if necessary."""
-        if len(self._workers) >= WORKERS and self._idle:
+        if len(self._workers) >= MAX_PROCESSES and self._idle:
             self._dismiss(next(iter(self._idle)))
-        return len(self._workers) < WORKERS
+        return len(self._workers) < MAX_PROCESSES
 
     def _send(
         self, worker: Worker, number: int, guide: GrammarGuide, kind: int, tokens: Sequence[int], serial: int
     ) -> None:
-        if len(worker.unsent) >= UNSENT:  # it does not read
+        if len(worker.unsent) >= MAX_UNSENT:  # it does not read
             guide.fail(_GONE)
             return
         worker.unsent.append(wire.OPERATION.pack(number, kind, serial) + wire.pack_tokens(tokens))
@@ -252,7 +252,7 @@ class WorkerPool:
         self._idle[number] = worker
         if worker.private > KEPT_BYTES:
             self._dismiss(number)
-        elif len(self._idle) > KEPT:
+        elif len(self._idle) > MAX_KEPT:
             self._dismiss(next(iter(self._idle)))
 
     def _dismiss(self, number: int) -> None:
@@ -310,7 +310,7 @@ class WorkerPool:
         """Return whether a newly compiled worker exceeds its tenant's memory limit."""
         tenant = worker.grammar.tenant
         used = sum(other.private for other in self._workers.values() if other.grammar.tenant == tenant)
-        return private > SMALL_BYTES and used + private > TENANT_BYTES
+        return private > FREE_BYTES and used + private > TENANT_BYTES
 
     def _refuse(self, worker: Worker, error: LlmcError) -> None:
         """Record a failed compilation and remove the worker from its grammar."""
@@ -352,7 +352,7 @@ def _datagrams(link: socket.socket | None) -> Iterator[bytes]:
     """Yield the datagrams that have arrived, and b"" at last if the other end or `link` is closed."""
     while link is not None:
         try:
-            data = link.recv(wire.MAX_BYTES)
+            data = link.recv(wire.MAX_DATAGRAM_BYTES)
         except BlockingIOError:
             return
         except OSError:

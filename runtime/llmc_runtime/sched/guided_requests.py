@@ -24,7 +24,7 @@ from llmc_runtime.sched.token_guide import Guide, allows
 from llmc_runtime.sched.waiting_queue import WaitingQueue
 
 _MAX_IDLE_PLANS = 8  # plans that leave out a request before its row may go to another tenant
-_NO_WAIT_TOKENS = 8  # tokens for which steps do not wait after the first late mask
+_TOKENS_WITHOUT_WAIT = 8  # tokens for which steps do not wait after the first late mask
 
 
 class GuidedRequests:
@@ -145,7 +145,7 @@ class GuidedRequests:
         for request in self._live:
             if pending(request) and request.status is Status.RUNNING and not is_slow(request):
                 request.late_masks += 1
-                request.slow_until = len(request.tokens) + (_NO_WAIT_TOKENS << min(request.late_masks, 16))
+                request.slow_until = len(request.tokens) + (_TOKENS_WITHOUT_WAIT << min(request.late_masks, 16))
 
 
 def known_mask(request: Request) -> bytes | None:

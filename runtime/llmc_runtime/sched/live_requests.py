@@ -17,7 +17,7 @@ from llmc_runtime.sched.guided_requests import GuidedRequests
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.row_shares import ROW_WAIT, row_to_share
+from llmc_runtime.sched.row_shares import ROW_WAIT_SECONDS, row_to_share
 from llmc_runtime.sched.row_snapshots import RowSnapshots
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
@@ -228,7 +228,7 @@ class LiveRequests:
     def _share_rows(self, now: float) -> None:
         """Let a request wait again whose tenant has too many rows, if one of another tenant has waited for long."""
         head = self.waiting.first()
-        if head is None or now - head.queued < ROW_WAIT:
+        if head is None or now - head.queued < ROW_WAIT_SECONDS:
             return
         victim = row_to_share(self.running, head)
         if victim is not None:

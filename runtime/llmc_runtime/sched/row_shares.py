@@ -1,7 +1,7 @@
 """Row shares: which running request loses its row and its pages, so that tenants get equal service.
 
 Admission is fair, but a tenant may hold every row when another one arrives, for as long as its outputs are long. A
-waiting request therefore takes a row after ROW_WAIT seconds, if its tenant has fewer rows and has received less service
+waiting request therefore takes a row after ROW_WAIT_SECONDS, if its tenant has fewer rows and has received less service
 than the tenant that gives it. If pages run out, the tenant that has received most gives some. The request that loses
 its row waits like any other, and is computed again later.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from llmc_runtime.sched.request import Request
 
-ROW_WAIT = 1.0  # seconds
+ROW_WAIT_SECONDS = 1.0
 
 
 def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None:

@@ -5,7 +5,7 @@ A prefix can be reused up to the last of its pages at whose end a snapshot was t
   continuation starts there;
 - where its prompt leaves a prefix whose pages are cached without a snapshot, so that the third request with a common
   beginning finds it;
-- of a request that decodes, every DECODE_PAGES pages, in place of the last one of this kind.
+- of a request that decodes, every PAGES_BETWEEN_SNAPSHOTS pages, in place of the last one of this kind.
 Chunks of prompts end there. A snapshot is kept when the step that writes it is committed. The device copies in the
 order in which steps were planned, so the next plan can reserve an entry again, even if a step in flight reads it.
 """
@@ -20,7 +20,7 @@ from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.step import RowSave, Step, Work
 
-DECODE_PAGES = 4  # pages between two snapshots of a request that decodes
+PAGES_BETWEEN_SNAPSHOTS = 4  # pages between two snapshots of a request that decodes
 
 Saves = list[tuple[RowSave, Request, int]]  # each with its request, and the tokens that this had computed before
 
@@ -30,7 +30,7 @@ class RowSnapshots:
 
     def __init__(self, count: int, prefix: PrefixCache, counters: Counters) -> None:
         self.pool, self.prefix, self.counters = SnapshotPool(count), prefix, counters
-        self._every = DECODE_PAGES * prefix.page_size
+        self._every = PAGES_BETWEEN_SNAPSHOTS * prefix.page_size
         prefix.forgotten = self.pool.drop
 
     def usable(self, request: Request, pages: list[int]) -> list[int]:

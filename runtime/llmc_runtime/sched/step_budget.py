@@ -9,16 +9,17 @@ budget of a large step is a whole number of tiles, and a size that was measured 
 
 While one prompt follows the other, no step only decodes, and what decoding takes would be counted as time of the
 prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
-after every PROBE of them.
+after every PROBE_INTERVAL of them.
 
 Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While
-more prompt tokens are missing than BACKLOG steps within the target compute, a step may therefore take up to LONGEST
-times the target, but no more than one step in RARELY, counted over all steps in which requests decode; up to SAVED
-unused ones are kept for a burst. Over many steps, fewer than 1 % of the times between two tokens of a request are thus
-that long; the 99th percentile rises slightly, as it also counts ordinary steps that miss the target.
+more prompt tokens are missing than BACKLOG_STEPS steps within the target compute, a step may therefore take up to
+MAX_LONGER times the target, but no more than one step in LONGER_INTERVAL, counted over all steps in which requests
+decode; up to MAX_SAVED unused ones are kept for a burst. Over many steps, fewer than 1 % of the times between two
+tokens of a request are thus that long; the 99th percentile rises slightly, as it also counts ordinary steps that miss
+the target.
 
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
-EASE times as long as one that only decodes, but at least SHORTEST times the target.
+FAST_STRETCH times as long as one that only decodes, but at least MIN_TARGET_SHARE times the target.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from collections.abc import Sequence
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 
-STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
-EASE = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
-SHORTEST = 0.4  # but at least this share of the target
-FEWEST = 16  # prompt tokens that every step may compute, but for those that measure decoding
-BACKLOG = 10  # if the missing prompt tokens need more than this many steps within the target,
-LONGEST = 3.5  # a step may take this many times the target,
-RARELY = 130  # once in this many steps in which requests decode
-SAVED = 20  # of such longer steps are kept for later
-PROBE = 64  # steps with prompts in a row, after which decoding is measured
-FIRST = 256  # prompt tokens of a step before any was measured
+MAX_STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
+FAST_STRETCH = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
+MIN_TARGET_SHARE = 0.4  # but at least this share of the target
+MIN_TOKENS = 16  # prompt tokens that every step may compute, but for those that measure decoding
+BACKLOG_STEPS = 10  # if the missing prompt tokens need more than this many steps within the target,
+MAX_LONGER = 3.5  # a step may take this many times the target,
+LONGER_INTERVAL = 130  # once in this many steps in which requests decode
+MAX_SAVED = 20  # of such longer steps are kept for later
+PROBE_INTERVAL = 64  # steps with prompts in a row, after which decoding is measured
+FIRST_TOKENS = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
-_ROUND = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
+_MULTIPLES = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
 _TOLERANCE = 1.05  # steps of a size miss the target if they take this many times as long
-_RETRY = 0.999  # factor for the time of a size each time that it is left out: it is tried again after some 100 steps
-_TRIAL = 1.5  # a measured time of a size counts as at most this many times the known one
-_LONGER = 1.5  # a step with this many times the prompt tokens of one within the target is a longer one
+_LEFT_OUT_FACTOR = 0.999  # of the time of a size each time that it is left out, so that it is tried again later
+_MAX_INCREASE = 1.5  # a measured time of a size counts as at most this many times the known one
+_LONGER_FACTOR = 1.5  # a step with this many times the prompt tokens of one within the target is a longer one
 _WEIGHT = 0.2  # of a measurement in a running mean
-_RARE = 0.5  # of one after PROBE steps without any
-_OUTLIER = 4.0  # a measurement counts as at most this many times the mean, and at least the mean divided by this
-_SMALLEST = 1e-7  # seconds; a smaller measurement counts as this
+_RARE_WEIGHT = 0.5  # of one after PROBE_INTERVAL steps without any
+_MAX_DEVIATION = 4.0  # a measurement counts as at most this many times the mean, and at least the mean divided by this
+_MIN_SECONDS = 1e-7  # seconds; a smaller measurement counts as this
 
 
 def num_decoding(running: Sequence[Request], start: int = 0) -> int:
@@ -98,7 +99,7 @@ class StepBudget:
     def __init__(self, target: float, limit: int) -> None:
         self.target, self.limit = target, limit
         self.latest = limit  # the last budget
-        self._mixed = PROBE  # steps with prompts that were planned since decoding was measured
+        self._mixed = PROBE_INTERVAL  # steps with prompts that were planned since decoding was measured
         self._stale = False  # whether a step was planned to measure decoding again
         self._decode = _Mean()  # seconds of a step that only decodes
         self._token = _Mean()  # further seconds for each prompt token
@@ -113,11 +114,11 @@ class StepBudget:
         if not rows:
             return self.limit
         self._mixed += 1
-        if self._mixed > PROBE:
+        if self._mixed > PROBE_INTERVAL:
             self._mixed, self._stale = 0, True
             return min(self.limit, rows + 1)  # a step gives the first prompt a token
         prompt = self._prompt_tokens()
-        if self._longer >= 1 and missing > BACKLOG * prompt and (longer := self._longer_step()) > prompt:
+        if self._longer >= 1 and missing > BACKLOG_STEPS * prompt and (longer := self._longer_step()) > prompt:
             self._longer -= 1
             return min(self.limit, _whole_tiles(rows, longer))
         total = _whole_tiles(rows, prompt)
@@ -135,10 +136,10 @@ class StepBudget:
         prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
         if len(prompts) == len(work):
             return
-        self._longer = min(SAVED, self._longer + 1 / RARELY)
+        self._longer = min(MAX_SAVED, self._longer + 1 / LONGER_INTERVAL)
         prompt, further = sum(prompts), seconds - self._decode.value
         if not prompts:
-            self._decode.add(seconds, _RARE if self._stale else _WEIGHT)
+            self._decode.add(seconds, _RARE_WEIGHT if self._stale else _WEIGHT)
             self._mixed, self._stale = 0, False
         elif self._is_longer(prompt):
             self._long_token.add(further / prompt)
@@ -173,31 +174,31 @@ class StepBudget:
     def _longer_step(self) -> int:
         """Return the prompt tokens of a longer step."""
         if not self._long_token.value:
-            return int(LONGEST * self._prompt_tokens())
-        seconds = LONGEST * step_seconds(self.target, self._decode.value) - self._decode.value
+            return int(MAX_LONGER * self._prompt_tokens())
+        seconds = MAX_LONGER * step_seconds(self.target, self._decode.value) - self._decode.value
         return int(seconds / self._long_token.value)
 
     def _is_longer(self, prompt: int) -> bool:
         """Whether a step with decoding requests and `prompt` prompt tokens is a longer one."""
-        return bool(self._token.value) and prompt > _LONGER * self._prompt_tokens()
+        return bool(self._token.value) and prompt > _LONGER_FACTOR * self._prompt_tokens()
 
     def _prompt_tokens(self) -> int:
         """Return the prompt tokens of a step within the target."""
         if not self._token.value:
-            return FIRST
+            return FIRST_TOKENS
         seconds = step_seconds(self.target, self._decode.value) - self._decode.value
-        return max(FEWEST, min(self.limit, int(seconds / self._token.value)))
+        return max(MIN_TOKENS, min(self.limit, int(seconds / self._token.value)))
 
 
 def _whole_tiles(rows: int, prompt: int) -> int:
-    """Return the tokens of a step of `rows` rows that decode and `prompt` prompt tokens, rounded down by _ROUND."""
+    """Return the tokens of a step of `rows` rows that decode and `prompt` prompt tokens, rounded down by _MULTIPLES."""
     total = rows + prompt
-    return total - next((total % size for min_prompt, size in _ROUND if prompt >= min_prompt), 0)
+    return total - next((total % size for min_prompt, size in _MULTIPLES if prompt >= min_prompt), 0)
 
 
 def step_seconds(target: float, decode: float) -> float:
     """Return how long a step with prompts should take, if one that only decodes takes `decode` seconds."""
-    return max(min(target, max(SHORTEST * target, EASE * decode)), STRETCH * decode)
+    return max(min(target, max(MIN_TARGET_SHARE * target, FAST_STRETCH * decode)), MAX_STRETCH * decode)
 
 
 class _Mean:
@@ -208,9 +209,9 @@ class _Mean:
 
     def add(self, measured: float, weight: float = _WEIGHT) -> None:
         """Take a measurement."""
-        measured = max(measured, _SMALLEST)
+        measured = max(measured, _MIN_SECONDS)
         if self.value:
-            measured = min(max(measured, self.value / _OUTLIER), self.value * _OUTLIER)
+            measured = min(max(measured, self.value / _MAX_DEVIATION), self.value * _MAX_DEVIATION)
             self.value += weight * (measured - self.value)
         else:
             self.value = measured
@@ -225,11 +226,11 @@ class _Size:
 
     def add(self, measured: float) -> None:
         """Take a measurement; a single outlier counts as little as possible."""
-        measured = max(_SMALLEST, min(measured, _TRIAL * self.seconds))
+        measured = max(_MIN_SECONDS, min(measured, _MAX_INCREASE * self.seconds))
         self.seconds += (_WEIGHT if self._tried else 1.0) * (measured - self.seconds)
         self._tried = True
 
     def leave_out(self) -> None:
         """Record that the size was not used because of its time, and reduce that so that it is tried again."""
-        self.seconds *= _RETRY
+        self.seconds *= _LEFT_OUT_FACTOR
         self._tried = False

@@ -38,8 +38,8 @@ from llmc_runtime.trace import document
 
 T = TypeVar("T", bound=msgspec.Struct)
 MAX_LISTED = 1000  # maximum number of requests listed, oldest first
-MAX_DRAIN = 3600.0  # seconds
-_MAX_BODY = 4 << 10  # bytes
+MAX_DRAIN_SECONDS = 3600.0
+_MAX_BODY_BYTES = 4 << 10
 _TRACE_SECONDS = 5.0  # default duration of a trace
 _MAX_TASKS = 20  # kinds of tasks listed on SIGQUIT
 
@@ -127,8 +127,8 @@ class Admin:
         409 while another restart is running. It continues if the client disconnects.
         """
         body = await self._read(request, RestartRequest)
-        if not 0 <= body.drain <= MAX_DRAIN:
-            raise ApiError(f"drain: a number of seconds from 0 to {MAX_DRAIN:g}", param="drain")
+        if not 0 <= body.drain <= MAX_DRAIN_SECONDS:
+            raise ApiError(f"drain: a number of seconds from 0 to {MAX_DRAIN_SECONDS:g}", param="drain")
         if self._restart is not None and not self._restart.done():
             raise ApiError("the engines are being restarted: try again when that has ended", status=409, code="in_use")
         llm = self.serving.llm
@@ -153,7 +153,7 @@ class Admin:
         return as_json({"level": level})
 
     async def _read(self, request: Request, kind: type[T]) -> T:
-        body = await read_body(request, replace(self.limits, body=_MAX_BODY), self.serving.bodies)
+        body = await read_body(request, replace(self.limits, body=_MAX_BODY_BYTES), self.serving.bodies)
         try:
             return parse(body.data, kind, partial(_refuse_unknown, kind))
         finally:

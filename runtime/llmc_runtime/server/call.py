@@ -10,7 +10,7 @@ from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import AdmissionSlot, ResponseReservation
 from llmc_runtime.server.stored_responses import PendingResponse
 
-_HELD = 80  # bytes of memory a generated token of an output: its id and its text
+_TOKEN_BYTES = 80  # bytes of memory a generated token of an output: its id and its text
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Call:
         resources = self.resources
         resources.running -= 1
         resources.tokens += tokens
-        self.hold(tokens * _HELD)
+        self.hold(tokens * _TOKEN_BYTES)
         if resources.slot is not None and not resources.running:
             if resources.tokens:
                 resources.slot.begin()

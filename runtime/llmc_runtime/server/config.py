@@ -22,10 +22,10 @@ from llmc_runtime.server.dotted_flags import join_dotted
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.server_options import Options, serve_options, serve_parser
 
-_MAX_FILE = 1 << 20  # characters
-_MIN_KEY = 8  # characters
+_MAX_FILE_CHARACTERS = 1 << 20
+_MIN_KEY_CHARACTERS = 8
 _NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]{1,64}):[ \t]+(.*)")
-_MAX_RESTART_DELAY = 300.0  # seconds
+_MAX_RESTART_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def options_of(
         raise LlmcError("E647", "the same key is an API key and an admin key", remedy)
     engine = _values(EngineOptions, args)
     engine["cache_dir"] = args.cache or default_root(environment)
-    engine["max_restart_delay"] = _MAX_RESTART_DELAY if args.on_engine_failure == "retry" else None
+    engine["max_restart_delay"] = _MAX_RESTART_SECONDS if args.on_engine_failure == "retry" else None
     more: dict[str, Any] = {"keys": list(keys), "admin_keys": list(admin_keys), "key_names": list(keys.values())}
     more["tls"] = None if tls == Tls() else tls
     more["notify_socket"] = environment.get("NOTIFY_SOCKET", "")
@@ -136,8 +136,10 @@ def _checked(texts: list[str], source: str) -> list[tuple[str, str]]:
     keys = [(match[2], match[1] or "") for match in named]
     if not keys:
         raise LlmcError("E647", f"{source} contains no API key", "put keys there, or omit the option")
-    if any(len(key) < _MIN_KEY or not (key.isascii() and key.isprintable()) for key, _ in keys):
-        cause = f"{source} contains a key of fewer than {_MIN_KEY} characters, or with characters outside ASCII"
+    if any(len(key) < _MIN_KEY_CHARACTERS or not (key.isascii() and key.isprintable()) for key, _ in keys):
+        cause = (
+            f"{source} contains a key of fewer than {_MIN_KEY_CHARACTERS} characters, or with characters outside ASCII"
+        )
         raise LlmcError("E647", cause, "create keys with: openssl rand -hex 24")
     return keys
 
@@ -238,8 +240,8 @@ def _load(path: Path) -> dict[Any, Any]:
         ) from None
     except ValueError as e:
         raise _unusable(path, f"it is not UTF-8: {e}") from None
-    if len(text) > _MAX_FILE:
-        raise _unusable(path, f"it has more than {_MAX_FILE} characters")
+    if len(text) > _MAX_FILE_CHARACTERS:
+        raise _unusable(path, f"it has more than {_MAX_FILE_CHARACTERS} characters")
     try:
         mapping, document = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as e:

@@ -29,7 +29,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
 Offload = Callable[[Any], bool]  # of a parsed request
 ResponseFactory = Callable[[Serving, Any, Call, OffloadedJob | None], GenerationResponse[Any] | PooledResponse]
-_SHORT = 2 << 10  # bytes of a body that is parsed at once
+_SHORT_BYTES = 2 << 10  # bytes of a body that is parsed at once
 
 
 def _never(fields: Any) -> bool:
@@ -84,12 +84,12 @@ class Endpoint:
             job.close()
 
     async def _in_turn(self, body: Body, kind: type[T], key: str, offload: Offload) -> T | None:
-        """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT bytes is parsed.
+        """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT_BYTES bytes is parsed.
 
         What is made of it is made in another iteration.
         """
         turns = self.serving.parsing
-        if len(body) <= _SHORT:
+        if len(body) <= _SHORT_BYTES:
             return self._small(body, kind, offload)
         try:
             await turns.acquire(key)

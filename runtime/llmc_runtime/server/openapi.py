@@ -12,7 +12,7 @@ from llmc_runtime.server.api_routes import GET_ROUTES, POST_ROUTES, STORED, GetR
 from llmc_runtime.server.http.errors import MESSAGES_PATH
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.requests.parse import check_lengths
-from llmc_runtime.server.responses_routes import LISTED, MAX_LISTED
+from llmc_runtime.server.responses_routes import DEFAULT_LISTED, MAX_LISTED
 from llmc_runtime.server.serving import MAX_SECONDS
 
 _ERRORS = (400, 401, 404, 408, 413, 414, 415, 421, 429, 431, 500, 503, 504)
@@ -64,7 +64,7 @@ def _of_stored() -> dict[str, Any]:
         (path, "get", "A stored response", {"stream": {"enum": ["false"]}}),
         (path, "delete", "Delete a stored response", {}),
         (f"{path}/input_items", "get", "The input of a stored response", {
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": LISTED},
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED},
             "order": {"enum": ["asc", "desc"], "default": "desc"}, "after": text,
         }),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from llmc_runtime.server.requests.request_fields import (
 )
 from llmc_runtime.server.requests.sampling_fields import kept_tokens
 from llmc_runtime.server.tool_calls.history import for_template
-from llmc_runtime.text.bounded_encode import FIRST, TooLong, encode_bounded
+from llmc_runtime.text.bounded_encode import FIRST_CHARACTERS, TooLong, encode_bounded
 from llmc_runtime.text.chat_template import ChatTemplate, choose_template, wrong_variable
 from llmc_runtime.text.detokenizer import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class Prompting:
         tokens may have. Only a long text is tokenized for that.
         """
         limit = self.length if keep is None else self.list_tokens
-        if len(text) > limit * FIRST:
+        if len(text) > limit * FIRST_CHARACTERS:
             self._ids(text, False, limit)
 
     def token_text(self, token: int) -> str:

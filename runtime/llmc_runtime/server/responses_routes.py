@@ -20,7 +20,7 @@ from llmc_runtime.server.text_pool.jobs import continued, counted
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 MAX_LISTED = 100  # items of one page of input items
-LISTED = 20  # the default
+DEFAULT_LISTED = 20  # the default
 
 
 class ResponsesRoutes(Endpoint):
@@ -72,7 +72,7 @@ class ResponsesRoutes(Endpoint):
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/ID/input_items: the response's own input, a page at a time."""
         query = query_of(request)
-        limit, order, after = query.get("limit", str(LISTED)), query.get("order", "desc"), query.get("after")
+        limit, order, after = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc"), query.get("after")
         if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
             raise ApiError(f"limit: 1 to {MAX_LISTED}", param="limit")
         if order not in ("asc", "desc"):

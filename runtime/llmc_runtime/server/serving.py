@@ -42,7 +42,8 @@ from llmc_runtime.server.updates import Updates, merged
 
 MAX_CHOICES = 256  # of one request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
-_STARTS = 4  # prompts of models that pool that are sent to the engine in an iteration of the event loop: about 1 ms
+# Prompts of models that pool that are sent to the engine in an iteration of the event loop: about 1 ms.
+_STARTS_PER_ITERATION = 4
 MAX_SECONDS = 1_000_000  # of a client's timeout
 
 
@@ -84,7 +85,7 @@ class Serving:
         self.text_threads = TextThreads(admission.keys, self._too_many_texts)
         llm.text_turn = self.text_threads.slots.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
-        self.starts = FairSlots(_STARTS, self._too_many_texts)  # of prompts of models that pool
+        self.starts = FairSlots(_STARTS_PER_ITERATION, self._too_many_texts)  # of prompts of models that pool
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options, self._variables = (template, calls, reasoning), dict(variables)
         self.text_processes = TextPool(self._text_process_config, self._too_many_texts, meters.unknown, admission.keys)

@@ -19,8 +19,8 @@ from llmc_runtime.server.requests.request_fields import MAX_MESSAGES
 
 MAX_ENTRIES = 10_000
 MAX_CONVERSATION = 8 << 20  # bytes of the stored items that a request refers to
-_OVERHEAD = 1 << 10  # bytes that are counted for an entry besides its contents
-_ITEM_OVERHEAD = 256  # the same for an item of its input or output
+_ENTRY_BYTES = 1 << 10  # bytes that are counted for an entry besides its contents
+_ITEM_BYTES = 256  # the same for an item of its input or output
 
 
 @dataclass
@@ -38,8 +38,8 @@ class StoredResponse:
     @property
     def size(self) -> int:
         """The bytes that are counted for it."""
-        items = sum(len(item) + _ITEM_OVERHEAD for item in (*self.items, *self.output.values()))
-        return _OVERHEAD + len(self.body) + items
+        items = sum(len(item) + _ITEM_BYTES for item in (*self.items, *self.output.values()))
+        return _ENTRY_BYTES + len(self.body) + items
 
     @cached_property
     def length(self) -> int:

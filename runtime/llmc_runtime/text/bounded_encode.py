@@ -9,7 +9,7 @@ import json
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.text.tokenizer import Tokenizer
 
-FIRST = 8  # characters of the first prefix, per allowed token
+FIRST_CHARACTERS = 8  # characters of the first prefix, per allowed token
 _SLACK, _SPARE = 1.05, 1024  # a prefix may end inside a token and be split differently there
 
 
@@ -32,7 +32,7 @@ def encode_bounded(
     """
     if longest is not None and len(text) > limit * longest:  # a character has at least one byte
         raise TooLong(limit)
-    size = limit * FIRST
+    size = limit * FIRST_CHARACTERS
     while 2 * size < len(text):
         if len(tokenizer.encode(text[:size], add_special_tokens=add_special_tokens)) > limit * _SLACK + _SPARE:
             raise TooLong(limit)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_PRIME = 8  # prompt tokens to examine: a character has at most 4 bytes
+_PRIMED_TOKENS = 8  # prompt tokens to examine: a character has at most 4 bytes
 _PRIME_MAX = 64
 
 
@@ -77,7 +77,7 @@ class _ByteLevelDetokenizer:
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = False  # the decoder holds the first bytes of a character
-        for token_id in prompt_ids[-_PRIME:]:
+        for token_id in prompt_ids[-_PRIMED_TOKENS:]:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
@@ -135,7 +135,7 @@ class _WindowDetokenizer:
         if (self._lossy and text.endswith("\ufffd")) or not text.startswith(self._text):
             return ""
         piece = text[len(self._text) :]
-        for context in (self._ids[self._done :], self._ids[-_PRIME:]):
+        for context in (self._ids[self._done :], self._ids[-_PRIMED_TOKENS:]):
             if tail := self._decode(context):  # enough context: the decoder strips at most the start of a text
                 self._ids, text = context, tail
                 break
@@ -164,7 +164,7 @@ class _WindowDetokenizer:
             if not self._visible(token_id):
                 continue
             ids.insert(0, token_id)
-            if len(ids) >= _PRIME and self._byte(token_id) is None and self._decode(ids):
+            if len(ids) >= _PRIMED_TOKENS and self._byte(token_id) is None and self._decode(ids):
                 break
         if not self._fallback:
             return ids, len(ids)

@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"\d+")
 _TOTAL_BYTES = 48 << 20
 _STEP_BYTES = 64  # bytes charged per loop iteration for the values it may leave behind
 _MAX_NODES = 100_000  # nested values in one that is printed or compared, counted once per reference
-_SLOW = 100_000  # input size in characters or items of filters that spend long on each
+_SLOW_SIZE = 100_000  # input size in characters or items of filters that spend long on each
 _SLOW_FILTERS = frozenset(
     {"wordwrap", "urlize", "striptags", "wordcount", "pprint", "groupby", "sort", "unique", "title", "xmlattr"}
 )
@@ -381,8 +381,8 @@ def _walked(function: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
 
 def _filter_size(name: str, value: Any, arguments: list[Any]) -> int:
     """Return an upper bound of a filter's result, in characters or items. Raises OverBudget for too slow filters."""
-    if name in _SLOW_FILTERS and _length(value) > _SLOW:
-        raise OverBudget(f"{name} of {_length(value)} characters or items; the limit is {_SLOW}")
+    if name in _SLOW_FILTERS and _length(value) > _SLOW_SIZE:
+        raise OverBudget(f"{name} of {_length(value)} characters or items; the limit is {_SLOW_SIZE}")
     if name == "list" and isinstance(value, str):
         return max(len(value) * 16, _largest_int(arguments))
     if name in ("indent", "tojson"):

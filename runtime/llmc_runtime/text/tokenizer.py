@@ -28,7 +28,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType({
     "truncation": "shorten the list of ids", "max_length": "shorten the list of ids",
     "return_assistant_tokens_mask": "ids are a list", "tokenizer_kwargs": "render a text, and encode it",
 })  # fmt: skip
-_BATCH = 256  # texts that are encoded together; their encodings are in memory at a time
+_BATCH_TEXTS = 256  # texts that are encoded together; their encodings are in memory at a time
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
 
@@ -79,8 +79,8 @@ class Tokenizer:
             yield [i + segment * kind for i, kind in zip(encoding.ids, encoding.type_ids)]
 
     def _all(self, texts: Sequence[str] | Sequence[tuple[str, str]], special: bool = True) -> Iterator[Any]:
-        for start in range(0, len(texts), _BATCH):
-            part: list[Any] = list(texts[start : start + _BATCH])
+        for start in range(0, len(texts), _BATCH_TEXTS):
+            part: list[Any] = list(texts[start : start + _BATCH_TEXTS])
             encodings: Iterable[Any]
             try:
                 encodings = self.backend.encode_batch_fast(part, add_special_tokens=special)

@@ -116,7 +116,7 @@ def test_a_start_that_fails(fault: str, code: str, words: str, artifact: Path, m
 
 
 def test_ranks_that_do_not_connect_in_time(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_group, "INIT_LIMIT", 0.2)
+    monkeypatch.setattr(nccl_group, "INIT_SECONDS", 0.2)
     waits, before = threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(Nccl, "init", lambda *args: waits.wait(20) and 0)
     aborted: list[int] = []

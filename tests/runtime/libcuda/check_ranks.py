@@ -165,8 +165,8 @@ def test_a_killed_rank_ends_the_group(artifact: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_noticed_by_the_kernels(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_group, "LIMIT", 0.3)
-    monkeypatch.setattr(rank_group, "REPORT", 0.1)  # both together are shorter than the limit of heartbeats
+    monkeypatch.setattr(gpu_group, "LIMIT_SECONDS", 0.3)
+    monkeypatch.setattr(rank_group, "REPORT_SECONDS", 0.1)  # both together are shorter than the limit of heartbeats
     executor: Any = load_executor(artifact)
     executor.run(PROMPT)
     (pid,) = children()

@@ -72,7 +72,7 @@ def test_every_byte_arrives(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     block: int, threads: int, span: int, method: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(upload_work, "SPAN", span)
+    monkeypatch.setattr(upload_work, "SPAN_BYTES", span)
     sizes = {"a": (5 << 20) + 12345, "b": 17, "c": 2 << 20, "d": 0}
     made = [a_file(tmp_path, n, s if block > 5000 else -(-s // 50), block) for n, s in sizes.items()]
     for check in (True, False):
@@ -88,7 +88,7 @@ def test_registered_memory_is_limited(
     device: CudaDevice, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread registers one span at a time, and a span consists of whole blocks."""
-    monkeypatch.setattr(upload_work, "SPAN", 300 << 10)
+    monkeypatch.setattr(upload_work, "SPAN_BYTES", 300 << 10)
     f, _ = a_file(tmp_path, "a", (4 << 20) + 1, 64 << 10)
     send(device, tmp_path, [f], threads=3)
     assert driver.registrations == -(-f.bytes // (256 << 10)) and driver.most_registered <= 3 * (256 << 10)
@@ -133,7 +133,7 @@ def test_a_driver_that_refuses_to_register(
     status: int, name: str, after: int,
 ) -> None:  # fmt: skip
     """Everything is copied through pinned memory, and the reason is reported."""
-    monkeypatch.setattr(upload_work, "SPAN", 1 << 20)
+    monkeypatch.setattr(upload_work, "SPAN_BYTES", 1 << 20)
     f, data = a_file(tmp_path, "a", (9 << 20) + 5, 1 << 20)
     driver.fail("cuMemHostRegister", status, after)
     memories, report = send(device, tmp_path, [f])
@@ -200,7 +200,7 @@ def test_a_failure_of_the_gpu_meanwhile(
 ) -> None:
     if name in (("cuMemAllocHost",) if method == MAPPED else ("cuMemHostRegister", "cuMemHostUnregister")):
         pytest.skip("not called")
-    monkeypatch.setattr(upload_work, "SPAN", 1 << 20)
+    monkeypatch.setattr(upload_work, "SPAN_BYTES", 1 << 20)
     f, _ = a_file(tmp_path, "a", 9 << 20, 1 << 20)
     driver.fail(name, 719, 1)
     with pytest.raises(LlmcError, match=r"E114.*CUDA_ERROR_LAUNCH_FAILED"):
@@ -208,7 +208,8 @@ def test_a_failure_of_the_gpu_meanwhile(
 
 
 def test_the_bench_measures_both_ways(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload_work, "SPAN", upload_work.SPAN)  # restored after the test, as the benchmark sets it
+    # Restored after the test, as the benchmark sets it.
+    monkeypatch.setattr(upload_work, "SPAN_BYTES", upload_work.SPAN_BYTES)
     out = tmp_path / "rows.json"
     options = ["--threads", "1,2", "--spans", "16", "--rounds", "1", "--dir", str(tmp_path), "--json", str(out)]
     assert bench.main(["0.02", *options]) == 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from llmc.codegen.backends.cpp.precompiled_headers import SLOW, precompiled
+from llmc.codegen.backends.cpp.precompiled_headers import SLOW_INCLUDE, precompiled
 from llmc.codegen.backends.cpp.step_unit import step_source
 from llmc.codegen.kernel import Source
 from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
@@ -83,7 +83,7 @@ class CppToolchain:
 
     def _headers(self, sources: Sequence[tuple[Source, str]], cache: Path) -> Path | None:
         """Return the precompiled headers for those sources that have to be compiled, as `precompiled` does."""
-        slow = {self.key(s) for s, _ in sources if SLOW in s.text}
+        slow = {self.key(s) for s, _ in sources if SLOW_INCLUDE in s.text}
         missing = sum(not self.cached(key, cache) for key in slow)
         if not missing or self.name != "g++":
             return None
@@ -97,7 +97,7 @@ class CppToolchain:
         with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
             text, target = Path(tmp, "kernel.cpp"), Path(tmp, "kernel.so")
             text.write_text(source.text)
-            first = ["-include", str(headers)] if headers and SLOW in source.text else []
+            first = ["-include", str(headers)] if headers and SLOW_INCLUDE in source.text else []
             argv = [self.compiler, *self.flags, *_extra(source), *first, text.name, "-o", target.name, "-lm"]
             r = subprocess.run(argv, cwd=tmp, capture_output=True, text=True)
             if r.returncode:

@@ -17,9 +17,9 @@ from llmc.ir.ops.moe import gate
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-HALF = 32  # columns between the two codes of a byte
+HALF_COLUMNS = 32  # columns between the two codes of a byte
 SPAN, RUN = 64, 32  # columns that the integer products read at once; the number that shares scales is a multiple of RUN
-ROWS = 8  # rows of x that share a pass over a weight row
+ROWS_PER_PASS = 8  # rows of x that share a pass over a weight row
 ALL = 1 << 20  # for the C++ template: a block with all columns
 # C++ element types and encodings of codes.
 CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -65,17 +65,17 @@ class Experts(CppKernel):
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         p = Stack(node)
-        return p.layouts(HALF) if p.narrow and p.k % (2 * HALF) == 0 else {}
+        return p.layouts(HALF_COLUMNS) if p.narrow and p.k % (2 * HALF_COLUMNS) == 0 else {}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        pack_stack(g, node, HALF, list(self.layouts(node, schedule, target)), ops)
+        pack_stack(g, node, HALF_COLUMNS, list(self.layouts(node, schedule, target)), ops)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         p = Stack(node)
         padded = -(-p.k // SPAN) * SPAN
         if p.quantized and node.attrs["act"]:
-            return D(ROWS * (padded + padded // RUN * 8))
-        return D((ROWS + 1) * padded * 4)
+            return D(ROWS_PER_PASS * (padded + padded // RUN * 8))
+        return D((ROWS_PER_PASS + 1) * padded * 4)
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
         p = Stack(node)

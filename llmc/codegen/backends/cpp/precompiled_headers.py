@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HEADERS = ("immintrin.h", "math.h", "stdint.h", "string.h")
-SLOW = "#include <immintrin.h>"  # kernels without it compile as fast without precompiled headers
-PAYS = 6  # kernels; precompiling takes as long as parsing the headers this often
+SLOW_INCLUDE = "#include <immintrin.h>"  # kernels without it compile as fast without precompiled headers
+MIN_KERNELS = 6  # kernels; precompiling takes as long as parsing the headers this often
 _TEXT = "".join(f"#include <{name}>\n" for name in HEADERS)
 
 
@@ -26,7 +26,7 @@ def precompiled(command: Sequence[str], version: str, cache: Path, kernels: int)
     header = cache / f"headers-{digest}" / "headers.h"
     if header.is_file():
         return header
-    if kernels < PAYS:
+    if kernels < MIN_KERNELS:
         return None
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
         folder = Path(tmp, "made")

@@ -10,7 +10,7 @@ from llmc.ir.graph import Node, Value
 from llmc.targets.target import Target
 
 MAX_WIDTH = 16  # of a convolution, whose window is in registers
-VECTORS = 4  # columns of a state that a thread updates together, in vectors
+VECTOR_COLUMNS = 4  # columns of a state that a thread updates together, in vectors
 
 
 class _Recurrent(CppKernel):
@@ -69,7 +69,7 @@ class RowRecurrence(_Recurrent):
         if "log" not in self.named(node):
             return D(0)
         d = self.named(node)["memory"][1].type.shape[2]
-        return d * (VECTORS * target.vector)
+        return d * (VECTOR_COLUMNS * target.vector)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         of = self.named(node)
@@ -77,7 +77,7 @@ class RowRecurrence(_Recurrent):
         g, n = of["k"][1].type.shape[1], of["log"][1].type.shape[1] if "log" in of else 0
         names = ("q", "k", "v", "decay", "beta", "base", "log")
         operands = ", ".join(of[name][0] if name in of else "nullptr" for name in names)
-        vectors = min(VECTORS, -(-(e.const or 1) // (target.vector // 4)))
+        vectors = min(VECTOR_COLUMNS, -(-(e.const or 1) // (target.vector // 4)))
         return (
             f"{pointers(node)}\n{self.step(of, sizes)}\n"
             f"const recurrence_args<{ctype(of['q'][1].type)}> a = {{y0, y1, {operands}, step}};\n"

@@ -26,12 +26,12 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 HALVES, F8 = ("bf16", "f16"), "f8e4m3"
 PAGES = (16, 32, 64, 128)  # tokens of a page
 MAX_HEAD, HEAD_STEP = 256, 16  # elements of a head
-MAX_QUERIES = 16 << 10  # bytes of the queries of a key head, in padded heads
+MAX_QUERY_BYTES = 16 << 10  # bytes of the queries of a key head, in padded heads
 THREADS, WARPS, TOKENS = 256, 4, 64  # threads; warps of each of two kinds; tokens of a warp's tile
 BUFFERS, ROWS, ROW_BYTES, CHUNK = 2, 16, 128, 128  # of keys and of values; of a tile; of one warp's maxima; of a key
-RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
+RESERVED_BYTES = 1024  # bytes of shared memory that CUDA reserves for each block
 CTYPES: Mapping[str, str] = MappingProxyType({"f32": "float", "bf16": "__nv_bfloat16", "f16": "__half"})
-CONTEXT = 1024  # tokens per row that the cost rule assumes
+ASSUMED_CONTEXT = 1024  # tokens per row that the cost rule assumes
 _READS, _TILE_US, _START_US = 0.75, 1.9, 3.0  # share of the bandwidth; of a block: a tile of 256 tokens, the rest
 
 
@@ -85,7 +85,7 @@ class Problem:
 
     def resident(self, target: Target) -> int:
         """Blocks of a multiprocessor: two if their shared memory allows it, since they need many registers."""
-        return max(1, min(2, target.limits.shared // (self.shared + RESERVED)))
+        return max(1, min(2, target.limits.shared // (self.shared + RESERVED_BYTES)))
 
 
 class Xqa(Kernel):
@@ -109,7 +109,7 @@ class Xqa(Kernel):
         """Predict microseconds: waves of blocks, whose tiles take the time of their copies, or the bytes of keys."""
         p, parts = Problem.of(node), node.attrs.get("splits", 1)
         tokens = node.operands[0].type.shape[0].subs(env).const or 1
-        seen = min(CONTEXT, node.attrs["window"] or CONTEXT)
+        seen = min(ASSUMED_CONTEXT, node.attrs["window"] or ASSUMED_CONTEXT)
         waves = math.ceil(tokens * p.kv_heads * parts / (target.limits.units * p.resident(target)))
         block = _START_US + math.ceil(seen / parts / (WARPS * TOKENS)) * _TILE_US * p.resident(target)
         read = 2 * tokens * seen * p.kv_heads * p.size * p.item / target.bandwidth / _READS * 1e6
@@ -155,7 +155,7 @@ def _reject_sizes(node: Node, target: Target) -> str | None:
     if p.page not in PAGES or p.size % HEAD_STEP or p.size > MAX_HEAD:
         sizes = f"pages of {', '.join(map(str, PAGES))} and heads of multiples of {HEAD_STEP} up to {MAX_HEAD}"
         return f"pages of {p.page} tokens, heads of {p.size}; {sizes} are supported"
-    if p.heads % p.kv_heads or p.rows * p.padded * 2 > MAX_QUERIES:
+    if p.heads % p.kv_heads or p.rows * p.padded * 2 > MAX_QUERY_BYTES:
         return f"{p.heads} query heads of {p.size} for {p.kv_heads} key heads"
     if p.shared > target.limits.shared:
         return f"it needs {p.shared} bytes of shared memory, and {target.name} has {target.limits.shared}"

@@ -17,8 +17,8 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-LANE = 16  # bytes
-MAX_LANES = CHUNK // LANE
+LANE_BYTES = 16  # bytes
+MAX_LANES = CHUNK // LANE_BYTES
 WARPS = (16, 8)  # a thread has one lane
 WARPS_OF_PARTS = 8  # of sums in parts: as fast as 16 or faster for every size (four H200s, 2026-11-27)
 NORM_WARPS = (16, 8, 4, 2, 1)  # a thread has one lane or more
@@ -60,7 +60,7 @@ class Collective(TritonKernel):
 
     def chunks(self, node: Node, schedule: Schedule, env: Mapping[str, int], nbytes: int) -> int:
         """Return the number of chunks of an exchange of `nbytes` bytes; programs take them in turn."""
-        return -(-nbytes // (32 * schedule["warps"] * LANE))
+        return -(-nbytes // (32 * schedule["warps"] * LANE_BYTES))
 
     def row(self, node: Node) -> Dim:
         """Return the number of elements that lie in a row in the operand as well as in the result."""
@@ -73,8 +73,8 @@ class Collective(TritonKernel):
         """
         x = u.node.operands[0].type
         size = DTYPES[x.dtype].bits // 8
-        wide = x.dtype in FLOATS and self.row(u.node).divide(LANE // size) is not None
-        per_lane = LANE // size if wide else 1
+        wide = x.dtype in FLOATS and self.row(u.node).divide(LANE_BYTES // size) is not None
+        per_lane = LANE_BYTES // size if wide else 1
         lanes, total = 32 * u.schedule["warps"], x.numel.ceildiv(per_lane)
         assert lanes <= MAX_LANES
         chunks = total.ceildiv(lanes * parts)
@@ -147,7 +147,7 @@ class AllReduceNorm(Collective):
             return why
         if x.shape[-1].const is None:
             return f"the size of a row, {x.shape[-1]}, is not constant"
-        limit = 2 * CHUNK // LANE
+        limit = 2 * CHUNK // LANE_BYTES
         lanes, _ = row_lanes(node)
         return f"a row of {x.shape[-1]} elements has {lanes} lanes, more than {limit}" if lanes > limit else None
 
@@ -189,7 +189,7 @@ class AllReduceNorm(Collective):
 def row_lanes(node: Node) -> tuple[int, int]:
     """Return the number of lanes of a row of the first operand, and that of a lane's elements."""
     x = node.operands[0].type
-    width, per_lane = int(x.shape[-1]), LANE * 8 // DTYPES[x.dtype].bits
+    width, per_lane = int(x.shape[-1]), LANE_BYTES * 8 // DTYPES[x.dtype].bits
     return (width // per_lane, per_lane) if width % per_lane == 0 else (width, 1)
 
 

@@ -20,9 +20,9 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-LINE = 128  # bytes of one prefetch into the L2 cache
+LINE_BYTES = 128  # bytes of one prefetch into the L2 cache
 GROUP = 8  # rows of tiles per group
-EARLY = 32  # maximum tokens per tile for which the epilogue operands are loaded before the product
+MAX_EARLY_TOKENS = 32  # maximum tokens per tile for which the epilogue operands are loaded before the product
 TOKENS = (8, 16, 32, 64, 128, 256)
 # bn, bk, warps, stages, split of 16-bit tiles; tiles of 8 bits have twice the bk.
 NARROW = (
@@ -53,20 +53,20 @@ NARROW = (
     (8, 256, 4, 6, 4),
 )
 # float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
-FLOAT = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
+FLOAT_TILES = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
 # bm, bn, bk, warps, stages of large products of 16 bits; bn counts the columns of all parts.
-LARGE = (
+LARGE_TILES = (
     (128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4),
     (128, 256, 64, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (64, 128, 128, 4, 4),
 )  # fmt: skip
 # The same for AMD GPUs, whose blocks prefetch one tile: published limits allow these, none has been measured.
-LARGE_AMD = (
+LARGE_AMD_TILES = (
     (256, 256, 64, 8, 2), (256, 128, 64, 8, 2), (128, 256, 64, 8, 2), (128, 128, 64, 8, 2), (128, 128, 64, 4, 2),
     (128, 128, 32, 4, 2), (64, 128, 64, 4, 2), (64, 256, 64, 4, 2),
 )  # fmt: skip
-LARGE_FLOAT = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
+LARGE_FLOAT_TILES = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = GemmTile(16, 16, 32, 4, 2)  # fits every target
-_SUMS = 128  # maximum float32 sums per thread
+_MAX_SUMS = 128  # maximum float32 sums per thread
 WARPGROUP = 64  # rows of a warpgroup's instruction
 MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NVIDIA's of 8-bit floats
 
@@ -91,7 +91,7 @@ class Gemm(TritonKernel):
         # deterministic kernels multiply any number of tokens.
         min_tokens = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
         amd = target.family == "hip"
-        tiles = self._narrow(p, min_tokens) if self.swap else self._large(p, LARGE_AMD if amd else LARGE)
+        tiles = self._narrow(p, min_tokens) if self.swap else self._large(p, LARGE_AMD_TILES if amd else LARGE_TILES)
         if amd:  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
             tiles = (t._replace(bm=max(MATRIX, t.bm), bn=max(MATRIX, t.bn), stages=2, split=1) for t in tiles)
         fitting = [t for t in dict.fromkeys(tiles) if fits(p, t, target)]
@@ -100,14 +100,14 @@ class Gemm(TritonKernel):
     def _narrow(self, p: Product, min_tokens: int) -> Iterator[GemmTile]:
         m = p.m.const
         if p.dot == "f32":
-            yield from (GemmTile(*t) for t in FLOAT)
+            yield from (GemmTile(*t) for t in FLOAT_TILES)
             return
         counts = [t for t in TOKENS if t >= min_tokens]
         for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
             yield from (GemmTile(bm, bn, bk * 2 // p.factor_bytes, *rest) for bn, bk, *rest in NARROW)
 
     def _large(self, p: Product, tiles: Sequence[Sequence[int]]) -> Iterator[GemmTile]:
-        for bm, bn, bk, warps, stages in LARGE_FLOAT if p.dot == "f32" else tiles:
+        for bm, bn, bk, warps, stages in LARGE_FLOAT_TILES if p.dot == "f32" else tiles:
             depth = bk if p.dot == "f32" else bk * 2 // p.factor_bytes
             yield GemmTile(bm, bn // next_power_of_2(p.parts), depth, warps, stages)
 
@@ -173,7 +173,7 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
     With dependent launches, the kernel prefetches the weights of its first step before the wait. Prefetching more
     slowed down the previous kernels by as much as this one gained.
     """
-    s, line = u.schedule, LINE * 8 // DTYPES[p.w.dtype].bits
+    s, line = u.schedule, LINE_BYTES * 8 // DTYPES[p.w.dtype].bits
     lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # the largest power of two in a step
     return Template("gemm_small", "gemm_small"), {
         **common(u, p),
@@ -183,11 +183,11 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
         "SLICES": s["split"],
         "PREFETCH_LINE": line,
         "PREFETCH_LINES": lines if u.pdl and p.weight_before_wait else 0,
-        "EARLY_EXTRAS": s["bm"] <= EARLY,
+        "EARLY_EXTRAS": s["bm"] <= MAX_EARLY_TOKENS,
     }
 
 
-def fits(p: Product, t: GemmTile, target: Target, sums: int = _SUMS) -> bool:
+def fits(p: Product, t: GemmTile, target: Target, sums: int = _MAX_SUMS) -> bool:
     """Whether a block's tiles fit shared memory, and a thread has at most `sums` float32 sums."""
     if tiles_bytes(p, t._asdict(), target) > target.limits.shared:
         return False

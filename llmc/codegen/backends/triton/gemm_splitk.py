@@ -14,7 +14,7 @@ from llmc.ir.dim import D, Dim, product
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-BLOCK = 1024  # preferred maximum of columns per program
+MAX_BLOCK = 1024  # preferred maximum of columns per program
 _WARPS = 4
 
 
@@ -58,7 +58,7 @@ class SplitKCombine(TritonKernel):
 
     def _shapes(self, node: Node) -> Iterator[tuple[int, int]]:
         wide = 1 << (PartialSums.of(node).n - 1).bit_length()
-        for block in (BLOCK, BLOCK // 2, 2 * BLOCK):
+        for block in (MAX_BLOCK, MAX_BLOCK // 2, 2 * MAX_BLOCK):
             yield max(16, min(block, wide)), _WARPS
 
     def code(self, u: Unit) -> Code:

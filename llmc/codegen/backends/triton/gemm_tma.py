@@ -29,7 +29,9 @@ TILES = (
 )  # fmt: skip
 GROUPS, GROUPED = (16, 32), 3  # larger groups of row tiles, tried with the first GROUPED schedules
 _GAIN = 1.1  # speed-up over pointers, measured on an H200
-DEEP, SHALLOW, LARGE = 6, 0.12, 128 * 128  # stages; slowdown for each that is missing; most elements of such a tile
+ENOUGH_STAGES = 6  # of a tile of at most LARGE_TILE elements
+STAGE_SLOWDOWN = 0.12  # for each missing stage
+LARGE_TILE = 128 * 128
 
 
 def has_maps(target: Target) -> bool:
@@ -93,9 +95,9 @@ class GemmTma(Gemm):
 
 
 def slowdown(p: Product, s: Schedule) -> float:
-    """Return the measured factor by which small tiles are slower with fewer steps in flight than DEEP."""
-    missing = DEEP - s["stages"] if s["bm"] * s["bn"] * p.parts <= LARGE else 0
-    return 1.0 + SHALLOW * max(0, missing)
+    """Return the measured factor by which small tiles are slower with fewer steps in flight than ENOUGH_STAGES."""
+    missing = ENOUGH_STAGES - s["stages"] if s["bm"] * s["bn"] * p.parts <= LARGE_TILE else 0
+    return 1.0 + STAGE_SLOWDOWN * max(0, missing)
 
 
 GEMM_TMA = GemmTma("triton/gemm_tma", ("linear", "linear_map"))

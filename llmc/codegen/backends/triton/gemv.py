@@ -66,9 +66,9 @@ NORM_MEASURED = (
     Measured(16384, 2048, StreamTile(2, 1024, 4, 2)),
     Measured(6144, 1024, StreamTile(8, 1024, 2, 1)),
 )
-_PASS = 0.025  # slowdown for each pass over the weights after the first, measured on an H200
-_READ = 0.96  # share of the bandwidth that the best of these schedules reach
-_I8 = 8  # operations that converting an i8 to float32 costs, fitted to an H200
+_PASS_SLOWDOWN = 0.025  # slowdown for each pass over the weights after the first, measured on an H200
+_BANDWIDTH_SHARE = 0.96  # share of the bandwidth that the best of these schedules reach
+_I8_OPERATIONS = 8  # operations that converting an i8 to float32 costs, fitted to an H200
 
 
 def by_tokens(tokens: int | None, tiles: Iterable[Tile], fits: Callable[[Tile, int], bool]) -> list[Schedule]:
@@ -110,14 +110,14 @@ class Gemv(TritonKernel):
         p, s = Product.of(node), schedule
         m = p.tokens(env)
         passes = -(-m // s["rows"])
-        moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
+        moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _BANDWIDTH_SHARE
         # Operations per weight: a conversion, and per token one product plus its share of converting and scaling x.
-        conversion = _I8 if p.w.dtype == "i8" else 1
+        conversion = _I8_OPERATIONS if p.w.dtype == "i8" else 1
         steps = conversion + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
         arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
         tile = StreamTile(*(s[key] for key in StreamTile._fields))
         distance = _distance(tile, _fit(p, nearest(p, self.measured)))
-        slower = (1 + 0.02 * distance) * (1 + _PASS * (passes - 1))
+        slower = (1 + 0.02 * distance) * (1 + _PASS_SLOWDOWN * (passes - 1))
         return math.hypot(moved, arithmetic) * 1e6 * slower + target.launch_us
 
     def code(self, u: Unit) -> Code:

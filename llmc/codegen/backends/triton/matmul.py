@@ -17,7 +17,7 @@ TILES = ((64, 64, 64, 4, 3), (128, 128, 32, 8, 3), (16, 64, 64, 4, 3), (32, 32, 
 # float32 factors are multiplied without tensor cores.
 FLOAT_TILES = ((32, 32, 16, 4, 2), (64, 64, 16, 4, 2))
 HEADS = "head_matmul"
-_SHARE = 0.6  # share of the peak that a tile of 128 x 128 reaches
+_PEAK_SHARE = 0.6  # share of the peak that a tile of 128 x 128 reaches
 
 
 class Matmul(TritonKernel):
@@ -43,7 +43,7 @@ class Matmul(TritonKernel):
         rows, columns = -(-m // bm), -(-n // bn)
         flops = 2.0 * b * rows * bm * columns * bn * k
         blocks, units = max(1, b * rows * columns), target.limits.units
-        share = _SHARE * (bm * bn / 16384) ** 0.25 * blocks / (-(-blocks // units) * units)
+        share = _PEAK_SHARE * (bm * bn / 16384) ** 0.25 * blocks / (-(-blocks // units) * units)
         moved = int(node_cost(node)[1].subs(env)) / target.bandwidth
         return max(flops / target.peaks[factor(node)] / share, moved) * 1e6 + target.launch_us
 

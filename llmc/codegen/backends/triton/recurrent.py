@@ -24,10 +24,10 @@ from llmc.targets.target import Target
 
 CHANNELS = 256  # channels of a program of a convolution
 COLUMNS = 1024  # columns of a program that writes a log
-BLOCKS = (32, 64, 16)  # columns of the state of a program
+BLOCK_COLUMNS = (32, 64, 16)  # columns of the state of a program
 CHUNK_COLUMNS = 32  # the most of a program that computes chunks: more would spill registers, or use wgmma
-LEAST_DOT = 16  # the smallest size of a matrix that tl.dot takes
-LARGEST_STATE = 1 << 14  # elements of a program's state
+MIN_DOT = 16  # the smallest size of a matrix that tl.dot takes
+MAX_STATE = 1 << 14  # elements of a program's state
 SMALL_STATE = 512  # elements of a state below which one warp computes it
 TOKEN_US = 0.5  # microseconds of a token whose state depends on the one before
 CHUNK_US = 2.5  # microseconds of a chunk
@@ -87,8 +87,8 @@ class ChunkFactors(TritonKernel):
 
     def reject(self, node: Node, target: Target) -> str | None:
         size = node.attrs["chunk"]
-        if size < LEAST_DOT or size & (size - 1):
-            return f"chunks of {size} tokens, not a power of two from {LEAST_DOT} on"
+        if size < MIN_DOT or size & (size - 1):
+            return f"chunks of {size} tokens, not a power of two from {MIN_DOT} on"
         return unsupported(node, (*FLOATS, "i32"), target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -113,7 +113,7 @@ class ChunkFactors(TritonKernel):
             KEY_HEADS=int(k[1]),
             VALUE_HEADS=int(heads),
             KEY_DIM=int(k[2]),
-            KEY_PADDED=max(LEAST_DOT, next_power_of_2(int(k[2]))),
+            KEY_PADDED=max(MIN_DOT, next_power_of_2(int(k[2]))),
             MATRICES=int(matrices),
             CHUNK=int(chunk),
             CHUNK_LEVELS=int(chunk).bit_length() - 1,
@@ -131,7 +131,7 @@ class RowRecurrence(TritonKernel):
     """Recurrences, with or without chunks: a program has one run, one head and a block of the state's columns."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if next_power_of_2(int(node.operands[1].type.shape[2])) * min(BLOCKS) > LARGEST_STATE:
+        if next_power_of_2(int(node.operands[1].type.shape[2])) * min(BLOCK_COLUMNS) > MAX_STATE:
             return f"keys of {node.operands[1].type.shape[2]} elements"
         return unsupported(node, (*FLOATS, "i32"), target)
 
@@ -141,8 +141,8 @@ class RowRecurrence(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         keys, width = (next_power_of_2(int(node.operands[i].type.shape[2])) for i in (1, 2))
-        min_block = LEAST_DOT if chunk_of(node) else 1
-        blocks = dict.fromkeys(min(max(min_block, width), b) for b in BLOCKS if keys * b <= LARGEST_STATE)
+        min_block = MIN_DOT if chunk_of(node) else 1
+        blocks = dict.fromkeys(min(max(min_block, width), b) for b in BLOCK_COLUMNS if keys * b <= MAX_STATE)
         if not chunk_of(node):
             return [{"block": b, "warps": 4 if keys * b >= SMALL_STATE else 1} for b in blocks]
         few = 16 if target.family == "cuda" else 32  # columns of 4 warps
@@ -177,7 +177,7 @@ class RowRecurrence(TritonKernel):
             VALUE_HEADS=int(v[1]),
             KEY_DIM=int(k[2]),
             VALUE_DIM=int(v[2]),
-            KEY_PADDED=max(LEAST_DOT if chunk else 1, next_power_of_2(int(k[2]))),
+            KEY_PADDED=max(MIN_DOT if chunk else 1, next_power_of_2(int(k[2]))),
             VALUE_BLOCK=block,
             DECAYS=decays_of(u.node),
             LOG_TOKENS=int(log.type.shape[1]) if log else 0,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.codegen.backends.triton.tiling import (
-    WIDEST,
+    MAX_ELEMENTS,
     cost_us,
     factored,
     masked,
@@ -276,7 +276,7 @@ class Topk(Lines):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         n, warp = node.operands[0].type.shape[-1].const, target.limits.warp
-        block = WIDEST if n is None else min(WIDEST, next_power_of_2(n))
+        block = MAX_ELEMENTS if n is None else min(MAX_ELEMENTS, next_power_of_2(n))
         return [{"rows": 1, "cols": block, "warps": max(1, min(max_block_warps(target), block // (warp * 8)))}]
 
     def programs(self, node: Node, schedule: Schedule) -> Dim:

@@ -17,8 +17,8 @@ from llmc.ir.graph import Node
 from llmc.ir.types import Type
 from llmc.targets.target import Target
 
-TILE = 256  # table elements per program
-WARP = 256  # elements of each block per warp: 16 bytes per thread of 16-bit floats
+TABLE_TILE = 256  # table elements per program
+ELEMENTS_PER_WARP = 256  # elements of each block per warp: 16 bytes per thread of 16-bit floats
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class HeadKernel(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         head = self.head(node)
-        rows = max(1, WARP // next_power_of_2(max(head.r, head.d - 2 * head.r)))
+        rows = max(1, ELEMENTS_PER_WARP // next_power_of_2(max(head.r, head.d - 2 * head.r)))
         return [{"rows": rows * warps, "warps": warps} for warps in (1, 4)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
@@ -179,12 +179,12 @@ class RopeTables(TritonKernel):
         total = cos.shape[0] * cos.shape[1]
         return u.launch(
             Template("rope", "rope_tables"),
-            (total.ceildiv(TILE),),
+            (total.ceildiv(TABLE_TILE),),
             **u.pointers("frequencies_ptr positions_ptr", "cos_ptr sin_ptr"),
             pairs=u.sizes(cos.shape[1]),
             elements=u.sizes(total),
             SCALING=u.node.attrs["scaling"],
-            TILE=TILE,
+            TILE=TABLE_TILE,
         )
 
 

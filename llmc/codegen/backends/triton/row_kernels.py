@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llmc.codegen.backends.triton.tiling import (
-    WIDEST,
+    MAX_ELEMENTS,
     cost_us,
     decompose,
     factored,
@@ -101,11 +101,11 @@ def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
 def reducing_tiles(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
     """Return tiles (rows, cols, warps) of whole rows, with 8 elements per thread first, and 1 to 32 in the others."""
     n, warp, max_warps = p.space.row.const, target.limits.warp, max_block_warps(target)
-    if n is None or n > WIDEST:
+    if n is None or n > MAX_ELEMENTS:
         return (
             [(1, 1024, 4), (1, 4096, min(16, max_warps))]
             if n is None
-            else [(1, WIDEST, max_warps), (1, 4096, min(16, max_warps))]
+            else [(1, MAX_ELEMENTS, max_warps), (1, 4096, min(16, max_warps))]
         )
     cols = next_power_of_2(n)
     warps = max(1, min(max_warps, cols // (warp * 8)))

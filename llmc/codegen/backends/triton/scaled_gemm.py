@@ -21,23 +21,23 @@ from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-STEP = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
+MAX_SLICE = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
 DEPTH = 32  # columns of an instruction; groups are multiples of it
-LINE = 128  # bytes of a prefetch
+LINE_BYTES = 128  # bytes of a prefetch
 GROUPS = (16, 32)  # larger groups of row tiles, tried with the first schedule
 TOKENS = (16, 32, 64)
 # bn of all parts, warps, stages, slices of a step.
-FEW = (
+FEW_TOKEN_TILES = (
     (64, 4, 6, 1), (32, 4, 4, 4), (16, 4, 4, 4), (64, 4, 4, 1), (64, 4, 10, 1), (128, 4, 4, 1), (128, 8, 4, 1),
     (32, 4, 6, 1), (32, 4, 6, 4), (16, 4, 6, 4), (128, 4, 6, 1),
 )  # fmt: skip
 # bm, bn of all parts, warps, stages.
-MANY = (
+MANY_TOKEN_TILES = (
     (128, 128, 8, 4), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 6), (64, 256, 8, 4), (128, 128, 8, 3),
     (64, 128, 4, 6), (64, 64, 4, 4), (128, 128, 8, 6),
 )  # fmt: skip
-_SUMS = 64  # maximum float32 sums per thread in each of the two accumulators
-_RESCALE = 4  # operations per sum and group
+_MAX_SUMS = 64  # maximum float32 sums per thread in each of the two accumulators
+_RESCALE_OPERATIONS = 4  # operations per sum and group
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ScaledProduct(Product):
     @property
     def step(self) -> int:
         """The columns that are multiplied into one accumulator."""
-        return min(STEP, self.group & -self.group)
+        return min(MAX_SLICE, self.group & -self.group)
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,14 @@ class ScaledGemm(TritonKernel):
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = ScaledProduct.of(node)
         tiles = dict.fromkeys(_narrow(p) if self.swap else _large(p))
-        fitting = [t for t in tiles if fits(p, t, target, _SUMS)] or [GemmTile(16, 16, p.step, 4, 2)]
+        fitting = [t for t in tiles if fits(p, t, target, _MAX_SUMS)] or [GemmTile(16, 16, p.step, 4, 2)]
         schedules: list[Schedule] = [t._asdict() for t in fitting]
         return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:1] if self.mapped]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = ScaledProduct.of(node), schedule
         sums = -(-p.tokens(env) // s["bm"]) * s["bm"] * p.parts * p.n
-        scaling = sums * (p.k / p.step) * _RESCALE / target.peaks["f32"] * 1e6
+        scaling = sums * (p.k / p.step) * _RESCALE_OPERATIONS / target.peaks["f32"] * 1e6
         us = product_us(p, s, target, env, self.swap) * (penalty(p, s, env) if self.swap else 1.0)
         us /= gain(node, env) if self.mapped else 1.0
         return us + scaling / 2 + target.launch_us
@@ -118,7 +118,7 @@ class ScaledGemm(TritonKernel):
     def arguments(self, u: Unit, p: ScaledProduct) -> dict[str, Argument]:
         """Return the arguments of the template."""
         s, joined = u.schedule, self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
-        lines = 1 << (min(p.k, s["bk"]) // LINE).bit_length() >> 1
+        lines = 1 << (min(p.k, s["bk"]) // LINE_BYTES).bit_length() >> 1
         tile = record(
             "ScaledTile", K=p.k, PARTS=p.parts, GROUP=p.group, SCALE_ROWS=p.rows, JOINED=joined, BLOCK_M=s["bm"],
             BLOCK_N=s["bn"], BLOCK_K=s["bk"], SLICES=s["split"], WEIGHT_LEFT=self.swap, MAPPED=self.mapped,
@@ -144,7 +144,7 @@ def _narrow(p: ScaledProduct) -> Iterator[GemmTile]:
     """Yield the tiles for few tokens."""
     m, steps = p.m.const, p.k // p.step
     for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
-        for bn, warps, stages, slices in FEW:
+        for bn, warps, stages, slices in FEW_TOKEN_TILES:
             if steps % slices == 0:
                 columns = max(16, bn // next_power_of_2(p.parts))
                 yield GemmTile(bm, columns, p.step * slices, warps, stages, slices)
@@ -152,7 +152,7 @@ def _narrow(p: ScaledProduct) -> Iterator[GemmTile]:
 
 def _large(p: ScaledProduct) -> Iterator[GemmTile]:
     """Yield the tiles for many tokens."""
-    for bm, bn, warps, stages in MANY:
+    for bm, bn, warps, stages in MANY_TOKEN_TILES:
         yield GemmTile(bm, max(16, bn // next_power_of_2(p.parts)), p.step, warps, stages)
 
 

@@ -18,8 +18,8 @@ from llmc.targets.target import Target
 STEPS = (128, 256, 64, 32)  # columns of a step; tl.dot needs 32 columns of 8 bits
 # bn, warps, stages.
 TILES = ((32, 4, 4), (64, 4, 4), (64, 4, 3), (128, 8, 3), (16, 4, 3))
-SUMS = 64  # maximum float32 sums per thread with separate sums per group; half of the usual maximum
-RESCALE = 4  # operations per sum and group
+MAX_SUMS = 64  # maximum float32 sums per thread with separate sums per group; half of the usual maximum
+RESCALE_OPERATIONS = 4  # operations per sum and group
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class ScaledGrouped(Grouped):
 
     def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
         assert isinstance(p, ScaledExperts)
-        return super().fits(p, t, target) and (p.scales_at_end or t.bm * t.bn * p.parts <= SUMS * 32 * t.warps)
+        return super().fits(p, t, target) and (p.scales_at_end or t.bm * t.bn * p.parts <= MAX_SUMS * 32 * t.warps)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = self.experts(node), schedule
         blocks = min(int(p.blocks(s["bm"]).subs(env)), int(p.pairs.subs(env)))
         sums = blocks * s["bm"] * p.parts * p.n
-        scaling = sums * (p.k / p.group) * RESCALE / target.peaks["f32"] * 1e6
+        scaling = sums * (p.k / p.group) * RESCALE_OPERATIONS / target.peaks["f32"] * 1e6
         return super().cost_us(node, schedule, target, env) + scaling / 2
 
     def code(self, u: Unit) -> Code:

@@ -14,7 +14,7 @@ from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 BLOCK_THREADS = 1024  # maximum threads per block, on every GPU
-WIDEST = 16384  # maximum elements that one program keeps in registers
+MAX_ELEMENTS = 16384  # maximum elements that one program keeps in registers
 _START_US = 0.9  # latency of a program, from its first load to its last store
 _WARP_US = 0.01  # barriers of a program, per warp
 _RESIDENT_WARPS = 48  # warps that one multiprocessor runs at once

@@ -20,7 +20,7 @@ from llmc.targets.target import Target
 
 MAX_COLUMNS = 4096  # of a row, which is kept in registers
 MAX_K = 64
-LEAST = -(2**31)  # a key below those of all numbers
+LEAST_KEY = -(2**31)  # a key below those of all numbers
 VALUE = '''
 @triton.jit
 def value_of(key):
@@ -69,7 +69,7 @@ class TopkMap(TritonKernel):
         loop = [
             "last = tl.max(keys, 0)",
             f"at = tl.min(tl.where(keys == last, col, {next_power_of_2(n)}), 0)",
-            f"keys = tl.where(col == at, {LEAST}, keys)",
+            f"keys = tl.where(col == at, {LEAST_KEY}, keys)",
             "best = tl.where(slot == j, value_of(last), best)",
             "which = tl.where(slot == j, at, which)",
             *(counted or ())[1:],
@@ -81,7 +81,7 @@ class TopkMap(TritonKernel):
             u.wait,
             f"x = {loaded(f'tl.load(x0 + row * {n} + col, mask=inside, other=0)', x.dtype)}",
             *read,
-            f"keys = tl.where(inside, key({keyed}), {LEAST})",
+            f"keys = tl.where(inside, key({keyed}), {LEAST_KEY})",
             f"slot = tl.arange(0, {next_power_of_2(k)})",
             f"some = slot < {k}",
             f"best = tl.zeros(({next_power_of_2(k)},), tl.float32)",

@@ -31,8 +31,8 @@ from llmc.targets.target import Target
 OPTIONS = ("num_warps", "num_stages")  # Triton ignores unknown names, so they are rejected here
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
 _DIGEST = 32
-_QUOTED = 100  # characters of the line with the error that it quotes
-_REASON = 400  # characters of the end of a message that an error shows
+_MAX_QUOTED = 100  # characters of the line with the error that it quotes
+_MAX_REASON = 400  # characters of the end of a message that an error shows
 _CALLED = "\nin a function that it calls: "  # precedes the message about the called function
 
 
@@ -139,8 +139,8 @@ def reason_of(message: str) -> str:
     lines = rest.splitlines()
     mark = max((i for i, line in enumerate(lines) if line.strip() == "^"), default=-1)
     end = " ".join(" ".join(lines[mark + 1 :]).split())
-    place = f"{lines[mark - 1].strip()[:_QUOTED]!r}: " if mark > 0 else ""
-    return f"{kind}: {place}{end[-_REASON:]}"
+    place = f"{lines[mark - 1].strip()[:_MAX_QUOTED]!r}: " if mark > 0 else ""
+    return f"{kind}: {place}{end[-_MAX_REASON:]}"
 
 
 def message_of(error: Exception) -> str:

@@ -15,10 +15,10 @@ from llmc_runtime.device.gpu.device_group import DeviceGroup, LibraryCall
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.format.nccl_call import ABI, ALL_REDUCE, DTYPES, NcclCall
 
-INIT_LIMIT = 60.0  # seconds in which all ranks connect
-_LOOK = 0.02  # seconds between two looks at the group while NCCL connects
-_CALL_LIMIT = 1.0  # seconds that a call may take once the group has ended
-_ABORT_LIMIT = 10.0  # seconds that `close` waits for NCCL
+INIT_SECONDS = 60.0  # seconds in which all ranks connect
+_POLL_SECONDS = 0.02  # seconds between two looks at the group while NCCL connects
+_CALL_SECONDS = 1.0  # seconds that a call may take once the group has ended
+_ABORT_SECONDS = 10.0  # seconds that `close` waits for NCCL
 
 
 class NcclGroup(DeviceGroup):
@@ -38,7 +38,7 @@ class NcclGroup(DeviceGroup):
         self._state = threading.Lock()  # protects the two
         self._calling = threading.Lock()  # held during calls with the communicator
         self._aborting: threading.Thread | None = None
-        self._limit = min(INIT_LIMIT, member.limit)
+        self._limit = min(INIT_SECONDS, member.limit)
 
     def start(self, enter: Callable[[], None]) -> None:
         """Make the group's id on rank 0."""
@@ -68,7 +68,7 @@ class NcclGroup(DeviceGroup):
         thread.start()
         until = time.monotonic() + self._limit
         while thread.is_alive():
-            thread.join(_LOOK)
+            thread.join(_POLL_SECONDS)
             if self._ended:
                 raise group_ended("a rank has ended")
             if time.monotonic() > until:
@@ -115,7 +115,7 @@ class NcclGroup(DeviceGroup):
 
     def _abort(self) -> None:
         """Abort the communicator after the call under way, unless that waits for other ranks."""
-        idle = self._calling.acquire(timeout=_CALL_LIMIT)
+        idle = self._calling.acquire(timeout=_CALL_SECONDS)
         if idle:
             self._calling.release()  # later calls see that the group has ended
         self._nccl.abort(self._comm)
@@ -126,7 +126,7 @@ class NcclGroup(DeviceGroup):
         """
         self.cancel()
         if self._aborting is not None:
-            self._aborting.join(_ABORT_LIMIT)
+            self._aborting.join(_ABORT_SECONDS)
 
 
 class _Call(LibraryCall):

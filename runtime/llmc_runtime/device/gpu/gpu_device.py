@@ -15,7 +15,7 @@ from llmc_runtime.device.device import Device, Event, Memory, Run
 from llmc_runtime.device.gpu.device_group import DeviceGroup, LibraryCall
 from llmc_runtime.device.gpu.device_memory import Ring, Slot
 from llmc_runtime.device.gpu.driver import GpuDriver
-from llmc_runtime.device.gpu.gpu_group import GRAIN, NCCL
+from llmc_runtime.device.gpu.gpu_group import GRAIN_BYTES, NCCL
 from llmc_runtime.device.gpu.gpu_run import GpuRun
 from llmc_runtime.device.gpu.weight_upload import PINNED, Upload, upload
 from llmc_runtime.format.errors import LlmcError
@@ -24,7 +24,7 @@ from llmc_runtime.format.manifest import KernelFile
 from llmc_runtime.format.program import Program
 from llmc_runtime.host_info import default_threads
 
-ALIGN = 64  # bytes; the alignment of weights within their files
+WEIGHT_ALIGNMENT = 64  # bytes; the alignment of weights within their files
 _CURRENT = threading.local()  # `device`: the identity of the device that made its GPU current in this thread last
 _UPLOADERS, _PLAIN_UPLOADERS = 16, 8  # maximum threads with and without hashing; more are not faster
 
@@ -137,7 +137,7 @@ class GpuDevice(Device):
         """Allocate the memory to which the other ranks of the group write."""
         if self._group is None:
             return super().group_memory(nbytes)
-        memory = self.alloc(-(-nbytes // GRAIN) * GRAIN)
+        memory = self.alloc(-(-nbytes // GRAIN_BYTES) * GRAIN_BYTES)
         self._group.share(memory.address)
         self._shared_memory = memory
         slots = Memory(memory.address + DATA, nbytes - DATA, memory.host)
@@ -242,8 +242,9 @@ class GpuDevice(Device):
     def place(self, artifact: Artifact, names: Iterable[str]) -> Mapping[str, int]:
         """Upload the weights and return their addresses.
 
-        Each file gets one allocation, and tensors keep their offsets in it; tensors that are not aligned to `ALIGN`
-        bytes are copied to allocations of their own. Hashes are checked on the way if `artifact.unchecked` is set.
+        Each file gets one allocation, and tensors keep their offsets in it; tensors that are not aligned to
+        WEIGHT_ALIGNMENT bytes are copied to allocations of their own. Hashes are checked on the way if
+        `artifact.unchecked` is set.
         """
         files = artifact.manifest.weights.files
         bases = {f.file: self._alloc(f.bytes).address for f in files}
@@ -256,7 +257,7 @@ class GpuDevice(Device):
         for name in names:
             tensor = artifact.tensors[name]
             out[name] = bases[tensor.file] + tensor.begin
-            if tensor.begin % ALIGN:
+            if tensor.begin % WEIGHT_ALIGNMENT:
                 memory = self._alloc(tensor.data.nbytes)
                 self._copy(memory.address, out[name], memory.nbytes)
                 out[name] = memory.address

@@ -15,8 +15,8 @@ from llmc_runtime.device.gpu.driver import GpuDriver
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.group_memory import DATA, LIMIT_WORD, MAX_PEERS, PEERS_WORD, RANK_WORD, STATUS_WORD
 
-LIMIT = 30.0  # seconds that a kernel waits for another rank at most
-GRAIN = 2 << 20  # bytes; drivers share memory in units of this size, so nothing else may be in the last one
+LIMIT_SECONDS = 30.0  # seconds that a kernel waits for another rank at most
+GRAIN_BYTES = 2 << 20  # bytes; drivers share memory in units of this size, so nothing else may be in the last one
 _STATUS_BYTES = 64
 NCCL = "recompile with --collectives nccl"
 
@@ -39,7 +39,7 @@ class GpuGroup(DeviceGroup):
         super().__init__(member)
         self.address = 0
         self._driver = driver
-        self._limit = min(LIMIT, member.limit)
+        self._limit = min(LIMIT_SECONDS, member.limit)
         self._peers: list[int] = []
         self._lock = threading.Lock()
         self._pinned: Pinned | None = None

@@ -18,9 +18,9 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.manifest import WeightFile
 
-SPAN = 64 << 20  # bytes of a mapped file that are registered with the driver, and copied, in one call
+SPAN_BYTES = 64 << 20  # bytes of a mapped file that are registered with the driver, and copied, in one call
 _POPULATE_READ, _DONT_NEED = 22, 4  # MADV_POPULATE_READ (since Linux 5.14) and MADV_DONTNEED
-_AHEAD = 1 << 20  # bytes per readahead request; the kernel honors only the beginning of a larger one
+_READAHEAD_BYTES = 1 << 20  # bytes per readahead request; the kernel honors only the beginning of a larger one
 
 
 @dataclass(eq=False)
@@ -123,8 +123,8 @@ class Work:
         """Load the block's pages and return the block, u8[n]; raise LlmcError E106 if they cannot be read."""
         fd = self._fds[block.file.file]
         self._check_size(block.file, block.end)
-        for at in range(block.begin, block.end, _AHEAD):
-            os.posix_fadvise(fd, at, min(_AHEAD, block.end - at), os.POSIX_FADV_WILLNEED)
+        for at in range(block.begin, block.end, _READAHEAD_BYTES):
+            os.posix_fadvise(fd, at, min(_READAHEAD_BYTES, block.end - at), os.POSIX_FADV_WILLNEED)
         status = self._advise(block.file, block.begin, block.end, _POPULATE_READ)
         if status not in (0, errno.EINVAL):  # EINVAL: an older kernel; the pages are loaded on access
             self._check_size(block.file, block.end)
@@ -162,7 +162,7 @@ class Work:
 def _blocks(file: WeightFile) -> Iterator[Block]:
     """Yield the blocks of one file. A span consists of whole blocks and starts at a page boundary."""
     unit = math.lcm(file.block, mmap.PAGESIZE)
-    size = max(1, SPAN // unit) * unit
+    size = max(1, SPAN_BYTES // unit) * unit
     span = Span(file, 0, 0)
     for index, begin in enumerate(range(0, file.bytes, file.block)):
         if begin % size == 0:

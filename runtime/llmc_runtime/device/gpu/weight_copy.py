@@ -17,7 +17,7 @@ from llmc_runtime.device.gpu.upload_work import Block, Span, Work
 
 # Bytes per copy with and without hashing. A hashed piece stays in the core's cache until it is copied.
 PIECE, PLAIN_PIECE = 2 << 20, 4 << 20
-_PIECES = 2  # in flight per thread
+_PIECES_IN_FLIGHT = 2  # in flight per thread
 
 
 class Refused(Exception):
@@ -117,15 +117,15 @@ class PinnedCopy(CopyMethod):
         super().__init__(job, stream)
         self._events: list[Any] = []
         self._pinned: Pinned | None = None
-        self._pending = [False] * _PIECES
+        self._pending = [False] * _PIECES_IN_FLIGHT
         self._slot = 0
         self._piece = PIECE if job.check else PLAIN_PIECE
 
     def open(self) -> None:
         """Create the events and the pinned buffer."""
-        for _ in range(_PIECES):
+        for _ in range(_PIECES_IN_FLIGHT):
             self._events.append(self._driver.event())
-        self._pinned = Pinned(self._driver, _PIECES * self._piece)
+        self._pinned = Pinned(self._driver, _PIECES_IN_FLIGHT * self._piece)
 
     def block(self, block: Block) -> None:
         """Read, hash and copy the block piece by piece."""
@@ -142,7 +142,7 @@ class PinnedCopy(CopyMethod):
                 digest.update(piece.data)
             self._pending[slot] = True
             self._copy(block, at, self._pinned.address + begin, size, self._events[slot])
-            self._slot = (slot + 1) % _PIECES
+            self._slot = (slot + 1) % _PIECES_IN_FLIGHT
         if digest is not None and digest.hexdigest() != block.file.blocks[block.index]:
             raise self._job.work.folder.wrong_block(block.file, block.index)
 

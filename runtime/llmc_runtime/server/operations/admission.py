@@ -17,8 +17,8 @@ from llmc_runtime.server.operations.throughput import Throughput
 SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
            "connections", "texts", "bodies", "answer_bytes")  # fmt: skip
-_SHARE = 4  # a key may have this many times the free capacity open
-_NEW = 0.1  # weight of the newest output in the mean length
+_MAX_SHARE = 4  # a key may have this many times the free capacity open
+_NEWEST_WEIGHT = 0.1  # weight of the newest output in the mean length
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Admission:
             return "key_limit"
         if self.keys > 1 and used:
             free = self.sequences - self.open_sequences - sequences, self.tokens - self.open_tokens - tokens
-            if used + sequences > _SHARE * free[0] or self.tokens_by_key[key] + tokens > _SHARE * free[1]:
+            if used + sequences > _MAX_SHARE * free[0] or self.tokens_by_key[key] + tokens > _MAX_SHARE * free[1]:
                 return "key_share"
         return None
 
@@ -222,7 +222,7 @@ class Admission:
     def learn(self, tokens: float) -> None:
         """Update the mean output length with an output of `tokens` tokens."""
         mean = tokens if math.isinf(self.mean_output) else self.mean_output
-        self.mean_output = mean + _NEW * (tokens - mean)
+        self.mean_output = mean + _NEWEST_WEIGHT * (tokens - mean)
 
 
 class ResponseReservation:

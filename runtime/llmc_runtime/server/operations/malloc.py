@@ -9,7 +9,7 @@ import resource
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # in glibc's malloc.h
-_THRESHOLD = 256 << 10  # bytes
+_THRESHOLD_BYTES = 256 << 10
 
 
 def _libc() -> ctypes.CDLL:
@@ -23,8 +23,8 @@ def return_freed_memory(arenas: int) -> None:
     """
     mallopt = getattr(_libc(), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
-        mallopt(_M_TRIM_THRESHOLD, _THRESHOLD)
+        mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _THRESHOLD_BYTES)
         mallopt(_M_ARENA_MAX, arenas)
 
 

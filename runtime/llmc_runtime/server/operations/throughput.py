@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_WINDOW = 30.0  # seconds with a queue that an estimate covers
-_LEAST = 1.0  # seconds with a queue before there is an estimate
-_APART = 0.5  # seconds between two samples
+_WINDOW_SECONDS = 30.0  # seconds with a queue that an estimate covers
+_MIN_SECONDS = 1.0  # seconds with a queue before there is an estimate
+_SAMPLE_SECONDS = 0.5  # seconds between two samples
 
 
 class Throughput:
@@ -36,7 +36,7 @@ class Throughput:
             return
         self.queue(True)
         self._work += work
-        if self._busy - self._samples[-1][0] >= _APART:
+        if self._busy - self._samples[-1][0] >= _SAMPLE_SECONDS:
             self._samples.append((self._busy, self._work))
 
     def seconds(self, work: float, sequences: int) -> float | None:
@@ -48,10 +48,10 @@ class Throughput:
             return 0.0
         if self._since is not None:
             self.queue(True)
-        while len(self._samples) > 1 and self._busy - self._samples[1][0] >= _WINDOW:
+        while len(self._samples) > 1 and self._busy - self._samples[1][0] >= _WINDOW_SECONDS:
             self._samples.popleft()
         began, before = self._samples[0]
         busy, done = self._busy - began, self._work - before
-        if busy < _LEAST:
+        if busy < _MIN_SECONDS:
             return None
         return work * busy / (done or work / sequences)

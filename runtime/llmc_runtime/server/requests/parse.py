@@ -18,7 +18,7 @@ MAX_DEPTH = 64
 SMALL_BODY = 32 << 10  # maximum bytes of a body that is parsed in the event loop
 SMALL_TEXT = 8 << 10  # the same if the response contains a value for each token of the body
 _SMALL_CONTAINERS = 1500  # maximum number of objects and lists in such a body
-_NAMED = 3  # names of the model that an error lists
+_MAX_NAMED = 3  # names of the model that an error lists
 _MAX_INTEGER = 2.0**63  # floats beyond it are not converted to integers
 # Known fields that have no effect here.
 _IGNORED = frozenset(
@@ -178,7 +178,7 @@ def _at(fields: Mapping[str, Any], path: str) -> Any:
 def check_model(name: str | None, served: tuple[str, ...] | list[str]) -> None:
     """Raise ApiError 404 if the model is not served here. No name means the default model."""
     if name and name not in served:
-        others = ", ".join(other[:80] for other in served[:_NAMED]) + (", ..." if len(served) > _NAMED else "")
+        others = ", ".join(other[:80] for other in served[:_MAX_NAMED]) + (", ..." if len(served) > _MAX_NAMED else "")
         cause = f"the model {name[:80]!r} is not served here. Try: {others}"
         raise not_found(cause, "model", "model_not_found")
 

@@ -254,9 +254,9 @@ def _fields(request: msgspec.Struct) -> bytes:
     Raises ApiError 400, naming the largest field, if they are too large for the server process.
     """
     encoded = msgspec.json.encode(request)
-    if len(encoded) > m.MAX_FIELDS or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
+    if len(encoded) > m.MAX_FIELD_BYTES or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
         sizes = {name: len(msgspec.json.encode(getattr(request, name))) for name in request.__struct_fields__}
         name = max(sizes, key=lambda name: sizes[name])
-        cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELDS} bytes"
+        cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELD_BYTES} bytes"
         raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists; shorten it", param=name)
     return encoded

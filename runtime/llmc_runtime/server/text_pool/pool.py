@@ -23,13 +23,13 @@ from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.text_process import Ended, TextProcess
 
-PROCESSES = 2  # maximum number of processes
+MAX_PROCESSES = 2  # maximum number of processes
 _START_SECONDS = 60.0  # for a process to load the tokenizer
 log = logging.getLogger("llmc.serve")
 
 
 class TextPool:
-    """Up to PROCESSES text processes.
+    """Up to MAX_PROCESSES text processes.
 
     `spec` returns the model's configuration. `refusal` creates the exception for a rejected job. `unknown` is called
     with the number of unknown fields in a body. `keys` is the number of API keys; if there are several, one process is
@@ -45,7 +45,7 @@ class TextPool:
     ) -> None:
         self._spec, self._unknown = spec, unknown
         self._file: BinaryIO | None = None
-        self.lanes = FairSlots(PROCESSES, refusal, reserved=1 if keys > 1 else 0)
+        self.lanes = FairSlots(MAX_PROCESSES, refusal, reserved=1 if keys > 1 else 0)
         self._idle: list[TextProcess] = []
         self._busy: set[TextProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -60,7 +60,7 @@ class TextPool:
 
     def warm(self) -> None:
         """Start a process in advance of the next large body."""
-        if not self._idle and not self._starting and self._count < PROCESSES and not self._closed:
+        if not self._idle and not self._starting and self._count < MAX_PROCESSES and not self._closed:
             self._starting += 1
             self.run_background(self._start_idle())
 
@@ -102,7 +102,7 @@ class TextPool:
                     self.run_background(process.end())
                     continue
                 self._busy.add(process)
-            elif self._count < PROCESSES:
+            elif self._count < MAX_PROCESSES:
                 process = await self._start()
             else:  # another process is starting
                 await self._changed.wait()

@@ -26,7 +26,7 @@ READY, PARSED, ANSWER, IDS, TEXT, DONE, FAILED = b"R", b"P", b"A", b"I", b"X", b
 
 MAX_CONTAINERS = 262_144  # objects and lists in a body
 MAX_VALUES = 2_097_152  # values in a body
-MAX_FIELDS = 1 << 20  # bytes of all fields except the prompt, as JSON
+MAX_FIELD_BYTES = 1 << 20  # bytes of all fields except the prompt, as JSON
 MAX_FIELD_CONTAINERS = 16_384  # objects and lists in them
 CPU_SECONDS = 10.0  # per job; the process is killed if it exceeds this
 SECONDS = 30.0  # wall time per job, for a heavily loaded machine

@@ -12,9 +12,10 @@ from llmc_runtime.python_command import LinkedProcess, module_command
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.text_pool import text_messages as m
 
-_REAP = 0.005  # seconds between checks for the end of a process
-_BUFFER = 1 << 20  # size of the socket's buffers in bytes
-_SENT = 256 << 10  # bytes sent at a time: while the process reads, one call of the system sends as much as it is given
+_REAP_SECONDS = 0.005  # seconds between checks for the end of a process
+_BUFFER_BYTES = 1 << 20  # size of the socket's buffers in bytes
+# Bytes sent at a time: while the process reads, one call of the system sends as much as it is given.
+_SENT_BYTES = 256 << 10
 _END_SECONDS = 10.0  # between the end of the link and the end of the process, on a busy machine
 
 
@@ -29,7 +30,7 @@ class TextProcess(LinkedProcess):
         self._link, theirs = socket.socketpair()
         with theirs:
             for end in (self._link, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             descriptors = [theirs.fileno(), spec.fileno()]
             command = module_command("llmc_runtime.server.text_pool.text_worker", m.NICE)
             super().__init__(self._link, [*command, *map(str, descriptors)], descriptors)
@@ -51,7 +52,7 @@ class TextProcess(LinkedProcess):
             with contextlib.suppress(OSError):
                 self.process.kill()
             while self.process.poll() is None:
-                await asyncio.sleep(_REAP)
+                await asyncio.sleep(_REAP_SECONDS)
             self.close()
 
     async def send(self, kind: bytes, payload: bytes | bytearray = b"") -> None:
@@ -59,8 +60,8 @@ class TextProcess(LinkedProcess):
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_sendall(self._link, m.HEAD.pack(kind, len(payload)))
-            for begin in range(0, len(payload), _SENT):
-                await loop.sock_sendall(self._link, memoryview(payload)[begin : begin + _SENT])
+            for begin in range(0, len(payload), _SENT_BYTES):
+                await loop.sock_sendall(self._link, memoryview(payload)[begin : begin + _SENT_BYTES])
                 await asyncio.sleep(0)
         except OSError:
             raise Ended from None
@@ -73,14 +74,14 @@ class TextProcess(LinkedProcess):
     async def receive_parts(self) -> tuple[bytes, list[bytearray]]:
         """Receive a frame whose payload may be large, in parts: to free 50 MB at once takes the event loop 9 ms."""
         kind, size = m.HEAD.unpack(await self._exactly(m.HEAD.size))
-        return kind, [await self._exactly(min(_BUFFER, size - begin)) for begin in range(0, size, _BUFFER)]
+        return kind, [await self._exactly(min(_BUFFER_BYTES, size - begin)) for begin in range(0, size, _BUFFER_BYTES)]
 
     async def _exactly(self, size: int) -> bytearray:
         loop, data = asyncio.get_running_loop(), bytearray(size)
         rest = memoryview(data)
         while rest:
             try:
-                count = await loop.sock_recv_into(self._link, rest[:_BUFFER])
+                count = await loop.sock_recv_into(self._link, rest[:_BUFFER_BYTES])
             except OSError:
                 count = 0
             if not count:
@@ -101,7 +102,7 @@ class TextProcess(LinkedProcess):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):  # the link closes before the process has ended
                 while self.process.poll() is None:
-                    await asyncio.sleep(_REAP)
+                    await asyncio.sleep(_REAP_SECONDS)
         code = self.process.poll()
         if code == -signal.SIGPROF:
             return _too_costly(f"{m.CPU_SECONDS:g} s of CPU time")

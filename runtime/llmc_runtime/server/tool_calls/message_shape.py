@@ -10,8 +10,8 @@ from llmc_runtime.grammar.lark_text import ANY, Marker
 from llmc_runtime.server.tool_calls.call_format import CallFormat, Malformed, Steps
 from llmc_runtime.server.tool_calls.json_shape import Json, Optional, expression
 
-_HEADER = 256  # maximum characters of a header
-_COMMENTS = 8  # maximum number of comments before an answer or a call
+_MAX_HEADER = 256  # maximum characters of a header
+_MAX_COMMENTS = 8  # maximum number of comments before an answer or a call
 
 
 class MessageShape(CallFormat):
@@ -69,7 +69,7 @@ class MessageShape(CallFormat):
         content = cls.message, ("FREE?",)
         comment = f"comment: {cls._head(marker)} {cls._lark(marker, cls.comment, *content, cls.end)}\nFREE: /{ANY}/"
         last = f"last: {cls._head(marker)} ({cls._lark(marker, cls.answer, *content)} | behind)"
-        return f"calls: comment{{0,{_COMMENTS}}} last\n{comment}\n{last}\n{cls.behind(tools, marker, max_calls)}"
+        return f"calls: comment{{0,{_MAX_COMMENTS}}} last\n{comment}\n{last}\n{cls.behind(tools, marker, max_calls)}"
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
@@ -90,7 +90,7 @@ class MessageShape(CallFormat):
         header = ""
         while not (yield from self._optional(self.message)):
             char = yield from self._next(solid=False)
-            if not char or len(header) == _HEADER:
+            if not char or len(header) == _MAX_HEADER:
                 raise Malformed
             header += char
             self._at += 1

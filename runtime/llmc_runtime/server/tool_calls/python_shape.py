@@ -9,7 +9,7 @@ from llmc_runtime.grammar.lark_text import Marker, json_rule, lark, regex, repea
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.python_literals import PythonText
-from llmc_runtime.server.tool_calls.tagged_args import APART, MOST_FIELDS, ArguedFormat, Field
+from llmc_runtime.server.tool_calls.tagged_args import APART, MAX_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import types_of
 from llmc_runtime.server.tool_calls.unmarked import Unmarked
 
@@ -99,7 +99,7 @@ class PythonShape(Unmarked, ArguedFormat):
     def _any(cls, rule: str, marker: Marker) -> str:
         values = " | ".join([*_constants({}, {}), f"{rule}_json"])
         pair = f"{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark(cls._IS)} ({values})"
-        ones = repeated(f"{rule}_one", lark(cls._NEXT), MOST_FIELDS)
+        ones = repeated(f"{rule}_one", lark(cls._NEXT), MAX_FIELDS)
         return f"{rule}: ({ones})?\n{pair}\n{rule}_json: {json_rule({})}"
 
     @classmethod

@@ -19,7 +19,7 @@ from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
 from llmc_runtime.server.tool_calls.registry import FORMATS, Llama3Json
 
-_MOST_CHARACTERS = 3 * MAX_BYTES  # of the parts of a grammar, most of which are counted twice
+_MAX_CHARACTERS = 3 * MAX_BYTES  # of the parts of a grammar, most of which are counted twice
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ResponsePlan:
         if self.plain or (output_format is None and not forced and not strict):
             return params
         try:
-            with limited(_MOST_CHARACTERS):
+            with limited(_MAX_CHARACTERS):
                 whole = self._grammar(output_format if not forced else None, strict, param)
         except TooLong as e:
             raise ApiError(f"{'tools' if tools else param}: {e}", param="tools" if tools else param) from None

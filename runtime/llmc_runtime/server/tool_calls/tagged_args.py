@@ -18,7 +18,7 @@ from llmc_runtime.server.tool_calls.definitions import enforced
 from llmc_runtime.server.tool_calls.text_values import KINDS, PartBudget, resolved
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
-MOST_FIELDS = 64  # maximum number of arguments without a schema
+MAX_FIELDS = 64  # maximum number of arguments without a schema
 _COUNTS = ("minProperties", "maxProperties", "dependentRequired")
 
 

@@ -14,7 +14,7 @@ STRING = frozenset({"string"})
 _MAX_PARTS = 256
 _SPACE = " \t\r\n"
 _MOST_REFS = 16
-_LONGEST_REF = 1024  # characters
+_MAX_REF = 1024  # characters
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")  # JSON types
 # Includes Python's names for JSON types, which some clients' tools use.
 _TYPES = MappingProxyType(
@@ -110,7 +110,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
         path = schema.get("$ref")
         if path is None:
             return schema
-        if not isinstance(path, str) or not path.startswith("#/") or len(path) > _LONGEST_REF:
+        if not isinstance(path, str) or not path.startswith("#/") or len(path) > _MAX_REF:
             return None
         schema = root
         for step in path[2:].split("/"):

@@ -17,11 +17,11 @@ from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
 from llmc_runtime.server.tool_calls.marks import first_mark
-from llmc_runtime.server.tool_calls.tagged_args import MOST_FIELDS, ArguedFormat, Field
+from llmc_runtime.server.tool_calls.tagged_args import MAX_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import STRING, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
-_MOST_VALUES = 4096  # of an enum; a grammar is too short for more, with their end tags
+_MAX_VALUES = 4096  # of an enum; a grammar is too short for more, with their end tags
 
 
 LINE = Optional(("\n",), enforced=False)  # a newline that a grammar permits
@@ -211,7 +211,7 @@ class XmlShape(ArguedFormat):
     @classmethod
     def _any(cls, rule: str, marker: Marker) -> str:
         head, tail = cls._around_value((f"/{FUNCTION_NAME.pattern}/",), marker)
-        return f"{rule}: ({head} any_text {tail}){{0,{MOST_FIELDS}}}"
+        return f"{rule}: ({head} any_text {tail}){{0,{MAX_FIELDS}}}"
 
     @classmethod
     def _shared(cls, marker: Marker) -> Sequence[str]:
@@ -255,7 +255,7 @@ class XmlShape(ArguedFormat):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list):
             raise cls._inexpressible(f"an enum that is not a list for the property {field.key[:60]!r}")
-        if len(values) > _MOST_VALUES:
+        if len(values) > _MAX_VALUES:
             raise cls._inexpressible(f"an enum of {len(values)} values for the property {field.key[:60]!r}")
         return values
 
