@@ -32,7 +32,7 @@ other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("pids", os.getpid(), other.pid, file=sys.stderr, flush=True)
 time.sleep(600)
 '''
-compile_cache._STOP_TIMEOUT = 0.3
+compile_cache._STOP_SECONDS = 0.3
 compile_cache.require_compiler = lambda *why: None
 compile_cache.compile_command = lambda source, output, options, root: ["-c", compiler, str(output), stubborn]
 if sys.argv[4] == "serve":

@@ -84,9 +84,9 @@ class Endpoint:
             job.close()
 
     async def _in_turn(self, body: Body, kind: type[T], key: str, offload: Offload) -> T | None:
-        """Return `_small`. In an iteration of the event loop, at most one body of more than _SHORT_BYTES bytes is parsed.
+        """Return `_small`. An iteration of the event loop parses at most one body of more than _SHORT_BYTES bytes.
 
-        What is made of it is made in another iteration.
+        The request is made of it in another iteration.
         """
         turns = self.serving.parsing
         if len(body) <= _SHORT_BYTES:
