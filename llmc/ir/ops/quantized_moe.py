@@ -122,9 +122,12 @@ def quantized_moe_up(
     },
 )  # fmt: skip
 def quantized_moe_down(
-    h: Any, order: Any, starts: Any, code: Any, scale: Any, weights: Any, *extras: Any, **attrs: Any
+    h: Any, order: Any, starts: Any, code: Any, scale: Any, weights: Any, *extras: Any, dtype: str = "", **attrs: Any
 ) -> Any:  # fmt: skip
-    """moe_down over the stack dequantize(code, scale, zero); operands and attributes are as in quantized_moe_up."""
+    """moe_down over the stack dequantize(code, scale, zero); operands and attributes are as in quantized_moe_up.
+
+    dtype: of the result, f32 by default.
+    """
     w, bias = _stack(code, scale, extras, attrs)
     h = rounded(h, attrs["act"], attrs["act_block"]) if attrs["act"] else h
     return moe_down.ref(h, order, starts, w, weights, bias)

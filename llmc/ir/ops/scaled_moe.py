@@ -78,7 +78,7 @@ def scaled_moe_up(
 
 @op(
     "(h: t[p, i], order: i[p], starts: i[s], code: t[e, d, i], scale: f[e, r, g], x_scale: f32[p, c], weights: f[t, k],"
-    " bias?: f[e, d]) -> f32[...]",
+    " bias?: f[e, d]) -> weights[...]",
     infer=_down_type, flops="2*p*d*i",
     holds={
         "h": factor("h"), "order": drawn_order, "starts": drawn_starts, "code": factor("code"), "scale": small_scales,
@@ -90,9 +90,13 @@ def scaled_moe_up(
     },
 )  # fmt: skip
 def scaled_moe_down(
-    h: Any, order: Any, starts: Any, code: Any, scale: Any, x_scale: Any, weights: Any, bias: Any = None, *, block: Ints
-) -> Any:
-    """moe_down of the rows h * x_scale over the stack dequantize(code, scale); as in scaled_moe_up."""
+    h: Any, order: Any, starts: Any, code: Any, scale: Any, x_scale: Any, weights: Any, bias: Any = None, *,
+    block: Ints, dtype: str = "",
+) -> Any:  # fmt: skip
+    """moe_down of the rows h * x_scale over the stack dequantize(code, scale); as in scaled_moe_up.
+
+    dtype: of the result, f32 by default.
+    """
     w = dequantize.ref(code, scale, None, block=block, dtype="f32")
     return moe_down.ref(_values(h, x_scale, block), order, starts, w, weights, bias)
 

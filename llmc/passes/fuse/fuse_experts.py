@@ -45,8 +45,8 @@ class FuseExperts(Pass):
     Of topk, these are the ops of one operand that compute its operand, those that read its values, sums of them
     included, and casts of its indices to i32; of one token, topk_route also sorts the pairs. The sum of the experts
     takes a cast and the addition of a residual. Its terms are then rounded to the dtype of the experts' other
-    activations, unless weights are quantised, which halves the bytes between the two kernels. The pass runs after
-    `split-moe`. route: whether to make topk_route.
+    activations, which halves the bytes between the two kernels. The pass runs after `split-moe`. route: whether to make
+    topk_route.
     """
 
     route: bool = True
@@ -68,7 +68,7 @@ def _round(g: Graph, n: Node, ctx: Ctx) -> None:
     """Round the terms of a moe_combine to the dtype of the rows of its moe_down."""
     dtype = n.operands[0].type.dtype
     summed = all(u.op.name == "moe_combine" for u in n.result.uses) and n.result not in g.outputs
-    if n.result.type.dtype == dtype or any(v.type.format for v in n.operands) or not summed:
+    if n.result.type.dtype == dtype or not summed:
         return
     b = Builder(g, ctx.opset, before=n, loc=n.loc)
     g.replace(n.result, b.moe_down(*n.operands, dtype=dtype))

@@ -145,9 +145,8 @@ class LowerQuantized(Pass):
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
         if scale.type.dtype == "f8e8m0":
             scale = b.cast(scale, dtype=SCALE_DTYPE)
-        kept_attrs = {name: value for name, value in n.attrs.items() if name != "dtype"}  # the result is cast instead
         attrs = {
-            **kept_attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
+            **n.attrs, "block": f.block, "zero_point": f.zero_point, "zeros": f.has_zeros, "values": f.values,
             "bits": DTYPES[f.code].bits,
         }  # fmt: skip
         operands = (x, order, starts, code, scale, *weights, *zeros, *bias)
@@ -159,9 +158,7 @@ class LowerQuantized(Pass):
                 g.erase(new)
                 refused = refused or why
                 continue
-            dtype = n.result.type.dtype
-            value = new.result if new.result.type.dtype == dtype else b.cast(new.result, dtype=dtype)
-            g.replace_node(n, value)
+            g.replace_node(n, new.result)
             return None
         return refused
 

@@ -111,11 +111,9 @@ def product_of_experts(
     """
     codes, stack = factors
     operands = codes, *n.operands[1:3], stack, _float32(b, scales[1]), scales[0], *n.operands[4:]
-    dtype = n.result.type.dtype
     if n.op.name == "moe_up":
-        return b.scaled_moe_up(*operands, block=block, dtype=dtype, **n.attrs)
-    down: Value = b.scaled_moe_down(*operands, block=block)
-    return down if down.type.dtype == dtype else b.cast(down, dtype=dtype)
+        return b.scaled_moe_up(*operands, block=block, dtype=n.result.type.dtype, **n.attrs)
+    return b.scaled_moe_down(*operands, block=block, **n.attrs)
 
 
 def _float32(b: Any, scale: Value) -> Value:
