@@ -16,14 +16,14 @@ CODE = 3  # the operand that is the stack, or the codes of a quantised one
 
 @dataclass(frozen=True)
 class Stack:
-    """The stack of moe_up or moe_down, or of their forms over codes: quantized_moe_up, scaled_moe_up and so on."""
+    """The stack of moe_up or moe_down, or of their forms over codes: quantized_moe_up, fragments_moe_up and so on."""
 
     node: Node
 
     @property
     def quantized(self) -> bool:
         """Whether the stack is quantised."""
-        return self.scaled or self.node.op.name.startswith("quantized")
+        return self.scaled or self.node.op.name.startswith(("quantized", "fragments"))
 
     @property
     def scaled(self) -> bool:

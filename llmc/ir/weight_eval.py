@@ -275,8 +275,10 @@ def _rowwise(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
 
 
 def _pack_fragments(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
-    """Rows of bytes depend on the codes of their blocks of rows."""
+    """Rows of bytes depend on the codes of their blocks of rows, which are within one matrix of a stack."""
     (code,) = _operands(v)
+    if v.type.rank > 2:
+        return _rowwise(blocks, v, lo, hi)
     begin, end = lo - lo % BLOCK, min(-(-hi // BLOCK) * BLOCK, shape_of(code)[0])
     return _apply(v, blocks.rows(code, begin, end))[lo - begin : hi - begin]
 

@@ -12,6 +12,7 @@ from llmc.ir.ops import (
     block_scaled,
     comm,
     draft,
+    fragments_moe,
     latent,
     linear,
     moe,
@@ -47,7 +48,7 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, scaled_moe, state, recurrent,
-    recurrent_chunks, pooling, sample, draft, comm,
+    packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, fragments_moe, scaled_moe, state,
+    recurrent, recurrent_chunks, pooling, sample, draft, comm,
 )  # fmt: skip
 OPS = op_set(*(m.OPS for m in GROUPS))

@@ -37,35 +37,37 @@ def _blocks(size: Dim, axis: str) -> Dim:
 
 def _pack_type(env: dict[str, Any], attrs: Any) -> list[Type]:
     _blocks(env["m"], "rows")
-    return [Type("u8", (env["m"], _blocks(env["k"], "columns") * (BLOCK // 2)))]
+    return [Type("u8", (*env["*b"], env["m"], _blocks(env["k"], "columns") * (BLOCK // 2)))]
 
 
 @op(
-    "(code: u8[m, k]) -> u8[...]", infer=_pack_type,
-    holds={"code": integers(0, 16)}, example={"m": 128, "k": 64},
+    "(code: u8[*b, m, k]) -> u8[...]", infer=_pack_type,
+    holds={"code": integers(0, 16)}, example={"*b": (2,), "m": 128, "k": 64},
 )  # fmt: skip
 def pack_fragments(code: Any) -> Any:
-    """Pack codes [m, k] below 16 into bytes [m, k / 2]; m and k are multiples of 64.
+    """Pack codes [*b, m, k] below 16 into bytes [*b, m, k / 2]; m and k are multiples of 64.
 
     The bytes are those of blocks of 64 rows and 64 columns, in row-major order of the blocks. Within a block they are
     ordered by warp, thread and step (see the module). In the word of a thread, bits 4 p to 4 p + 3 are the code of the
     first column of register p, and the bits 16 above them that of the second.
     """
-    m, k = code.shape
+    *batch, k = code.shape
+    m = int(np.prod(batch))
     halves = np.asarray(code).astype(np.uint8, copy=False).reshape(m // 16, 2, 8, k)
     pairs = (halves[:, 0] | halves[:, 1] << np.uint8(4)).reshape(-1, BLOCK)[:, _COLUMNS]  # of the rows g and g + 8
     blocks = pairs.reshape(m // BLOCK, 32, k // BLOCK, BLOCK).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(blocks).reshape(m, k // 2)
+    return np.ascontiguousarray(blocks).reshape(*batch, k // 2)
 
 
 def unpack_fragments(packed: np.ndarray) -> np.ndarray:
     """Invert pack_fragments."""
-    m, k = packed.shape[0], 2 * packed.shape[1]
+    *batch, k = *packed.shape[:-1], 2 * packed.shape[-1]
+    m = int(np.prod(batch))
     raw = np.asarray(packed).astype(np.uint8).reshape(-1, 1)
     rows, columns = _AXES
     sizes = (m // BLOCK, *rows, k // BLOCK, *columns)
     parts = np.concatenate([raw & 15, raw >> 4], 1).reshape([sizes[i] for i in _ORDER])
-    return parts.transpose(np.argsort(_ORDER)).reshape(m, k)
+    return parts.transpose(np.argsort(_ORDER)).reshape(*batch, k)
 
 
 def _type(env: dict[str, Any], attrs: Any) -> list[Type]:

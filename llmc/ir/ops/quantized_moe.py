@@ -44,7 +44,11 @@ def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) ->
     )
     if attrs["zeros"] and (not extras or extras[0].shape != scale.shape):
         raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
-    bias = extras[int(attrs["zeros"]) :]
+    check_bias(code, extras[int(attrs["zeros"]) :])
+
+
+def check_bias(code: Type, bias: list[Type]) -> None:
+    """Raise Mismatch unless the extras behind the zero points are at most one, a float for each row of the codes."""
     if len(bias) > 1 or (bias and (DTYPES[bias[0].dtype].kind != "f" or bias[0].shape != code.shape[:2])):
         raise Mismatch(f"{', '.join(map(str, bias))}: a bias has a float for each row of {code}")
 
@@ -68,7 +72,7 @@ def _codes(d: Drawing, shape: Shape) -> Any:
     return d.rng.integers(0, 256 if d.attrs["half"] else 1 << d.attrs["bits"], shape)
 
 
-def _extras(d: Drawing, shape: Shape) -> Any:
+def draw_stack_extras(d: Drawing, shape: Shape) -> Any:
     """Zero points, which have the rank of a stack, or a bias."""
     return integers(0, 16)(d, shape) if len(shape) == 3 else d.rng.standard_normal(shape)
 
@@ -85,7 +89,7 @@ def _stack(code: Any, scale: Any, extras: tuple[Any, ...], attrs: Mapping[str, A
 @op(
     "(x: f[t, d], order: i[p], starts: i[s], code: t[e, m, c], scale: f[e, r, g], extras*: t[...]) -> x[...]",
     infer=_up_type, flops="2*p*m*d",
-    holds={"order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "extras": _extras},
+    holds={"order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "extras": draw_stack_extras},
     example={
         "t": 7, "d": 12, "p": 14, "s": 7, "e": 6, "m": 10, "c": 12, "r": 10, "g": 3, "k": 2, "code": "u8", "bits": 4,
         "block": [1, 4], "zeros": True, "extras": [(6, 10, 3), (6, 10)],
@@ -114,7 +118,7 @@ def quantized_moe_up(
     infer=_down_type, flops="2*p*d*i", attrs_of=quantized_moe_up, without=("k", "body"),
     holds={
         "order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "weights": probability,
-        "extras": _extras,
+        "extras": draw_stack_extras,
     },
     example={
         "p": 14, "i": 11, "s": 7, "e": 6, "d": 8, "c": 11, "r": 8, "g": 1, "t": 7, "k": 2, "code": "i8",

@@ -11,6 +11,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
     HOPPER,
     PAIRS,
+    RING,
     SCALAR_MATH,
     WGMMA_RING,
     Binding,
@@ -169,6 +170,6 @@ GEMM_WGMMA = GemmWgmma(
     opt_in=True,
     file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
     entry="llmc_linear",
-    headers=(HOPPER, SCALAR_MATH, PAIRS),
+    headers=(HOPPER, RING, SCALAR_MATH, PAIRS),
     before=(WGMMA_RING,),
 )

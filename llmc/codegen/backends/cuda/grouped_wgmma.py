@@ -11,9 +11,11 @@ from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
+    EXPERT_ROWS,
     FLOATS,
     HOPPER,
     PAIRS,
+    RING,
     SCALAR_MATH,
     WGMMA_RING,
     Binding,
@@ -168,6 +170,6 @@ GROUPED_WGMMA = GroupedWgmma(
     fills_multiprocessors=True,
     file="llmc.codegen.backends.cuda.kernels:grouped_wgmma.cu",
     entry="llmc_experts",
-    headers=(HOPPER, SCALAR_MATH, PAIRS),
-    before=(WGMMA_RING,),
+    headers=(HOPPER, RING, SCALAR_MATH, PAIRS),
+    before=(WGMMA_RING, EXPERT_ROWS),
 )

@@ -9,6 +9,7 @@ KERNELS: Mapping[str, str] = MappingProxyType(
     {
         "cuda/decode_attention": "llmc.codegen.backends.cuda.decode_attention:DECODE_ATTENTION",
         "cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA",
+        "cuda/grouped_codes": "llmc.codegen.backends.cuda.grouped_codes:GROUPED_CODES",
         "cuda/grouped_wgmma": "llmc.codegen.backends.cuda.grouped_wgmma:GROUPED_WGMMA",
         "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",
         "cuda/skinny_fixed": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_FIXED",

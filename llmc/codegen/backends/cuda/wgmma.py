@@ -69,3 +69,28 @@ def multiply(columns: int, dtype: str = "bf16") -> str:
         f'               : {outputs} : "l"(a), "l"(b), "r"(add));\n'
         f"}}"
     )
+
+
+def multiply_registers(columns: int) -> str:
+    """Return `multiply(d, a, b, add)`: d[64, columns] = a[64, 16] @ b[columns, 16].T in bf16, plus d if `add`.
+
+    One warpgroup executes it asynchronously. a: four registers of a thread, which must not change until the product has
+    completed. b: the low word of the descriptor of a matrix in shared memory, of 32 bytes a row. columns: a multiple of
+    8, at most 256.
+    """
+    if columns % 8 or not 8 <= columns <= MAX_COLUMNS:
+        raise ValueError(f"{columns} columns; an instruction has a multiple of 8, at most {MAX_COLUMNS}")
+    count, i = columns // 2, INSTRUCTIONS["bf16"]
+    sums = ", ".join(f"%{j}" for j in range(count))
+    outputs = ", ".join(f'"+f"(d[{j}])' for j in range(count))
+    factors = ", ".join(f"%{count + j}" for j in range(4))
+    return (
+        f"// d[64, {columns}] = a[64, 16] @ b[{columns}, 16].T by one warpgroup, asynchronously, plus d if `add`.\n"
+        f"__device__ inline void multiply(float (&d)[{count}], const unsigned (&a)[4], unsigned b, int add) {{\n"
+        f'  asm volatile("{{\\n.reg .pred p;\\n.reg .b32 high;\\n.reg .b64 x;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"\n'
+        f'               "mov.b32 high, " MATRIX_HIGH ";\\nmov.b64 x, {{%{count + 4}, high}};\\n"\n'
+        f'               "wgmma.mma_async.sync.aligned.m64n{columns}{i.shape} {{{sums}}}, "\n'
+        f'               "{{{factors}}}, x, p, 1, 1, 0;\\n}}"\n'
+        f'               : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));\n'
+        f"}}"
+    )

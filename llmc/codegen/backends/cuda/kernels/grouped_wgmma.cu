@@ -14,66 +14,20 @@
 // that are processed together, so that they share tiles of w in the L2 cache), CHOICES (row r is that of token
 // order[r] / CHOICES; 0 if it is row r of x), SCATTER (whether row r is written to row order[r] of y), OUT (the type of y). The generated text
 // before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias`
-// and `epilogue`; wgmma_ring.cuh has the ring and the loop of a consumer.
+// and `epilogue`; wgmma_ring.cuh has the loop of a consumer, expert_rows.cuh the rows of the experts.
 
 constexpr int STEPS = (K + TILE_K - 1) / TILE_K;
-constexpr int LAG = STAGES - 2;                // steps whose rows of x may still be on their way
 constexpr int LINES = WARPGROUP / 8, PASSES = TILE_M / LINES;  // rows that a warpgroup copies at once, 16 bytes a thread
-
-// The rows of the experts, in shared memory: expert e has the rows [starts[e], starts[e + 1]), and the blocks of rows of
-// the experts up to e end at ends[e].
-struct Blocks {
-  int starts[EXPERTS + 1], ends[EXPERTS];
-};
 
 struct Tile {
   int expert, row, stop, column;  // its first row, the end of the expert's rows, the first column
 };
 
-// Fills `blocks`; all threads of the block call it.
-__device__ inline void count_blocks(Blocks& blocks, const int* starts) {
-  __shared__ int counts[THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before = 0;  // blocks of the experts before `base`
-  for (int base = 0; base < EXPERTS; base += THREADS) {
-    const int e = base + threadIdx.x;
-    const int first = e <= EXPERTS ? starts[e] : 0, next = e < EXPERTS ? starts[e + 1] : first;
-    int count = (next - first + TILE_M - 1) / TILE_M;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xFFFFFFFF, count, d);
-      if (lane >= d) count += other;
-    }
-    __syncthreads();  // `counts` of the round before have been read
-    if (lane == 31) counts[warp] = count;
-    __syncthreads();
-    int all = 0;
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; i++) {
-      if (i == warp) count += before + all;
-      all += counts[i];
-    }
-    before += all;
-    if (e < EXPERTS) blocks.starts[e] = first, blocks.ends[e] = count;
-    if (e == EXPERTS - 1) blocks.starts[EXPERTS] = next;
-  }
-  __syncthreads();
-}
-
 __device__ inline int tiles_of(const Blocks& blocks) { return blocks.ends[EXPERTS - 1] * COLUMN_TILES; }
 
 // Tiles of an expert cover GROUP times TILE_M rows, column by column.
 __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
-  const int block = tile / COLUMN_TILES;
-  int low = 0, high = EXPERTS - 1;  // the first expert whose blocks end behind `block`
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (blocks.ends[middle] > block) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
+  const int low = expert_of(blocks, tile / COLUMN_TILES);
   const int first = low > 0 ? blocks.ends[low - 1] : 0, rows = blocks.ends[low] - first;
   const int inside = tile - first * COLUMN_TILES;
   const int group = inside / (GROUP * COLUMN_TILES), place = inside % (GROUP * COLUMN_TILES);
@@ -85,30 +39,12 @@ __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
 // The first row of a tile in w.
 __device__ inline int weight_row(const Tile& tile) { return tile.expert * (PARTS * N) + tile.column; }
 
-// Starts to copy 16 bytes to shared memory, or writes zeros there.
-__device__ inline void copy_or_clear(unsigned to, const void* from, bool copies) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
-}
-
 // Copies the rows of w of one step from `row` on, in two boxes: halves of its columns, or its parts.
 __device__ inline void copy_weights(const Ring& ring, const TensorMap& w, int row, int k) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
     copy_box(ring.buffer() + X_BYTES + half * (W_BYTES / 2), w, row + half * (PARTS == 2 ? N : TILE_N / 2), k,
              ring.arrived());
-}
-
-__device__ inline void release(unsigned empty) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
-}
-
-// Waits until at most `left` of this thread's newest groups of copies are on their way, and announces the step before
-// them: its rows of x become visible to the products.
-template <int left> __device__ inline void announce(Ring& ring) {
-  asm volatile("cp.async.wait_group %0;\nfence.proxy.async.shared::cta;" ::"n"(left) : "memory");
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived());
-  ring.advance();
 }
 
 // Copies the weights of the first steps, as many as there are buffers; returns their number.

@@ -47,3 +47,9 @@ __device__ inline void add_product(float (&d)[4], const unsigned (&a)[4], const 
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
+
+// Codes r of a word as floats e2m1: the bits of a code are those of a bf16 whose exponent is 126 less, or of a subnormal.
+__device__ inline unsigned float_pair(unsigned word, int r) {
+  const unsigned magnitude = (r < 2 ? word << (6 - 4 * r) : word >> (4 * r - 6)) & 0x01C001C0;
+  return multiply(magnitude | (word << (12 - 4 * r) & 0x80008000), 0x7E807E80);  // 2^126
+}

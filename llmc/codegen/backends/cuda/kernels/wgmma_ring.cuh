@@ -9,19 +9,7 @@ constexpr int COLUMN_TILES = (N + WIDTH - 1) / WIDTH;
 constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int SUMS = TILE_N / 2;               // of a thread
 
-// A position in the ring of buffers.
-struct Ring {
-  unsigned buffers, full, empty;  // addresses in shared memory
-  int stage = 0, parity = 0;
-
-  __device__ Ring(unsigned buffers, unsigned full, unsigned empty) : buffers(buffers), full(full), empty(empty) {}
-  __device__ unsigned buffer() const { return buffers + stage * STAGE_BYTES; }
-  __device__ unsigned arrived() const { return full + 8 * stage; }
-  __device__ unsigned freed() const { return empty + 8 * stage; }
-  __device__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
+using Ring = BufferRing<STAGES, STAGE_BYTES>;
 
 // Tells the producers that write to a buffer that this warp has read it; the kernel defines it.
 __device__ inline void release(unsigned empty);

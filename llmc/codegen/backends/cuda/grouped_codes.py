@@ -1,0 +1,326 @@
+"""The binding of `kernels/grouped_codes.cu`: the products of experts over weights of 4 bits on Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llmc.codegen.backends.cuda import nvrtc_toolchain
+from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CTYPES,
+    EXPERT_ROWS,
+    FLOATS,
+    HOPPER,
+    INT4_TO_BF16,
+    PAIRS,
+    RING,
+    SCALAR_MATH,
+    Binding,
+    CudaKernel,
+)
+from llmc.codegen.backends.cuda.grouped_wgmma import MAX_EXPERTS, STARTS
+from llmc.codegen.backends.cuda.wgmma import ALIGN, WARPGROUP, lacks_wgmma, multiply_registers
+from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule, Source
+from llmc.codegen.packed_product import check_packed
+from llmc.codegen.print_expr import inline
+from llmc.ir.graph import Graph, Node
+from llmc.ir.opdef import OpDef
+from llmc.ir.ops.fragments_moe import EIGHT, OF_CODES
+from llmc.ir.ops.moe import gate
+from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.passes.analysis import Origin, origin
+from llmc.targets.target import Target
+
+PLAIN = ("quantized_moe_up", "quantized_moe_down")
+PACKED = ("fragments_moe_up", "fragments_moe_down")
+SCALES = ("bf16", "f16")
+SHARING = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
+MOST_STAGES, FEWEST_STAGES = 12, 3
+REGISTERS = 65536  # of a multiprocessor
+STATIC = 512  # bytes of shared memory for barriers and counts
+
+
+class CodesTile(NamedTuple):
+    """The tile of a block of threads; the fields are the entries of its schedule.
+
+    tokens: the largest number of rows of x. consumers: warpgroups that multiply. blocks: of 64 weight rows of each of
+    them. resident: blocks of threads of a multiprocessor.
+    """
+
+    tokens: int
+    consumers: int
+    blocks: int
+    resident: int
+
+
+FEW = tuple(
+    CodesTile(tokens, *rest)
+    for tokens in (8, 16, 32)
+    for rest in ((4, 1, 1), (2, 1, 2), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2))
+)
+MANY = (
+    CodesTile(64, 2, 2, 1), CodesTile(64, 3, 1, 1), CodesTile(64, 1, 2, 2), CodesTile(64, 2, 1, 1),
+    CodesTile(128, 2, 2, 1), CodesTile(128, 3, 1, 1), CodesTile(128, 2, 1, 1), CodesTile(256, 2, 1, 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodesProblem:
+    """A grouped product over codes of 4 bits, packed or not."""
+
+    node: Node
+
+    @property
+    def stack(self) -> Stack:
+        return Stack(self.node)
+
+    @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return int(self.stack.code.shape[0])
+
+    @property
+    def k(self) -> int:
+        """The number of weight columns."""
+        return self.stack.k
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return int(self.node.attrs["block"][1]) or self.k
+
+    @property
+    def chunks(self) -> int:
+        """Blocks of 64 columns of a step."""
+        return 2 if self.k % (2 * BLOCK) == 0 else 1
+
+    @property
+    def step(self) -> int:
+        """Columns of a step."""
+        return self.chunks * BLOCK
+
+    @property
+    def scales(self) -> int:
+        """Scales of a row in a step."""
+        return max(1, self.step // self.group)
+
+    @property
+    def zeros(self) -> bool:
+        """Whether each group has a zero point."""
+        return bool(self.node.attrs["zeros"])
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of an expert's codes, scales and zero points."""
+        entry = 2 + self.zeros
+        return self.stack.rows * (self.k / 2 + self.k // self.group * entry)
+
+    def stage_bytes(self, s: Schedule) -> int:
+        """Bytes of a buffer of the ring."""
+        tall = s["consumers"] * s["blocks"]
+        codes = BLOCK * self.step // 2 + self.scales * BLOCK * (2 + self.zeros)
+        return -(-(s["tokens"] * self.step * 2 + tall * codes) // ALIGN) * ALIGN
+
+    def stages(self, s: Schedule, target: Target) -> int:
+        """Buffers that fit into shared memory."""
+        places = 8 * s["consumers"] * s["tokens"]
+        available = target.limits.shared // s["resident"] - ALIGN - STATIC - 8 * self.experts - places
+        return min(MOST_STAGES, available // self.stage_bytes(s))
+
+
+@dataclass(frozen=True)
+class GroupedCodes(CudaKernel):
+    """quantized_moe_up and quantized_moe_down over codes of 4 bits, which are packed at compile time, on sm_90."""
+
+    waits_first = True
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return lacks_wgmma(target) or _reject_types(node) or _reject_sizes(node)
+
+    def missing(self) -> str:
+        return nvrtc_toolchain.missing()
+
+    def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
+        if node.op.name not in PLAIN:
+            return {}
+        parts = Stack(node).parts
+        return {CODE: f"pack_fragments, {parts} parts", **dict.fromkeys(_tables(node), f"transpose, {parts} parts")}
+
+    def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
+        p, new = Stack(node), list(node.operands)
+
+        def add(name: str, i: int, **attrs: object) -> None:
+            new[i] = g.add(ops[name], [new[i]], attrs, before=node, loc=node.loc).result
+
+        for i in (CODE, *_tables(node)):
+            e, rows, columns = (int(d) for d in new[i].type.shape)
+            if p.parts == 2:
+                add("reshape", i, shape=(e, p.parts, rows // p.parts // EIGHT, EIGHT, columns))
+                add("transpose", i, perm=(0, 2, 1, 3, 4))
+                add("reshape", i, shape=(e, rows, columns))
+            if i == CODE:
+                add("pack_fragments", i)
+            else:
+                add("transpose", i, perm=(0, 2, 1))
+        attrs = {name: value for name, value in node.attrs.items() if name not in OF_CODES}
+        g.replace_op(node, ops[PACKED[PLAIN.index(node.op.name)]], new, attrs)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [t._asdict() for t in _tiles(CodesProblem(node), target)]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds."""
+        p, s = CodesProblem(node), schedule
+        pairs = int(node.operands[1].type.shape[0].subs(env))
+        tall = s["consumers"] * s["blocks"]
+        tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * tall))
+        rounds = -(-tiles // (target.limits.units * s["resident"]))
+        chosen = chosen_experts(pairs, p.experts)
+        width = min(s["tokens"], -(-pairs / chosen // 16) * 16)
+        flops = 2.0 * tall * BLOCK * width * p.k * target.limits.units / target.peaks["bf16"] * 1e6 * s["resident"]
+        read = chosen * p.weight_bytes / target.bandwidth * 1e6
+        return overlapped(read, rounds * (flops / 0.8 + 2.0)) + 4.0 + target.launch_us
+
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
+        return STARTS, CODE, *_tables(node)
+
+    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
+        check_packed(self, node, schedule, target)
+        return super().emit(node, schedule, target)
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, s, stack = CodesProblem(node), schedule, Stack(node)
+        stages, narrowest = p.stages(s, target), _narrowest(s["tokens"])
+        threads, (given, taken) = (s["consumers"] + 1) * WARPGROUP, _registers(s)
+        widths = range(narrowest, s["tokens"] + 1, narrowest)
+        scale = stack.type("scale")
+        assert scale is not None
+        return Binding(
+            grid=(target.limits.units * s["resident"],),
+            threads=threads,
+            constants={
+                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "CHUNKS": p.chunks, "STEP": p.step, "THREADS": threads,
+                "EXPERTS": p.experts, "N": stack.rows // stack.parts, "K": p.k, "PARTS": stack.parts,
+                "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
+                "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
+                "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": stages,
+                "STAGE_BYTES": p.stage_bytes(s), "OVERLAP": int(s["blocks"] == 2),
+                "GIVEN": given, "TAKEN": taken,
+                "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "SHARING": SHARING,
+                "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
+                "SCALE": CTYPES[scale.dtype], "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=stages * p.stage_bytes(s) + ALIGN,
+            text="\n\n".join((
+                "using Ring = BufferRing<STAGES, STAGE_BYTES>;", *map(multiply_registers, widths), epilogue(stack),
+            )),
+        )  # fmt: skip
+
+
+def _narrowest(tokens: int) -> int:
+    """The step between the numbers of columns of instructions that a kernel has."""
+    return 8 if tokens <= 32 else 16 if tokens <= 64 else 32
+
+
+def _registers(s: Schedule) -> tuple[int, int]:
+    """Registers of a thread of the producer and of a consumer, which together are those of equal shares."""
+    consumers = int(s["consumers"])
+    equal = REGISTERS // (s["resident"] * (consumers + 1) * WARPGROUP) // 8 * 8
+    given = 56 if equal >= 128 else 40
+    return given, min(240, (equal * (consumers + 1) - given) // consumers // 8 * 8)
+
+
+def _tiles(p: CodesProblem, target: Target) -> Iterator[CodesTile]:
+    """Yield the tiles whose ring has enough buffers."""
+    for tile in (*FEW, *MANY):
+        if p.stages(tile._asdict(), target) >= FEWEST_STAGES:
+            yield tile
+
+
+def _tables(node: Node) -> list[int]:
+    """The operands with an entry for each group of columns."""
+    stack = Stack(node)
+    return [i for i in (stack.operand("scale"), stack.operand("zero")) if i is not None]
+
+
+def _reject_types(node: Node) -> str | None:
+    a, stack = node.attrs, Stack(node)
+    x, scale, zero = node.operands[0].type, stack.type("scale"), stack.type("zero")
+    assert scale is not None
+    if a.get("act"):
+        return f"activations rounded to {a['act']}"
+    if x.dtype != "bf16" or scale.dtype not in SCALES:
+        return f"rows of {x.dtype} and scales of {scale.dtype}; bf16, and {' or '.join(SCALES)}, are supported"
+    if stack.code.dtype != "u8" or a.get("bits", 4) != 4:
+        return f"codes of {stack.code.dtype} and {a.get('bits', 4)} bits; codes of 4 bits are supported"
+    if a.get("half"):
+        return "codes that are packed for other kernels"
+    if a["values"] not in ("", "e2m1") or (a["values"] and (a["zeros"] or a["zero_point"])):
+        return f"codes of the encoding {a['values']!r} with the zero point {'of groups' if zero else a['zero_point']}"
+    if zero is not None and zero.dtype != "u8":
+        return f"zero points of {zero.dtype}; u8 is supported"
+    if not a["zeros"] and not 0 <= a["zero_point"] < 16:
+        return f"the zero point {a['zero_point']}; 0 to 15 are supported"
+    for v in (*(t for name in ("weights", "bias") if (t := stack.type(name)) is not None), node.result.type):
+        if v.dtype not in FLOATS:
+            return f"operand type {v} is not among {', '.join(FLOATS)}"
+    if any(v.type.dtype != "i32" for v in node.operands[1:3]):
+        return "the pairs and their starts are not i32"
+    return None
+
+
+def _reject_sizes(node: Node) -> str | None:
+    stack = Stack(node)
+    experts, rows, k = (d.const for d in (*stack.code.shape[:2], node.operands[0].type.shape[1]))
+    if not experts or not rows or not k or rows % BLOCK or k % BLOCK:
+        return f"the experts' sizes {stack.code} are not constant multiples of {BLOCK}"
+    if experts > MAX_EXPERTS:
+        return f"{experts} experts; the maximum is {MAX_EXPERTS}"
+    p = CodesProblem(node)
+    aligned = p.k % p.group == 0 and p.group % 16 == 0 and (p.step % p.group == 0 or p.group % p.step == 0)
+    if node.attrs["block"][0] != 1 or not aligned:
+        return f"blocks of {list(node.attrs['block'])}; 16, 32, 64 and multiples of {p.step} columns are supported"
+    if any(origin(node.operands[i]) is Origin.INPUTS for i in (CODE, *_tables(node))):
+        return "the codes, scales or zero points are not known at compile time"
+    return None
+
+
+def epilogue(p: Stack) -> str:
+    """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, ZEROS and the functions of the epilogue (see the `.cu` file).
+
+    `row_factor(pair OTHERS)` is the factor of a row, `load_bias(bias, expert, column OTHERS)` loads the biases of the
+    two rows of w that a thread has, and `epilogue(a, b)` is the activation of a gate and an up value.
+    """
+    names = {"weights": "weights", "zero": "zeros", "bias": "bias"}
+    types = {names[name]: t for name in names if (t := p.type(name)) is not None}
+    arguments = "".join(f", const {CTYPES[t.dtype]}* {name}" for name, t in types.items())
+    rows = ["column", "N + column" if p.up else "column + 8"]
+    bias = [
+        f"to_float(bias[(long long)expert * {p.rows} + {row}])" if "bias" in types else "0" for row in rows
+    ]  # fmt: skip
+    value = inline(gate(p.node.attrs["body"]), ["a", "b"], PAIR) if p.up else "a"
+    return (
+        f"#define OTHER_PARAMETERS {''.join(f'const {CTYPES[t.dtype]}* {name}, ' for name, t in types.items())}\n"
+        f"#define OTHER_ARGUMENTS {arguments}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in types)}\n"
+        f"#define ZEROS {'zeros' if 'zeros' in types else 'nullptr'}\n"
+        f"__device__ inline float row_factor(int pair{arguments}) {{\n"
+        f"  return {'1' if p.up else 'to_float(weights[pair])'};\n}}\n"
+        f"__device__ inline void load_bias(float (&to)[2], int expert, int column{arguments}) {{\n"
+        f"  to[0] = {bias[0]}, to[1] = {bias[1]};\n}}\n"
+        f"__device__ inline float epilogue(float a, float b) {{ return {value}; }}"
+    )
+
+
+GROUPED_CODES = GroupedCodes(
+    "cuda/grouped_codes",
+    (*PLAIN, *PACKED),
+    fills_multiprocessors=True,
+    file="llmc.codegen.backends.cuda.kernels:grouped_codes.cu",
+    entry="llmc_expert_codes",
+    headers=(HOPPER, RING, SCALAR_MATH, PAIRS, INT4_TO_BF16),
+    before=(EXPERT_ROWS,),
+)

@@ -1,0 +1,429 @@
+// The products of the experts of a mixture over weights of 4 bits, for Hopper (sm_90a): y[r, N] = epilogue(x[source(r), K]
+// @ w[e, p, N, K].T) for the rows r of every expert e, in the order of the experts, in bf16 with f32 sums.
+// w = (code - zero) * scale has codes in the order of the op pack_fragments, and a scale for each GROUP columns of a row.
+// Of two parts, eight rows of the first and the same eight rows of the second follow each other.
+//
+// A block computes tiles of TALL times 64 rows of w and at most TILE_M rows of x. The grid has as many blocks as the GPU
+// holds at once, and a block finds its tiles from the starts of the experts' rows: an expert without rows has none. The
+// tiles of an expert follow each other, so that its weights are read from memory once. The first warpgroup (the producer)
+// copies codes, scales and zero points by bulk copies, and the rows of x, which need not be neighbours, by copies of 16
+// bytes each into a ring of STAGES buffers in shared memory. Every other warpgroup (a consumer) converts BLOCKS blocks of
+// 64 rows of w in registers, from which wgmma takes its left factor, and multiplies them by the rows of x: the sums are
+// transposed. The number of columns of the instruction is the smallest multiple of NARROWEST that is sufficient. For few
+// rows of x, the sums of a group are multiplied by its scale, otherwise the codes are, in bf16. Two barriers guard each
+// buffer: `full` completes when its bytes have arrived, `empty` when every consumer warp has finished reading it.
+//
+// Constants: EXPERTS, N, K (multiples of 64; of two parts, N is one of 32), PARTS (1 or 2), GROUP, ZERO_POINT (of all
+// groups, or -1: `zeros` has one for each), E2M1 (whether codes are floats), TILE_M (8, or a multiple of NARROWEST, at most
+// 256), NARROWEST, CONSUMERS, BLOCKS, RESIDENT (blocks of threads of a multiprocessor), STAGES (at least 3), STAGE_BYTES,
+// OVERLAP (whether a warpgroup converts
+// while it multiplies, in tiles of TILE_M rows: NVCC 13.0 has registers for one such loop), GIVEN and TAKEN (registers of a thread of the producer and of a consumer; 0: all have the same), READ_BEFORE_WAIT
+// (whether the previous kernel wrote neither `starts` nor w), SHARING (tiles of rows of x that are processed together, so
+// that they share tiles of w in the L2 cache), CHOICES (row r is that of token order[r] / CHOICES; 0 if it is row r of x),
+// SCATTER (whether row r is written to row order[r] of y), and the types SCALE (bf16 or f16) and OUT. The generated text
+// before this file defines `multiply` for every number of columns, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, ZEROS and the
+// functions `row_factor`, `load_bias` and `epilogue`; expert_rows.cuh has the rows of the experts.
+
+constexpr int TALL = CONSUMERS * BLOCKS;       // blocks of 64 rows of w of a tile
+constexpr int ROWS = PARTS * N, ROW_BLOCKS = ROWS / BLOCK, ROW_TILES = (ROW_BLOCKS + TALL - 1) / TALL;  // of an expert
+constexpr int STEPS = K / STEP;
+constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
+constexpr int UNITS = CHUNKS * BLOCKS;         // products of a block and 64 columns in a step
+constexpr bool HAS_ZEROS = ZERO_POINT < 0;
+
+// A buffer: x [CHUNKS][TILE_M][64] in the 128-byte swizzle, codes [TALL][CHUNKS][2048], scales [TALL][SCALES][64], zero
+// points [TALL][SCALES][64].
+constexpr int CODE_BYTES = BLOCK * STEP / 2, SCALE_BYTES = BLOCK * 2;
+constexpr int CODES_AT = TILE_M * STEP * 2, SCALES_AT = CODES_AT + TALL * CODE_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + TALL * SCALES * SCALE_BYTES;
+constexpr int W_BYTES = TALL * (CODE_BYTES + SCALES * (SCALE_BYTES + HAS_ZEROS * BLOCK));
+constexpr int LINES = WARPGROUP / 8;           // rows of 64 columns of x that a warpgroup copies at once
+constexpr int PASSES = (TILE_M + LINES - 1) / LINES;
+constexpr bool BESIDE = TILE_M < LINES;        // it copies both chunks of a row at once
+
+struct Tile {
+  int expert, row, count, block;  // its first row of x, their number, its first block of rows of w
+};
+
+// The weights of all experts.
+struct Stack {
+  const unsigned char* codes;  // [EXPERTS][ROW_BLOCKS][K / 64][2048]
+  const SCALE* scales;         // [EXPERTS][K / GROUP][ROWS]
+  const unsigned char* zeros;  // [EXPERTS][K / GROUP][ROWS], or null
+};
+
+__device__ inline int tiles_of(const Blocks& blocks) { return blocks.ends[EXPERTS - 1] * ROW_TILES; }
+
+// The tiles of an expert have nearly equal numbers of rows of x. SHARING of them are processed together, for one block of
+// rows of w after the other.
+__device__ inline Tile find_tile(const Blocks& blocks, int tile) {
+  const int expert = expert_of(blocks, tile / ROW_TILES);
+  const int first = expert > 0 ? blocks.ends[expert - 1] : 0, heights = blocks.ends[expert] - first;
+  const int rows = blocks.starts[expert + 1] - blocks.starts[expert];
+  const int each = ((rows + heights - 1) / heights + 7) / 8 * 8;
+  const int inside = tile - first * ROW_TILES;
+  const int group = inside / (SHARING * ROW_TILES), place = inside % (SHARING * ROW_TILES);
+  const int together = min(SHARING, heights - group * SHARING);
+  const int begin = (group * SHARING + place % together) * each;
+  return {expert, blocks.starts[expert] + begin, min(each, rows - begin), place / together * TALL};
+}
+
+// Copies codes, scales and zero points of one step.
+__device__ inline void copy_weights(const Ring& ring, const Stack& w, const Tile& tile, int step) {
+  barrier_expect(ring.arrived(), W_BYTES);
+#pragma unroll
+  for (int i = 0; i < TALL; i++) {
+    const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks behind the last one are copies of it
+    const long long place = (long long)(tile.expert * ROW_BLOCKS + block) * (K / BLOCK) + step * CHUNKS;
+    copy_bytes(ring.buffer() + CODES_AT + i * CODE_BYTES, w.codes + place * (BLOCK * BLOCK / 2), CODE_BYTES,
+               ring.arrived());
+#pragma unroll
+    for (int s = 0; s < SCALES; s++) {
+      const int group = (step * STEP + s * GROUP) / GROUP, to = i * SCALES + s;
+      const long long entry = ((long long)tile.expert * (K / GROUP) + group) * ROWS + block * BLOCK;
+      copy_bytes(ring.buffer() + SCALES_AT + to * SCALE_BYTES, w.scales + entry, SCALE_BYTES, ring.arrived());
+      if (HAS_ZEROS) copy_bytes(ring.buffer() + ZEROS_AT + to * BLOCK, w.zeros + entry, BLOCK, ring.arrived());
+    }
+  }
+}
+
+// Copies the weights of the first steps, as many as there are buffers; returns their number.
+__device__ inline int copy_first_weights(Ring ring, const Blocks& blocks, const Stack& w) {
+  if (blockIdx.x >= tiles_of(blocks)) return 0;
+  constexpr int COUNT = STEPS < STAGES ? STEPS : STAGES;
+  const Tile tile = find_tile(blocks, blockIdx.x);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < COUNT; i++, ring.advance()) copy_weights(ring, w, tile, i);
+  return COUNT;
+}
+
+// The producer: the warpgroup copies the steps of all tiles, each when its buffer is free.
+__device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, const int* order, const Stack& w) {
+  int early = copy_first_weights(ring, blocks, w);  // steps whose weights have been requested
+  if (READ_BEFORE_WAIT) begin_launch();
+  const int part = threadIdx.x % 8, line = threadIdx.x / 8, count = tiles_of(blocks);
+  const int place = line * BLOCK * 2 + (part ^ line % 8) * 16;
+  Ring behind = ring;
+  int pending = 0;  // steps that have not been announced
+  for (int i = blockIdx.x; i < count; i += gridDim.x) {
+    const Tile tile = find_tile(blocks, i);
+    int from[PASSES];  // the row of x, or -1
+#pragma unroll
+    for (int p = 0; p < PASSES; p++) {
+      const int row = BESIDE ? line % TILE_M : p * LINES + line;
+      from[p] = -1;
+      if (row < tile.count && line < CHUNKS * TILE_M)
+        from[p] = CHOICES ? order[tile.row + row] / max(CHOICES, 1) : tile.row + row;
+    }
+    for (int step = 0; step < STEPS; step++) {
+      if (early > 0) {
+        early--;
+      } else {
+        barrier_wait(ring.freed(), ring.parity ^ 1);
+        if (threadIdx.x == 0) copy_weights(ring, w, tile, step);
+      }
+      const unsigned to = ring.buffer() + place;
+      const bf16* const columns = x + step * STEP + (BESIDE ? line / TILE_M * BLOCK : 0) + part * 8;
+#pragma unroll
+      for (int p = 0; p < PASSES; p++)
+        if (from[p] >= 0)
+#pragma unroll
+          for (int c = 0; c < (BESIDE ? 1 : CHUNKS); c++)
+            copy_or_clear(to + (c * TILE_M + p * LINES) * BLOCK * 2, columns + (long long)from[p] * K + c * BLOCK, true);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (pending == LAG) {
+        announce<LAG>(behind);
+      } else {
+        pending++;
+      }
+      ring.advance();
+    }
+  }
+  for (; pending > 0; pending--) announce<0>(behind);
+}
+
+// What a consumer reads of a block of a buffer: the codes of this thread, and the scales and zero points of its two rows.
+struct Weights {
+  const uint4* codes;          // [CHUNKS][128]
+  const SCALE* scales;         // [SCALES][64]
+  const unsigned char* zeros;  // [SCALES][64]
+
+  __device__ Weights(const unsigned char* buffer, int block) {
+    const int thread = threadIdx.x % WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
+    codes = (const uint4*)(buffer + CODES_AT + block * CODE_BYTES) + thread;
+    scales = (const SCALE*)(buffer + SCALES_AT + block * SCALES * SCALE_BYTES) + row;
+    zeros = buffer + ZEROS_AT + block * SCALES * BLOCK + row;
+  }
+};
+
+// Constants that stay in registers.
+struct Constants {
+  unsigned mask, base;
+  __device__ Constants() : mask(opaque(0x000F000F)), base(opaque(0x43004300)) {}
+};
+
+// Converts the codes of 64 columns into the left factors of four products; with SCALED, times their scales.
+template <bool SCALED>
+__device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chunk, const Constants& constants) {
+  const uint4 words = from.codes[chunk * WARPGROUP];
+  const unsigned word[4] = {words.x, words.y, words.z, words.w};
+  unsigned scale[2], offset[2];
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    const int column = chunk * BLOCK + 16 * s, entry = column / GROUP;
+    if (s == 0 || column % GROUP == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        if (SCALED) scale[half] = twice(to_bf16(from.scales[entry * BLOCK + 8 * half]).bits);
+        offset[half] = twice(0x4300 + (HAS_ZEROS ? from.zeros[entry * BLOCK + 8 * half] : ZERO_POINT));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      const unsigned less = E2M1 ? float_pair(word[s], r)
+                                 : subtract(code_pair(word[s] >> 4 * r, constants.mask, constants.base), offset[r % 2]);
+      a[s][r] = SCALED ? multiply(less, scale[r % 2]) : less;
+    }
+  }
+}
+
+// Keeps the compiler from moving the sums to other registers, for which it would have to wait for all products.
+template <int count> __device__ inline void pin(float (&sums)[BLOCKS][count]) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+    for (int i = 0; i < count; i++) asm volatile("" : "+f"(sums[b][i])::"memory");
+}
+
+template <int count> __device__ inline void clear(float (&sums)[BLOCKS][count]) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+    for (int i = 0; i < count; i++) sums[b][i] = 0;
+}
+
+// A consumer warpgroup.
+struct Consumer {
+  Ring ring;
+  const unsigned char* memory;  // the buffers
+  int consumer;
+  Constants constants;
+
+  __device__ Weights weights(int block) const { return {memory + ring.offset(), consumer * BLOCKS + block}; }
+  __device__ unsigned rows(int chunk) const {
+    return (unsigned)matrix(ring.buffer()) + chunk * (TILE_M * BLOCK * 2 / 16);
+  }
+
+  // Scaled factors. With OVERLAP, the products of one unit run while the codes of the next are converted; otherwise those
+  // of other warpgroups do. A buffer is released when the products of its last unit have completed.
+  template <int W> __device__ void add_steps(float (&sums)[BLOCKS][W / 2]) {
+    constexpr int RUNNING = OVERLAP && W == TILE_M && UNITS > 1;
+    unsigned a[1 + RUNNING][4][4], previous = 0;
+    clear(sums);  // otherwise they would be live, and occupy registers, while tiles of other widths are computed
+#pragma unroll 1
+    for (int i = 0; i < STEPS; i++) {
+      barrier_wait(ring.arrived(), ring.parity);
+#pragma unroll
+      for (int u = 0; u < UNITS; u++) {
+        const int chunk = u / BLOCKS, block = u % BLOCKS;
+        wait_products<RUNNING>();
+        if (u == RUNNING && i > 0) release(previous);
+        convert<true>(a[u % (1 + RUNNING)], weights(block), chunk, constants);
+        pin(sums);
+        begin_products();
+#pragma unroll
+        for (int s = 0; s < 4; s++)
+          multiply(sums[block], a[u % (1 + RUNNING)][s], rows(chunk) + 2 * s, true);
+        end_products();
+      }
+      previous = ring.freed();
+      ring.advance();
+    }
+    wait_products<0>();
+    pin(sums);
+    release(previous);
+  }
+
+  // Scaled sums: a step has separate sums, `fresh`. Other warpgroups multiply while this one converts.
+  template <int W> __device__ void add_scaled_steps(float (&sums)[BLOCKS][W / 2]) {
+    unsigned a[BLOCKS][CHUNKS][4][4];
+    float fresh[BLOCKS][W / 2], scale[BLOCKS][2];
+    clear(sums);
+    clear(fresh);
+#pragma unroll 1
+    for (int i = 0; i < STEPS; i++) {
+      barrier_wait(ring.arrived(), ring.parity);
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        const Weights from = weights(b);
+#pragma unroll
+        for (int half = 0; half < 2; half++) scale[b][half] = to_float(from.scales[8 * half]);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) convert<false>(a[b][c], from, c, constants);
+      }
+      pin(fresh);
+      begin_products();
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+          for (int s = 0; s < 4; s++) multiply(fresh[b], a[b][c][s], rows(c) + 2 * s, c > 0 || s > 0);
+      end_products();
+      wait_products<0>();
+      pin(fresh);
+      release(ring.freed());
+      ring.advance();
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < W / 2; j++) sums[b][j] += fresh[b][j] * scale[b][j / 2 % 2];
+    }
+  }
+};
+
+// A row of y and the factor of each row of a tile, in shared memory; a warpgroup has its own.
+struct Places {
+  int row[TILE_M];
+  float factor[TILE_M];
+};
+
+// Writes the transposed 8 x 8 values, of which a thread has two rows of x and one column of y each: 16 bytes of each of
+// eight rows, or 32 if there are two halves, whose columns are 8 apart.
+template <typename T, int HALVES>
+__device__ inline void store_columns(T* y, const float (&value)[HALVES][2], const int* row, int first, int count,
+                                     int column) {
+  const int lane = threadIdx.x % 32, mine = first + lane / 4;
+  unsigned word[HALVES];
+#pragma unroll
+  for (int h = 0; h < HALVES; h++)
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word[h]) : "r"(pack<T>(value[h])));
+  if (HALVES == 1) {
+    if (mine < count) *(unsigned*)(y + (long long)row[mine] * N + column + lane % 4 * 2) = word[0];
+    return;
+  }
+  // Of two threads side by side, the first gets four columns of the first half, the second four of the second.
+  const bool second = lane % 2;
+  const unsigned other = __shfl_xor_sync(0xFFFFFFFF, second ? word[0] : word[HALVES - 1], 1);
+  const uint2 four = second ? make_uint2(other, word[HALVES - 1]) : make_uint2(word[0], other);
+  if (mine < count) *(uint2*)(y + (long long)row[mine] * N + column + lane % 4 * 2 + (second ? 6 : 0)) = four;
+}
+template <int HALVES>
+__device__ inline void store_columns(float* y, const float (&value)[HALVES][2], const int* row, int first, int count,
+                                     int column) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int mine = first + lane % 4 * 2 + i;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+      if (mine < count) y[(long long)row[mine] * N + column + 8 * h + lane / 4] = value[h][i];
+  }
+}
+
+// Writes y of a tile from the sums of a warpgroup: a thread has two rows of w, 8 apart, and in each two rows of x of every
+// eight. With two parts, these are the two parts of one column of y.
+template <int W>
+__device__ inline void finish(const float (&sums)[BLOCKS][W / 2], const Tile& tile, int consumer,
+                              const Places& places OTHER_ARGUMENTS, OUT* y) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; b++) {
+    const int block = tile.block + consumer * BLOCKS + b;
+    if (block >= ROW_BLOCKS) break;
+    const int column = (block * BLOCK + warp * 16) / PARTS;
+    float bias[2];
+    load_bias(bias, tile.expert, column + lane / 4 OTHERS);
+#pragma unroll
+    for (int j = 0; j < W / 8; j++) {
+      if (8 * j >= tile.count) break;
+      float value[3 - PARTS][2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float low = sums[b][4 * j + i] + bias[0], high = sums[b][4 * j + 2 + i] + bias[1];
+        if (PARTS == 2) {
+          value[0][i] = epilogue(low, high);
+        } else {
+          const float factor = places.factor[8 * j + lane % 4 * 2 + i];
+          value[0][i] = low * factor, value[2 - PARTS][i] = high * factor;
+        }
+      }
+      store_columns(y, value, places.row, 8 * j, tile.count, column);
+    }
+  }
+}
+
+// Waits for the threads of this warpgroup.
+__device__ inline void join(int consumer) { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); }
+
+// A tile whose rows of x fill at most W columns of the instruction.
+template <int W>
+__device__ inline void compute(Consumer& c, const Tile& tile, Places& places, const int* order OTHER_ARGUMENTS, OUT* y) {
+  constexpr int EACH = (W + WARPGROUP - 1) / WARPGROUP;  // rows whose places a thread looks up
+  int row[EACH];
+  float factor[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int at = i * WARPGROUP + threadIdx.x % WARPGROUP;
+    const bool valid = at < tile.count;
+    row[i] = valid && SCATTER ? order[tile.row + at] : tile.row + at;
+    factor[i] = valid && SCATTER ? row_factor(row[i] OTHERS) : 0;
+  }
+  float sums[BLOCKS][W / 2];
+  if constexpr (W <= 32 && SCALES == 1) {
+    c.add_scaled_steps<W>(sums);
+  } else {
+    c.add_steps<W>(sums);
+  }
+  join(c.consumer);  // the places of the tile before have been read
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int at = i * WARPGROUP + threadIdx.x % WARPGROUP;
+    if (at < W) places.row[at] = row[i], places.factor[at] = factor[i];
+  }
+  join(c.consumer);
+  finish<W>(sums, tile, c.consumer, places OTHERS, y);
+}
+
+// Calls `compute` with the smallest sufficient W.
+template <int W>
+__device__ inline void dispatch(Consumer& c, const Tile& tile, Places& places, const int* order OTHER_ARGUMENTS, OUT* y) {
+  if constexpr (W > NARROWEST) {
+    if (tile.count <= W - NARROWEST) return dispatch<W - NARROWEST>(c, tile, places, order OTHERS, y);
+  }
+  compute<W>(c, tile, places, order OTHERS, y);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    llmc_expert_codes(const bf16* x, const int* order, const int* starts, const unsigned char* codes, const SCALE* scales,
+                      OTHER_PARAMETERS OUT* y) {
+  extern __shared__ unsigned char memory[];
+  __shared__ unsigned long long barriers[2 * STAGES];
+  __shared__ Blocks blocks;
+  __shared__ Places places[CONSUMERS];
+  const unsigned offset = (1024 - shared_address(memory)) & 1023;  // a swizzled tile begins at a multiple of 1024
+  const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full + 8 * i, 1 + WARPGROUP / 32);  // bulk copies, and the warps that copy rows
+      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (!READ_BEFORE_WAIT) begin_launch();
+  count_blocks(blocks, starts);
+
+  Ring ring(shared_address(memory) + offset, full, empty);
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == 0) {
+    if constexpr (GIVEN > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GIVEN));
+    produce(ring, blocks, x, order, {codes, scales, ZEROS});
+  } else {
+    if constexpr (GIVEN > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TAKEN));
+    if (READ_BEFORE_WAIT) begin_launch();
+    Consumer consumer{ring, memory + offset, warpgroup - 1, {}};
+    const int count = tiles_of(blocks);
+    for (int i = blockIdx.x; i < count; i += gridDim.x)
+      dispatch<TILE_M>(consumer, find_tile(blocks, i), places[warpgroup - 1], order OTHERS, y);
+  }
+}
