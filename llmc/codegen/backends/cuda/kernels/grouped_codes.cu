@@ -68,22 +68,21 @@ __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
   return {expert, blocks.starts[expert] + begin, min(each, rows - begin), place / together * TALL};
 }
 
-// Copies codes, scales and zero points of one step.
+// Copies codes, scales and zero points of one step; each of the first TALL threads copies those of a block of rows.
 __device__ inline void copy_weights(const Ring& ring, const Stack& w, const Tile& tile, int step) {
-  barrier_expect(ring.arrived(), W_BYTES);
+  const int i = threadIdx.x;
+  if (i >= TALL) return;
+  if (i == 0) barrier_expect(ring.arrived(), W_BYTES);
+  const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks behind the last one are copies of it
+  const long long place = (long long)(tile.expert * ROW_BLOCKS + block) * (K / BLOCK) + step * CHUNKS;
+  copy_bytes(ring.buffer() + CODES_AT + i * CODE_BYTES, w.codes + place * (BLOCK * BLOCK / 2), CODE_BYTES,
+             ring.arrived());
 #pragma unroll
-  for (int i = 0; i < TALL; i++) {
-    const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks behind the last one are copies of it
-    const long long place = (long long)(tile.expert * ROW_BLOCKS + block) * (K / BLOCK) + step * CHUNKS;
-    copy_bytes(ring.buffer() + CODES_AT + i * CODE_BYTES, w.codes + place * (BLOCK * BLOCK / 2), CODE_BYTES,
-               ring.arrived());
-#pragma unroll
-    for (int s = 0; s < SCALES; s++) {
-      const int group = (step * STEP + s * GROUP) / GROUP, to = i * SCALES + s;
-      const long long entry = ((long long)tile.expert * (K / GROUP) + group) * ROWS + block * BLOCK;
-      copy_bytes(ring.buffer() + SCALES_AT + to * SCALE_BYTES, w.scales + entry, SCALE_BYTES, ring.arrived());
-      if (HAS_ZEROS) copy_bytes(ring.buffer() + ZEROS_AT + to * BLOCK, w.zeros + entry, BLOCK, ring.arrived());
-    }
+  for (int s = 0; s < SCALES; s++) {
+    const int group = (step * STEP + s * GROUP) / GROUP, to = i * SCALES + s;
+    const long long entry = ((long long)tile.expert * (K / GROUP) + group) * ROWS + block * BLOCK;
+    copy_bytes(ring.buffer() + SCALES_AT + to * SCALE_BYTES, w.scales + entry, SCALE_BYTES, ring.arrived());
+    if (HAS_ZEROS) copy_bytes(ring.buffer() + ZEROS_AT + to * BLOCK, w.zeros + entry, BLOCK, ring.arrived());
   }
 }
 
@@ -92,8 +91,7 @@ __device__ inline int copy_first_weights(Ring ring, const Blocks& blocks, const 
   if (blockIdx.x >= tiles_of(blocks)) return 0;
   constexpr int COUNT = STEPS < STAGES ? STEPS : STAGES;
   const Tile tile = find_tile(blocks, blockIdx.x);
-  if (threadIdx.x == 0)
-    for (int i = 0; i < COUNT; i++, ring.advance()) copy_weights(ring, w, tile, i);
+  for (int i = 0; i < COUNT; i++, ring.advance()) copy_weights(ring, w, tile, i);
   return COUNT;
 }
 
@@ -120,7 +118,7 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
         early--;
       } else {
         barrier_wait(ring.freed(), ring.parity ^ 1);
-        if (threadIdx.x == 0) copy_weights(ring, w, tile, step);
+        copy_weights(ring, w, tile, step);
       }
       const unsigned to = ring.buffer() + place;
       const bf16* const columns = x + step * STEP + (BESIDE ? line / TILE_M * BLOCK : 0) + part * 8;
