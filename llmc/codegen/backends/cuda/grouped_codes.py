@@ -207,7 +207,7 @@ class GroupedCodes(CudaKernel):
                 "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
                 "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
                 "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": stages,
-                "STAGE_BYTES": p.stage_bytes(s), "OVERLAP": int(s["blocks"] == 2),
+                "STAGE_BYTES": p.stage_bytes(s), "OVERLAP": int(s["consumers"] <= 2 and s["tokens"] <= 128),
                 "GIVEN": given, "TAKEN": taken,
                 "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "SHARING": SHARING,
                 "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
@@ -222,7 +222,7 @@ class GroupedCodes(CudaKernel):
 
 def _narrowest(tokens: int) -> int:
     """The step between the numbers of columns of instructions that a kernel has."""
-    return 8 if tokens <= 32 else 16 if tokens <= 64 else 32
+    return max(8, tokens // 4)
 
 
 def _registers(s: Schedule) -> tuple[int, int]:

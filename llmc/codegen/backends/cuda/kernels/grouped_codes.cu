@@ -330,15 +330,15 @@ __device__ inline void finish(const float (&sums)[BLOCKS][W / 2], const Tile& ti
     const int block = tile.block + consumer * BLOCKS + b;
     if (block >= ROW_BLOCKS) break;
     const int column = (block * BLOCK + warp * 16) / PARTS;
-    float bias[2];
-    load_bias(bias, tile.expert, column + lane / 4 OTHERS);
+    float added[2];
+    load_bias(added, tile.expert, column + lane / 4 OTHERS);
 #pragma unroll
     for (int j = 0; j < W / 8; j++) {
       if (8 * j >= tile.count) break;
       float value[3 - PARTS][2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float low = sums[b][4 * j + i] + bias[0], high = sums[b][4 * j + 2 + i] + bias[1];
+        const float low = sums[b][4 * j + i] + added[0], high = sums[b][4 * j + 2 + i] + added[1];
         if (PARTS == 2) {
           value[0][i] = epilogue(low, high);
         } else {
