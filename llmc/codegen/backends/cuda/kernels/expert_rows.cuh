@@ -60,6 +60,11 @@ __device__ inline void copy_or_clear(unsigned to, const void* from, bool copies)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
 }
 
+// Arrives at the barrier when all earlier copies of this thread have completed.
+__device__ inline void arrive_with_copies(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ inline void release(unsigned empty) {
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }

@@ -15,7 +15,7 @@
 //
 // Constants: EXPERTS, N, K (multiples of 64; of two parts, N is one of 32), PARTS (1 or 2), GROUP, ZERO_POINT (of all
 // groups, or -1: `zeros` has one for each), E2M1 (whether codes are floats), TILE_M (8, or a multiple of NARROWEST, at most
-// 256), NARROWEST, CONSUMERS, BLOCKS, RESIDENT (blocks of threads of a multiprocessor), STAGES (at least 3), STAGE_BYTES,
+// 256), NARROWEST, CONSUMERS, BLOCKS, RESIDENT (blocks of threads of a multiprocessor), STAGES, STAGE_BYTES,
 // OVERLAP (whether a warpgroup converts
 // while it multiplies, in tiles of TILE_M rows: NVCC 13.0 has registers for one such loop), GIVEN and TAKEN (registers of a thread of the producer and of a consumer; 0: all have the same), READ_BEFORE_WAIT
 // (whether the previous kernel wrote neither `starts` nor w), SHARING (tiles of rows of x that are processed together, so
@@ -101,8 +101,6 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
   if (READ_BEFORE_WAIT) begin_launch();
   const int part = threadIdx.x % 8, line = threadIdx.x / 8, count = tiles_of(blocks);
   const int place = line * BLOCK * 2 + (part ^ line % 8) * 16;
-  Ring behind = ring;
-  int pending = 0;  // steps that have not been announced
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     const Tile tile = find_tile(blocks, i);
     int from[PASSES];  // the row of x, or -1
@@ -128,16 +126,10 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
 #pragma unroll
           for (int c = 0; c < (BESIDE ? 1 : CHUNKS); c++)
             copy_or_clear(to + (c * TILE_M + p * LINES) * BLOCK * 2, columns + (long long)from[p] * K + c * BLOCK, true);
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      if (pending == LAG) {
-        announce<LAG>(behind);
-      } else {
-        pending++;
-      }
+      arrive_with_copies(ring.arrived());
       ring.advance();
     }
   }
-  for (; pending > 0; pending--) announce<0>(behind);
 }
 
 // What a consumer reads of a block of a buffer: the codes of this thread, and the scales and zero points of its two rows.
@@ -212,6 +204,12 @@ struct Consumer {
     return (unsigned)matrix(ring.buffer()) + chunk * (TILE_M * BLOCK * 2 / 16);
   }
 
+  // Waits for the current buffer. The rows of x were not copied by bulk copies.
+  __device__ void wait() const {
+    barrier_wait(ring.arrived(), ring.parity);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+
   // Scaled factors. With OVERLAP, the products of one unit run while the codes of the next are converted; otherwise those
   // of other warpgroups do. A buffer is released when the products of its last unit have completed.
   template <int W> __device__ void add_steps(float (&sums)[BLOCKS][W / 2]) {
@@ -220,7 +218,7 @@ struct Consumer {
     clear(sums);  // otherwise they would be live, and occupy registers, while tiles of other widths are computed
 #pragma unroll 1
     for (int i = 0; i < STEPS; i++) {
-      barrier_wait(ring.arrived(), ring.parity);
+      wait();
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
         const int chunk = u / BLOCKS, block = u % BLOCKS;
@@ -250,7 +248,7 @@ struct Consumer {
     clear(fresh);
 #pragma unroll 1
     for (int i = 0; i < STEPS; i++) {
-      barrier_wait(ring.arrived(), ring.parity);
+      wait();
 #pragma unroll
       for (int b = 0; b < BLOCKS; b++) {
         const Weights from = weights(b);
@@ -403,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 1 + WARPGROUP / 32);  // bulk copies, and the warps that copy rows
+      barrier_init(full + 8 * i, 1 + WARPGROUP);  // bulk copies, and the threads that copy rows
       barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
