@@ -38,7 +38,7 @@ PLAIN = ("quantized_moe_up", "quantized_moe_down")
 PACKED = ("fragments_moe_up", "fragments_moe_down")
 SCALES = ("bf16", "f16")
 SHARING = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
-MOST_STAGES, FEWEST_STAGES = 12, 3
+MOST_STAGES, FEWEST_STAGES = 12, 4  # buffers of a ring
 REGISTERS = 65536  # of a multiprocessor
 STATIC = 512  # bytes of shared memory for barriers and counts
 
@@ -59,12 +59,23 @@ class CodesTile(NamedTuple):
 FEW = tuple(
     CodesTile(tokens, *rest)
     for tokens in (8, 16, 32)
-    for rest in ((4, 1, 1), (2, 1, 2), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2))
+    for rest in ((4, 1, 1), (2, 1, 2), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2), (1, 2, 3), (1, 1, 4))
+    if tokens < 32 or rest != (1, 2, 3)
 )
 MANY = (
     CodesTile(64, 2, 2, 1), CodesTile(64, 3, 1, 1), CodesTile(64, 1, 2, 2), CodesTile(64, 2, 1, 1),
     CodesTile(128, 2, 2, 1), CodesTile(128, 3, 1, 1), CodesTile(128, 2, 1, 1), CodesTile(256, 2, 1, 1),
+    CodesTile(96, 2, 2, 1), CodesTile(96, 3, 1, 1), CodesTile(144, 2, 2, 1), CodesTile(144, 3, 1, 1),
+    CodesTile(160, 3, 1, 1), CodesTile(192, 2, 1, 1), CodesTile(128, 1, 1, 3),
 )  # fmt: skip
+
+
+class CodesRing(NamedTuple):
+    """A ring of buffers. chunks: blocks of 64 columns of a buffer; nbytes: of a buffer."""
+
+    chunks: int
+    stages: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -93,21 +104,6 @@ class CodesProblem:
         return int(self.node.attrs["block"][1]) or self.k
 
     @property
-    def chunks(self) -> int:
-        """Blocks of 64 columns of a step."""
-        return 2 if self.k % (2 * BLOCK) == 0 else 1
-
-    @property
-    def step(self) -> int:
-        """Columns of a step."""
-        return self.chunks * BLOCK
-
-    @property
-    def scales(self) -> int:
-        """Scales of a row in a step."""
-        return max(1, self.step // self.group)
-
-    @property
     def zeros(self) -> bool:
         """Whether each group has a zero point."""
         return bool(self.node.attrs["zeros"])
@@ -118,17 +114,19 @@ class CodesProblem:
         entry = 2 + self.zeros
         return self.stack.rows * (self.k / 2 + self.k // self.group * entry)
 
-    def stage_bytes(self, s: Schedule) -> int:
-        """Bytes of a buffer of the ring."""
-        tall = s["consumers"] * s["blocks"]
-        codes = BLOCK * self.step // 2 + self.scales * BLOCK * (2 + self.zeros)
-        return -(-(s["tokens"] * self.step * 2 + tall * codes) // ALIGN) * ALIGN
-
-    def stages(self, s: Schedule, target: Target) -> int:
-        """Buffers that fit into shared memory."""
+    def ring(self, s: Schedule, target: Target) -> CodesRing:
+        """The ring of buffers that fit into shared memory, of two blocks of columns each if enough of them fit."""
         places = 8 * s["consumers"] * s["tokens"]
         available = target.limits.shared // s["resident"] - ALIGN - STATIC - 8 * self.experts - places
-        return min(MOST_STAGES, available // self.stage_bytes(s))
+        for chunks in (2, 1):
+            columns = chunks * BLOCK
+            codes = BLOCK * columns // 2 + max(1, columns // self.group) * BLOCK * (2 + self.zeros)
+            nbytes = -(-(s["tokens"] * columns * 2 + s["consumers"] * s["blocks"] * codes) // ALIGN) * ALIGN
+            stages = min(MOST_STAGES, available // nbytes)
+            divides = self.k % columns == 0 and (columns % self.group == 0 or self.group % columns == 0)
+            if divides and stages >= FEWEST_STAGES:
+                break
+        return CodesRing(chunks, stages, nbytes)
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class GroupedCodes(CudaKernel):
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s, stack = CodesProblem(node), schedule, Stack(node)
-        stages, narrowest = p.stages(s, target), _narrowest(s["tokens"])
+        ring, narrowest = p.ring(s, target), _narrowest(s["tokens"], bool(node.attrs["values"]))
         threads, (given, taken) = (s["consumers"] + 1) * WARPGROUP, _registers(s)
         widths = range(narrowest, s["tokens"] + 1, narrowest)
         scale = stack.type("scale")
@@ -202,27 +200,32 @@ class GroupedCodes(CudaKernel):
             grid=(target.limits.units * s["resident"],),
             threads=threads,
             constants={
-                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "CHUNKS": p.chunks, "STEP": p.step, "THREADS": threads,
+                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "CHUNKS": ring.chunks, "STEP": ring.chunks * BLOCK, "THREADS": threads,
                 "EXPERTS": p.experts, "N": stack.rows // stack.parts, "K": p.k, "PARTS": stack.parts,
                 "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
                 "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
-                "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": stages,
-                "STAGE_BYTES": p.stage_bytes(s), "OVERLAP": int(s["consumers"] <= 2 and s["tokens"] <= 128),
+                "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": ring.stages,
+                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(s["consumers"] <= 2 and s["tokens"] <= 128),
                 "GIVEN": given, "TAKEN": taken,
                 "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "SHARING": SHARING,
                 "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
                 "SCALE": CTYPES[scale.dtype], "OUT": CTYPES[node.result.type.dtype],
             },
-            shared=stages * p.stage_bytes(s) + ALIGN,
+            shared=ring.stages * ring.nbytes + ALIGN,
             text="\n\n".join((
                 "using Ring = BufferRing<STAGES, STAGE_BYTES>;", *map(multiply_registers, widths), epilogue(stack),
             )),
         )  # fmt: skip
 
 
-def _narrowest(tokens: int) -> int:
-    """The step between the numbers of columns of instructions that a kernel has."""
-    return max(8, tokens // 4)
+def _narrowest(tokens: int, floats: bool) -> int:
+    """The smallest number of columns of an instruction, and the step to the next.
+
+    NVCC 13.0 serialises the products of a kernel with more variants for lack of registers; floats: whether codes are
+    floats, whose conversion needs more.
+    """
+    most = 2 if tokens in (160, 192) or (floats and tokens >= 32) else 4
+    return next(tokens // n for n in range(most, 0, -1) if tokens % (8 * n) == 0)
 
 
 def _registers(s: Schedule) -> tuple[int, int]:
@@ -236,7 +239,7 @@ def _registers(s: Schedule) -> tuple[int, int]:
 def _tiles(p: CodesProblem, target: Target) -> Iterator[CodesTile]:
     """Yield the tiles whose ring has enough buffers."""
     for tile in (*FEW, *MANY):
-        if p.stages(tile._asdict(), target) >= FEWEST_STAGES:
+        if p.ring(tile._asdict(), target).stages >= FEWEST_STAGES:
             yield tile
 
 
@@ -280,9 +283,9 @@ def _reject_sizes(node: Node) -> str | None:
     if experts > MAX_EXPERTS:
         return f"{experts} experts; the maximum is {MAX_EXPERTS}"
     p = CodesProblem(node)
-    aligned = p.k % p.group == 0 and p.group % 16 == 0 and (p.step % p.group == 0 or p.group % p.step == 0)
+    aligned = p.k % p.group == 0 and p.group % 16 == 0 and (BLOCK % p.group == 0 or p.group % BLOCK == 0)
     if node.attrs["block"][0] != 1 or not aligned:
-        return f"blocks of {list(node.attrs['block'])}; 16, 32, 64 and multiples of {p.step} columns are supported"
+        return f"blocks of {list(node.attrs['block'])}; 16, 32 and multiples of {BLOCK} columns are supported"
     if any(origin(node.operands[i]) is Origin.INPUTS for i in (CODE, *_tables(node))):
         return "the codes, scales or zero points are not known at compile time"
     return None
