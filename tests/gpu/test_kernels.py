@@ -37,7 +37,8 @@ RANKS = (*COLLECTIVES, "all_reduce_add", "all_reduce_norm")  # which need other 
 # compiler evaluates ops that pack or decode weights.
 NOT_LAUNCHED = (
     "pack_panel", "packed_linear", "pack_codes", "packed_quantized_linear", "pack_nibbles", "pack_fragments",
-    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "moe", *UNPAGED, *DECODING, *RANKS,
+    "packed_fragments_linear", "norm_quantized_linear", "norm_fragments_linear", "fragments_moe_up",
+    "fragments_moe_down", "moe", *UNPAGED, *DECODING, *RANKS,
 )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ SIZES = {"T": 11, "R": 3}
 PACKED_FIRST = (
     "linear", "linear_map", "pack_panel", "packed_linear", "quantized_linear", "pack_codes", "packed_quantized_linear",
     "pack_nibbles", "packed_nibbles_linear", "pack_fragments", "packed_fragments_linear", "norm_quantized_linear",
-    "norm_fragments_linear",
+    "norm_fragments_linear", "fragments_moe_up", "fragments_moe_down",
 )  # fmt: skip
 UNPAGED = ("latent_attention", "causal_conv", "linear_recurrence")  # `page-attention` replaces it
 # Of several ranks (tests/codegen/test_collectives.py).
