@@ -40,6 +40,8 @@ SCALES = ("bf16", "f16")
 SHARING = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
 MOST_STAGES, FEWEST_STAGES = 12, 4  # buffers of a ring
 REGISTERS = 65536  # of a multiprocessor
+MOST_SCALED = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
+OTHER_REGISTERS = 40  # of a consumer
 STATIC = 512  # bytes of shared memory for barriers and counts
 
 
@@ -59,7 +61,7 @@ class CodesTile(NamedTuple):
 FEW = tuple(
     CodesTile(tokens, *rest)
     for tokens in (8, 16, 32)
-    for rest in ((4, 1, 1), (2, 1, 2), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2), (1, 2, 3), (1, 1, 4))
+    for rest in ((4, 1, 1), (2, 1, 2), (2, 1, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2), (1, 2, 3))
     if tokens < 32 or rest != (1, 2, 3)
 )
 MANY = (
@@ -205,7 +207,7 @@ class GroupedCodes(CudaKernel):
                 "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
                 "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
                 "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": ring.stages,
-                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(s["consumers"] <= 2 and s["tokens"] <= 128),
+                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(_overlaps(s)),
                 "GIVEN": given, "TAKEN": taken,
                 "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "SHARING": SHARING,
                 "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
@@ -234,6 +236,14 @@ def _registers(s: Schedule) -> tuple[int, int]:
     equal = REGISTERS // (s["resident"] * (consumers + 1) * WARPGROUP) // 8 * 8
     given = 56 if equal >= 128 else 40
     return given, min(240, (equal * (consumers + 1) - given) // consumers // 8 * 8)
+
+
+def _overlaps(s: Schedule) -> bool:
+    """Whether a consumer has registers for the factors of two steps, so that it converts while it multiplies."""
+    if s["tokens"] <= MOST_SCALED:
+        factors, sums = 2 * 32 * s["blocks"], s["tokens"] * s["blocks"]
+        return factors + sums + OTHER_REGISTERS <= _registers(s)[1]
+    return s["consumers"] <= 2 and s["tokens"] <= 128
 
 
 def _tiles(p: CodesProblem, target: Target) -> Iterator[CodesTile]:

@@ -1,9 +1,6 @@
 // What grouped_wgmma.cu and grouped_codes.cu share: the rows of each expert, and their copies to a ring of buffers.
 //
-// Constants: EXPERTS, TILE_M (the largest number of rows of a tile), THREADS of a block, STAGES of the ring, and the type
-// Ring.
-
-constexpr int LAG = STAGES - 2;  // steps whose rows may still be on their way
+// Constants: EXPERTS, TILE_M (the largest number of rows of a tile), THREADS of a block, and the type Ring.
 
 // The rows of the experts, in shared memory: expert e has the rows [starts[e], starts[e + 1]), and the blocks of rows of
 // the experts up to e end at ends[e].
@@ -65,15 +62,12 @@ __device__ inline void arrive_with_copies(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ inline void release(unsigned empty) {
-  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+// Waits for the current buffer. The fence makes the rows, which are not copied by bulk copies, visible to the products.
+__device__ inline void wait_for_buffer(const Ring& ring) {
+  barrier_wait(ring.arrived(), ring.parity);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits until at most `left` of this thread's newest groups of copies are on their way, and announces the step before
-// them: its rows become visible to the products.
-template <int left> __device__ inline void announce(Ring& ring) {
-  asm volatile("cp.async.wait_group %0;\nfence.proxy.async.shared::cta;" ::"n"(left) : "memory");
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived());
-  ring.advance();
+__device__ inline void release(unsigned empty) {
+  if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }

@@ -109,6 +109,8 @@ __device__ inline void produce(Ring ring, int m, const TensorMap& x, const Tenso
   }
 }
 
+__device__ inline void wait_for_buffer(const Ring& ring) { barrier_wait(ring.arrived(), ring.parity); }
+
 // Tells the producers that write to a buffer that this warp has read it: a lane for each.
 __device__ inline void release(unsigned empty) {
   const int lane = threadIdx.x % 32, split = split_of(rank()), m = m_of(rank()), n = n_of(rank());

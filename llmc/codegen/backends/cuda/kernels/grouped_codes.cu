@@ -204,12 +204,6 @@ struct Consumer {
     return (unsigned)matrix(ring.buffer()) + chunk * (TILE_M * BLOCK * 2 / 16);
   }
 
-  // Waits for the current buffer. The rows of x were not copied by bulk copies.
-  __device__ void wait() const {
-    barrier_wait(ring.arrived(), ring.parity);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-
   // Scaled factors. With OVERLAP, the products of one unit run while the codes of the next are converted; otherwise those
   // of other warpgroups do. A buffer is released when the products of its last unit have completed.
   template <int W> __device__ void add_steps(float (&sums)[BLOCKS][W / 2]) {
@@ -218,7 +212,7 @@ struct Consumer {
     clear(sums);  // otherwise they would be live, and occupy registers, while tiles of other widths are computed
 #pragma unroll 1
     for (int i = 0; i < STEPS; i++) {
-      wait();
+      wait_for_buffer(ring);
 #pragma unroll
       for (int u = 0; u < UNITS; u++) {
         const int chunk = u / BLOCKS, block = u % BLOCKS;
@@ -240,41 +234,66 @@ struct Consumer {
     release(previous);
   }
 
-  // Scaled sums: a step has separate sums, `fresh`. Other warpgroups multiply while this one converts.
+  // Scaled sums: a step has separate sums, `fresh`. With OVERLAP, its products run while the codes of the next step are
+  // converted.
   template <int W> __device__ void add_scaled_steps(float (&sums)[BLOCKS][W / 2]) {
-    unsigned a[BLOCKS][CHUNKS][4][4];
-    float fresh[BLOCKS][W / 2], scale[BLOCKS][2];
+    constexpr bool AHEAD = OVERLAP && TILE_M <= 32;
+    Factors even, odd;
+    float fresh[BLOCKS][W / 2];
     clear(sums);
     clear(fresh);
+    if (AHEAD) convert_step(even);
 #pragma unroll 1
-    for (int i = 0; i < STEPS; i++) {
-      wait();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++) {
-        const Weights from = weights(b);
-#pragma unroll
-        for (int half = 0; half < 2; half++) scale[b][half] = to_float(from.scales[8 * half]);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) convert<false>(a[b][c], from, c, constants);
-      }
-      pin(fresh);
-      begin_products();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-          for (int s = 0; s < 4; s++) multiply(fresh[b], a[b][c][s], rows(c) + 2 * s, c > 0 || s > 0);
-      end_products();
-      wait_products<0>();
-      pin(fresh);
-      release(ring.freed());
-      ring.advance();
-#pragma unroll
-      for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-        for (int j = 0; j < W / 2; j++) sums[b][j] += fresh[b][j] * scale[b][j / 2 % 2];
+    for (int i = 0; i < (AHEAD ? STEPS / 2 : STEPS); i++) {
+      if (!AHEAD) convert_step(even);
+      add_scaled_step(sums, fresh, even, odd, AHEAD);
+      if (AHEAD) add_scaled_step(sums, fresh, odd, even, STEPS % 2 || i < STEPS / 2 - 1);
     }
+    if (AHEAD && STEPS % 2) add_scaled_step(sums, fresh, even, odd, false);
+  }
+
+  // The left factors of a step, and the scales of the two rows of this thread.
+  struct Factors {
+    unsigned a[BLOCKS][CHUNKS][4][4];
+    float scale[BLOCKS][2];
+  };
+
+  // Waits for the current buffer and converts its codes.
+  __device__ void convert_step(Factors& to) const {
+    wait_for_buffer(ring);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      const Weights from = weights(b);
+#pragma unroll
+      for (int half = 0; half < 2; half++) to.scale[b][half] = to_float(from.scales[8 * half]);
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++) convert<false>(to.a[b][c], from, c, constants);
+    }
+  }
+
+  // Adds the products of the current buffer, whose factors are `now`, and converts the next one, if there are `more`.
+  template <int count>
+  __device__ void add_scaled_step(float (&sums)[BLOCKS][count], float (&fresh)[BLOCKS][count], const Factors& now,
+                                  Factors& next, bool more) {
+    pin(fresh);
+    begin_products();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+        for (int s = 0; s < 4; s++) multiply(fresh[b], now.a[b][c][s], rows(c) + 2 * s, c > 0 || s > 0);
+    end_products();
+    const unsigned current = ring.freed();
+    ring.advance();
+    if (more) convert_step(next);
+    wait_products<0>();
+    pin(fresh);
+    release(current);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+      for (int j = 0; j < count; j++) sums[b][j] += fresh[b][j] * now.scale[b][j / 2 % 2];
   }
 };
 

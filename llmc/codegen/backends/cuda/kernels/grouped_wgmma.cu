@@ -66,8 +66,6 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
   if (READ_BEFORE_WAIT) begin_launch();
   const int chunk = threadIdx.x % 8, line = threadIdx.x / 8, count = tiles_of(blocks);
   const int place = line * TILE_K * 2 + (chunk ^ line % 8) * 16;
-  Ring behind = ring;
-  int pending = 0;  // steps that have not been announced
   for (int i = blockIdx.x; i < count; i += gridDim.x) {
     const Tile tile = find_tile(blocks, i);
     const bf16* from[PASSES];
@@ -91,16 +89,10 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
 #pragma unroll
       for (int p = 0; p < PASSES; p++)
         if (from[p]) copy_or_clear(ring.buffer() + place + p * LINES * TILE_K * 2, from[p] + (inside ? k : 0), inside);
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      if (pending == LAG) {
-        announce<LAG>(behind);
-      } else {
-        pending++;
-      }
+      arrive_with_copies(ring.arrived());
       ring.advance();
     }
   }
-  for (; pending > 0; pending--) announce<0>(behind);
 }
 
 // Releases the buffers of a tile whose rows are all those of other consumers.
@@ -157,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 1 + WARPGROUP / 32);  // bulk copies, and the warps that copy rows
+      barrier_init(full + 8 * i, 1 + WARPGROUP);  // bulk copies, and the threads that copy rows
       barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

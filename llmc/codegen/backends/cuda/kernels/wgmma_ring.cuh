@@ -11,6 +11,9 @@ constexpr int SUMS = TILE_N / 2;               // of a thread
 
 using Ring = BufferRing<STAGES, STAGE_BYTES>;
 
+// Waits for the current buffer; the kernel defines it.
+__device__ inline void wait_for_buffer(const Ring& ring);
+
 // Tells the producers that write to a buffer that this warp has read it; the kernel defines it.
 __device__ inline void release(unsigned empty);
 
@@ -21,7 +24,7 @@ template <int steps> __device__ inline void consume(float (&sums)[SUMS], int con
 #pragma unroll 1
   for (int i = 0; i < steps; i++) {
     const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
-    barrier_wait(ring.arrived(), ring.parity);
+    wait_for_buffer(ring);
     begin_products();
 #pragma unroll
     for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
