@@ -114,7 +114,9 @@ class Mixture:
         zeros = f", %z: weight u8{table}" if zero else ""
         attrs = f"block=[1, {form.group}], {form.attrs}, bits=4"
         if op == "moe_up":
-            call = f'quantized_moe_up(%x, %o, %s, %w, %t{zero}) {{k={k}, body="{SWIGLU}", {attrs}}} : bf16[{pairs}, {i}]'
+            call = (
+                f'quantized_moe_up(%x, %o, %s, %w, %t{zero}) {{k={k}, body="{SWIGLU}", {attrs}}} : bf16[{pairs}, {i}]'
+            )
             return f"%x: bf16[{tokens}, {d}], {inputs}{zeros}", call
         call = f'quantized_moe_down(%x, %o, %s, %w, %t, %f{zero}) {{dtype="bf16", {attrs}}} : bf16[{tokens}, {k}, {d}]'
         return f"%x: bf16[{pairs}, {i}], {inputs}, %f: bf16[{tokens}, {k}]{zeros}", call

@@ -325,9 +325,7 @@ def coded(
         for i, at in enumerate(rng.permutation(len(schedules))[:MOST_TILES]):
             s = {**schedules[at], **({READ_BEFORE_WAIT: 1} if i % 2 else {})}
             # A code times its scale is rounded to bf16 if there are many rows: an error of up to 2 ** -9 of each term.
-            found.append(
-                Case(f"{name} {s}", g, GROUPED_CODES, s, inputs, atol=6e-2 if is_up else 2e-2, sizes={"T": t})
-            )
+            found.append(Case(f"{name} {s}", g, GROUPED_CODES, s, inputs, atol=6e-2 if is_up else 2e-2, sizes={"T": t}))
     return found
 
 

@@ -109,10 +109,14 @@ def test_what_is_refused() -> None:
 
     assert why(INT4) == why(MXFP4) == why(ZEROS) == "None"
     assert "rows of f16" in why(replace(INT4, x="f16")) and "scales of f32" in why(replace(INT4, scale="f32"))
-    assert "multiples of 64" in why(INT4, rows=96) and "multiples of 64" in why(replace(INT4, block=(1, 32)), columns=96)
+    assert "multiples of 64" in why(INT4, rows=96) and "multiples of 64" in why(
+        replace(INT4, block=(1, 32)), columns=96
+    )
     assert "blocks of [1, 24]" in why(replace(INT4, block=(1, 24)), columns=192)
     assert "known at compile time" in why(INT4, weight=False)
-    assert "codes of i8" in why(replace(STACKS["rows8"][0], scale="bf16")) and "packed for other kernels" in why(replace(INT4, half=64))
+    assert "codes of i8" in why(replace(STACKS["rows8"][0], scale="bf16")) and "packed for other kernels" in why(
+        replace(INT4, half=64)
+    )
     assert "the zero point 16" in why(replace(INT4, zero="16"))
     assert "does not have wgmma" in why(INT4, target=sm_100())
     node = node_of(INT4.graph(True, "T", 2, 513, 64, 128))
@@ -126,7 +130,9 @@ def first(s: Stack, up: bool, sizes: tuple[int, ...], tokens: int) -> Candidate:
     return node_candidates(node, load().kernels, sm_90(), {"T": tokens}, Tuning())[0]
 
 
-@pytest.mark.parametrize(("s", "shapes"), [(INT4, QWEN3), (ZEROS, QWEN3), (MXFP4, GPT_OSS)], ids=["int4", "zeros", "mxfp4"])
+@pytest.mark.parametrize(
+    ("s", "shapes"), [(INT4, QWEN3), (ZEROS, QWEN3), (MXFP4, GPT_OSS)], ids=["int4", "zeros", "mxfp4"]
+)
 def test_all_steps_take_it_without_measurements(s: Stack, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Small tiles for few rows, large ones for prompts. All steps share one layout of the weights."""
     for up, sizes in zip((True, False), shapes, strict=True):

@@ -105,7 +105,9 @@ def fragments_moe_down(
 ) -> Any:  # fmt: skip
     """quantized_moe_down over codes that pack_fragments has packed."""
     code, scale, *extras_of = _operands(code, scale, extras, int(zeros), 1)
-    return quantized_moe_down.ref(h, order, starts, code, scale, weights, *extras_of, zeros=zeros, half=0, act="", **attrs)
+    return quantized_moe_down.ref(
+        h, order, starts, code, scale, weights, *extras_of, zeros=zeros, half=0, act="", **attrs
+    )
 
 
 OPS = (fragments_moe_up, fragments_moe_down)
