@@ -212,8 +212,9 @@ def row(
 ) -> dict[str, object]:  # fmt: skip
     """Return the row of one way: microseconds of one launch, and its lower bound on an H200."""
     return {
-        "model": m.name, "format": form.name, "op": op, "tokens": tokens, "kernel": c.kernel.name, "schedule": schedule_text(c.schedule),
-        "us": round(us, 2), "floor_us": round(m.floor_us(op, tokens, form), 2),
+        "model": m.name, "format": form.name, "op": op, "tokens": tokens, "kernel": c.kernel.name,
+        "schedule": schedule_text(c.schedule), "us": round(us, 2),
+        "floor_us": round(m.floor_us(op, tokens, form), 2),
     }  # fmt: skip
 
 

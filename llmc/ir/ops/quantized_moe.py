@@ -89,7 +89,9 @@ def _stack(code: Any, scale: Any, extras: tuple[Any, ...], attrs: Mapping[str, A
 @op(
     "(x: f[t, d], order: i[p], starts: i[s], code: t[e, m, c], scale: f[e, r, g], extras*: t[...]) -> x[...]",
     infer=_up_type, flops="2*p*m*d",
-    holds={"order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "extras": draw_stack_extras},
+    holds={
+        "order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "extras": draw_stack_extras,
+    },
     example={
         "t": 7, "d": 12, "p": 14, "s": 7, "e": 6, "m": 10, "c": 12, "r": 10, "g": 3, "k": 2, "code": "u8", "bits": 4,
         "block": [1, 4], "zeros": True, "extras": [(6, 10, 3), (6, 10)],

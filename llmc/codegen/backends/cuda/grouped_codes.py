@@ -1,7 +1,8 @@
-"""The binding of `kernels/grouped_codes.cu`: the products of experts over weights of 4 bits on Hopper's tensor cores."""
+"""The binding of `kernels/grouped_codes.cu`: products of experts over weights of 4 bits on Hopper's tensor cores."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     PAIRS,
     RING,
     SCALAR_MATH,
+    TRANSPOSED_SUMS,
     Binding,
     CudaKernel,
 )
@@ -42,6 +44,14 @@ MOST_STAGES, FEWEST_STAGES = 12, 4  # buffers of a ring
 REGISTERS = 65536  # of a multiprocessor
 MOST_SCALED = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
 OTHER_REGISTERS = 40  # of a consumer
+# Fitted to measurements on an H200 (bench.gpu.experts), in microseconds: a launch; a step, and each of its blocks of 64
+# rows and columns; converting such a block of integers, and of floats; multiplying it by a row of x; copying a byte; the
+# end of a tile, and of its products of 64 weight rows and a row of x. Then the share of a round that the last tiles take,
+# and that of the bandwidth.
+_START, _STEP, _UNIT, _CODES, _FLOATS, _COLUMN = 1.5, 0.32, 0.074, 0.07, 0.15, 0.00133
+_COPY, _TILE, _SUMS, _TAIL, _READ = 2.4e-5, 0.98, 0.009, 0.3, 0.81
+# Of the normal distribution: the means of ten equally likely parts.
+_QUANTILES = (-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645)
 STATIC = 512  # bytes of shared memory for barriers and counts
 
 
@@ -172,17 +182,25 @@ class GroupedCodes(CudaKernel):
         return [t._asdict() for t in _tiles(CodesProblem(node), target)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds."""
-        p, s = CodesProblem(node), schedule
-        pairs = int(node.operands[1].type.shape[0].subs(env))
-        tall = s["consumers"] * s["blocks"]
+        """Predict microseconds: reading the chosen experts overlaps with rounds of tiles.
+
+        A tile is bound by the latency of its steps, or by its conversions, products or copies, which the blocks of a
+        multiprocessor share.
+        """
+        p, s, units = CodesProblem(node), schedule, target.limits.units
+        pairs, tall = int(node.operands[1].type.shape[0].subs(env)), s["consumers"] * s["blocks"]
+        floats = bool(node.attrs["values"])
         tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * tall))
-        rounds = -(-tiles // (target.limits.units * s["resident"]))
-        chosen = chosen_experts(pairs, p.experts)
-        width = min(s["tokens"], -(-pairs / chosen // 16) * 16)
-        flops = 2.0 * tall * BLOCK * width * p.k * target.limits.units / target.peaks["bf16"] * 1e6 * s["resident"]
-        read = chosen * p.weight_bytes / target.bandwidth * 1e6
-        return overlapped(read, rounds * (flops / 0.8 + 2.0)) + 4.0 + target.launch_us
+        columns = _mean_columns(pairs, p.experts, s["tokens"], _narrowest(s["tokens"], floats))
+        resident = min(s["resident"], math.ceil(tiles / units))
+        unit = max(_FLOATS if floats else _CODES, _COLUMN * columns)  # of a block of 64 rows and 64 columns
+        shared = resident * p.k / BLOCK * max(tall * unit, _COPY * (tall * BLOCK * 33 + columns * BLOCK * 2))
+        steps = p.k // BLOCK // p.ring(s, target).chunks
+        latency = steps * (_STEP + _UNIT * s["blocks"] * p.ring(s, target).chunks)
+        tile = max(shared, latency) + _TILE + _SUMS * columns * tall * resident
+        rounds = max(1.0, tiles / (units * s["resident"]) + _TAIL)
+        read = chosen_experts(pairs, p.experts) * p.weight_bytes / target.bandwidth / _READ * 1e6
+        return overlapped(read, rounds * tile) + _START + target.launch_us
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return STARTS, CODE, *_tables(node)
@@ -202,13 +220,12 @@ class GroupedCodes(CudaKernel):
             grid=(target.limits.units * s["resident"],),
             threads=threads,
             constants={
-                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "CHUNKS": ring.chunks, "STEP": ring.chunks * BLOCK, "THREADS": threads,
-                "EXPERTS": p.experts, "N": stack.rows // stack.parts, "K": p.k, "PARTS": stack.parts,
-                "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
+                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "CHUNKS": ring.chunks, "STEP": ring.chunks * BLOCK,
+                "THREADS": threads, "EXPERTS": p.experts, "N": stack.rows // stack.parts, "K": p.k,
+                "PARTS": stack.parts, "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
                 "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
                 "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": ring.stages,
-                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(_overlaps(s)),
-                "GIVEN": given, "TAKEN": taken,
+                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(_overlaps(s)), "GIVEN": given, "TAKEN": taken,
                 "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "SHARING": SHARING,
                 "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
                 "SCALE": CTYPES[scale.dtype], "OUT": CTYPES[node.result.type.dtype],
@@ -228,6 +245,17 @@ def _narrowest(tokens: int, floats: bool) -> int:
     """
     most = 2 if tokens in (160, 192) or (floats and tokens >= 32) else 4
     return next(tokens // n for n in range(most, 0, -1) if tokens % (8 * n) == 0)
+
+
+def _mean_columns(pairs: int, experts: int, tokens: int, narrowest: int) -> float:
+    """Return the mean number of columns of a tile's instructions, if pairs choose experts evenly."""
+    mean, tiles, columns = pairs / experts, 0, 0
+    for z in _QUANTILES:
+        rows = max(1.0, mean + z * math.sqrt(mean) if mean > 1 else pairs / chosen_experts(pairs, experts))
+        count = math.ceil(rows / tokens)
+        tiles += count
+        columns += count * math.ceil(rows / count / narrowest) * narrowest
+    return columns / tiles
 
 
 def _registers(s: Schedule) -> tuple[int, int]:
@@ -335,5 +363,5 @@ GROUPED_CODES = GroupedCodes(
     file="llmc.codegen.backends.cuda.kernels:grouped_codes.cu",
     entry="llmc_expert_codes",
     headers=(HOPPER, RING, SCALAR_MATH, PAIRS, INT4_TO_BF16),
-    before=(EXPERT_ROWS,),
+    before=(EXPERT_ROWS, TRANSPOSED_SUMS),
 )

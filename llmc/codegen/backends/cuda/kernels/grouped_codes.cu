@@ -22,7 +22,8 @@
 // that they share tiles of w in the L2 cache), CHOICES (row r is that of token order[r] / CHOICES; 0 if it is row r of x),
 // SCATTER (whether row r is written to row order[r] of y), and the types SCALE (bf16 or f16) and OUT. The generated text
 // before this file defines `multiply` for every number of columns, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, ZEROS and the
-// functions `row_factor`, `load_bias` and `epilogue`; expert_rows.cuh has the rows of the experts.
+// functions `row_factor`, `load_bias` and `epilogue`; expert_rows.cuh has the rows of the
+// experts, transposed_sums.cuh what concerns the sums.
 
 constexpr int TALL = CONSUMERS * BLOCKS;       // blocks of 64 rows of w of a tile
 constexpr int ROWS = PARTS * N, ROW_BLOCKS = ROWS / BLOCK, ROW_TILES = (ROW_BLOCKS + TALL - 1) / TALL;  // of an expert
@@ -177,21 +178,6 @@ __device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chu
   }
 }
 
-// Keeps the compiler from moving the sums to other registers, for which it would have to wait for all products.
-template <int count> __device__ inline void pin(float (&sums)[BLOCKS][count]) {
-#pragma unroll
-  for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-    for (int i = 0; i < count; i++) asm volatile("" : "+f"(sums[b][i])::"memory");
-}
-
-template <int count> __device__ inline void clear(float (&sums)[BLOCKS][count]) {
-#pragma unroll
-  for (int b = 0; b < BLOCKS; b++)
-#pragma unroll
-    for (int i = 0; i < count; i++) sums[b][i] = 0;
-}
-
 // A consumer warpgroup.
 struct Consumer {
   Ring ring;
@@ -302,39 +288,6 @@ struct Places {
   int row[TILE_M];
   float factor[TILE_M];
 };
-
-// Writes the transposed 8 x 8 values, of which a thread has two rows of x and one column of y each: 16 bytes of each of
-// eight rows, or 32 if there are two halves, whose columns are 8 apart.
-template <typename T, int HALVES>
-__device__ inline void store_columns(T* y, const float (&value)[HALVES][2], const int* row, int first, int count,
-                                     int column) {
-  const int lane = threadIdx.x % 32, mine = first + lane / 4;
-  unsigned word[HALVES];
-#pragma unroll
-  for (int h = 0; h < HALVES; h++)
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(word[h]) : "r"(pack<T>(value[h])));
-  if (HALVES == 1) {
-    if (mine < count) *(unsigned*)(y + (long long)row[mine] * N + column + lane % 4 * 2) = word[0];
-    return;
-  }
-  // Of two threads side by side, the first gets four columns of the first half, the second four of the second.
-  const bool second = lane % 2;
-  const unsigned other = __shfl_xor_sync(0xFFFFFFFF, second ? word[0] : word[HALVES - 1], 1);
-  const uint2 four = second ? make_uint2(other, word[HALVES - 1]) : make_uint2(word[0], other);
-  if (mine < count) *(uint2*)(y + (long long)row[mine] * N + column + lane % 4 * 2 + (second ? 6 : 0)) = four;
-}
-template <int HALVES>
-__device__ inline void store_columns(float* y, const float (&value)[HALVES][2], const int* row, int first, int count,
-                                     int column) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int mine = first + lane % 4 * 2 + i;
-#pragma unroll
-    for (int h = 0; h < HALVES; h++)
-      if (mine < count) y[(long long)row[mine] * N + column + 8 * h + lane / 4] = value[h][i];
-  }
-}
 
 // Writes y of a tile from the sums of a warpgroup: a thread has two rows of w, 8 apart, and in each two rows of x of every
 // eight. With two parts, these are the two parts of one column of y.
