@@ -45,9 +45,9 @@ REGISTERS = 65536  # of a multiprocessor
 MOST_SCALED = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
 OTHER_REGISTERS = 40  # of a consumer
 # Fitted to measurements on an H200 (bench.gpu.experts), in microseconds: a launch; a step, and each of its blocks of 64
-# rows and columns; converting such a block of integers, and of floats; multiplying it by a row of x; copying a byte; the
-# end of a tile, and of its products of 64 weight rows and a row of x. Then the share of a round that the last tiles take,
-# and that of the bandwidth.
+# rows and columns; converting such a block of integers, and of floats; multiplying it by a row of x; copying a byte;
+# the end of a tile, and of its products of 64 weight rows and a row of x. Then the share of a round that the last tiles
+# take, and that of the bandwidth.
 _START, _STEP, _UNIT, _CODES, _FLOATS, _COLUMN = 1.5, 0.32, 0.074, 0.07, 0.15, 0.00133
 _COPY, _TILE, _SUMS, _TAIL, _READ = 2.4e-5, 0.98, 0.009, 0.3, 0.81
 # Of the normal distribution: the means of ten equally likely parts.
