@@ -139,7 +139,7 @@ def test_all_steps_take_it_without_measurements(s: Stack, shapes: tuple[tuple[in
         found = {t: first(s, up, sizes, t) for t in (1, 16, 256, 2048, 8192)}
         assert {c.kernel.name for c in found.values()} == {OURS}
         assert found[1].schedule["tokens"] <= 16 and found[16].schedule["tokens"] <= 16
-        assert found[8192].schedule["tokens"] >= 128
+        assert found[8192].schedule["tokens"] >= 96
 
 
 def test_deterministic_targets_do_without_it() -> None:

@@ -9,7 +9,7 @@ from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, 
 from llmc.codegen.backends.triton.quantized_problem import halves, has_assembly, scales_factors
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
-from llmc.codegen.expert_stack import Stack, pack_stack
+from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, pack_stack, row_blocks
 from llmc.codegen.kernel import Schedule, Source
 from llmc.codegen.packed_product import check_packed
 from llmc.ir.dtype import DTYPES
@@ -19,6 +19,10 @@ from llmc.targets.target import Target
 
 STEPS = (128, 64, 32)  # columns of a step of codes of 8 bits
 CONVERSION = 2.5  # operations per code to make it a factor
+# Of codes of 4 bits, fitted to 220 measurements on an H200 (bench.gpu.experts): the microseconds of a step, the share
+# of the peak in blocks of _BLOCK elements and its exponent, the share of the bandwidth, and the exponent of the share
+# of multiprocessors with a program.
+_STEP_US, _BLOCK_SHARE, _BLOCK, _EXPONENT, _READS, _BUSY = 2.0, 0.33, 128 * 128, 0.39, 0.41, 0.31
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,22 @@ class QuantizedGrouped(Grouped):
         columns = 2 * bk if p.half else bk
         shared = buffers * (bn * p.parts * bk + bm * columns * DTYPES[p.dot].bits // 8)
         return shared <= target.limits.shared and bm * bn * p.parts <= 128 * 32 * warps
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds. Of codes of 4 bits: a program's latency, or reading and arithmetic, which overlap."""
+        p, s = self.experts(node), schedule
+        if not p.half or p.dot == "f32":
+            return super().cost_us(node, schedule, target, env)
+        pairs, area = int(p.pairs.subs(env)), s["bm"] * s["bn"] * p.parts
+        chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
+        programs = blocks * -(-p.n // s["bn"])
+        again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
+        busy = min(1.0, programs / target.limits.units) ** _BUSY
+        read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth / busy / _READS
+        share = _BLOCK_SHARE * (area / _BLOCK) ** _EXPONENT
+        products = 2.0 * programs * area * p.k / target.peaks[p.dot] / share
+        latency = -(-p.k // (2 * p.half)) * _STEP_US
+        return max(overlapped(read * 1e6, products * 1e6), latency) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         p, stack, a = self.experts(u.node), Stack(u.node), u.node.attrs
