@@ -14,7 +14,7 @@ from kernels.cases import CLAMPED
 from kernels.harness import Case
 
 from llmc.codegen.backends.cuda.grouped_codes import GROUPED_CODES
-from llmc.codegen.kernel import READ_BEFORE_WAIT
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS
 from llmc.ir.ops.moe import SWIGLU
@@ -37,6 +37,14 @@ CODED = (
     (260, 1, 260, 64, 256, 0, "", "bf16", "", "one each"),
 )
 MOST_TILES = 7  # schedules of a product that are drawn
+
+
+def tolerance(s: Schedule, block: int) -> float:
+    """The largest error of a result near 1 whose routing weight is up to 4.
+
+    Of large tiles and small groups, a code times its scale is rounded to bf16: an error of up to 2 ** -9 of each term.
+    """
+    return 1e-2 if s["tokens"] <= 32 and (block == 0 or block % 128 == 0) else 1e-1
 
 
 def coded(
@@ -80,8 +88,7 @@ def coded(
         schedules = GROUPED_CODES.schedules(node, sm_90())
         for i, at in enumerate(rng.permutation(len(schedules))[:MOST_TILES]):
             s = {**schedules[at], **({READ_BEFORE_WAIT: 1} if i % 2 else {})}
-            # A code times its scale is rounded to bf16 if there are many rows: an error of up to 2 ** -9 of each term.
-            found.append(Case(f"{name} {s}", g, GROUPED_CODES, s, inputs, atol=6e-2 if is_up else 2e-2, sizes={"T": t}))
+            found.append(Case(f"{name} {s}", g, GROUPED_CODES, s, inputs, atol=tolerance(s, block), sizes={"T": t}))
     return found
 
 
