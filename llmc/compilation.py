@@ -253,7 +253,7 @@ class Compilation:
         if self.options.speculate and not any(p.name == "page-attention" for p in passes):
             cause = "--speculate needs the pass page-attention, which the pipeline lacks"
             raise Diagnostic("E421", cause, "add it to --pipeline")
-        sizes |= {"draft_logprobs": bool(self.options.draft) and target.family == "cpu"}  # read after each draft
+        sizes |= {"draft_logprobs": self.options.draft is not None and target.family == "cpu"}  # read after each draft
         passes = override(passes, "page-attention", speculate=self.options.speculate, pool=self.pool, **sizes)
         passes = with_ranks(passes, self.options.tensor_parallel_size, target)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes

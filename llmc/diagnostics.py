@@ -25,6 +25,12 @@ class Diagnostic(LlmcError):
         where = " at ".join(filter(None, (node.op.name if node is not None else "", self.loc)))
         super().__init__(code, f"{where}: {cause}" if where else cause, remedy)
 
+    def about(self, subject: str) -> Diagnostic:
+        """Return the same error, with the same node and module path, whose cause begins with a subject."""
+        error = Diagnostic(self.code, f"{subject}: {self.cause}", self.remedy)
+        error.node, error.loc = self.node, self.loc
+        return error
+
 
 @contextmanager
 def extension_code(subject: str, owner: Any, node: Any = None) -> Iterator[None]:

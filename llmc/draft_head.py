@@ -25,7 +25,7 @@ def head_of(o: Options) -> HeadConfig | MtpLayer | None:
     """
     if o.draft == MTP:
         return mtp_of(o)
-    if not o.draft.startswith(EAGLE):
+    if o.draft is None or not o.draft.startswith(EAGLE):
         return None
     from llmc.frontend.hub import locate
 

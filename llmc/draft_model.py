@@ -50,7 +50,7 @@ def with_draft(o: Options) -> Options:
     if not 0 <= o.speculate <= MAX_DRAFTS:
         cause = f"--speculate {o.speculate} is not a number of drafted tokens"
         raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
-    if not o.draft:
+    if o.draft is None:
         return o
     _check_source(o.draft)
     if o.weights == "none":
@@ -60,7 +60,9 @@ def with_draft(o: Options) -> Options:
 
 
 def _check_source(draft: str) -> None:
-    """Raise Diagnostic E360 if the option --draft names a method of --speculate instead of a model."""
+    """Raise Diagnostic E360 if the option --draft is empty or names a method of --speculate instead of a model."""
+    if not draft.strip():
+        raise Diagnostic("E360", "--draft names no model", "leave it out to compile without a draft model")
     method, colon, path = draft.partition(":")
     if draft == MTP or (colon and path and f"{method}:" == EAGLE) or Path(draft).exists():
         return
@@ -81,7 +83,7 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     `Compilation.trace`.
     """
     o = job.options
-    if not o.draft:
+    if o.draft is None:
         return None
     if job.head:
         return add_head(job, traced, stack, packed)
@@ -90,7 +92,7 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
 
     located = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
     _check(job.model, located.folder, traced)
-    draft_options = replace(o, draft="", speculate=0, layers=None, max_model_len=traced.facts.max_positions)
+    draft_options = replace(o, draft=None, speculate=0, layers=None, max_model_len=traced.facts.max_positions)
     draft_job = type(job)(located, job.output, draft_options, job.registry, job.target, job.force, Quiet())
     with _names_the_draft():
         drafts, checkpoint = draft_job.opened(stack) if packed else (draft_job.trace(), None)
@@ -114,7 +116,7 @@ def _names_the_draft() -> Iterator[None]:
     try:
         yield
     except Diagnostic as e:
-        raise Diagnostic(e.code, f"draft model: {e.cause}", e.remedy) from e
+        raise e.about("draft model") from e
 
 
 def _check(model: Path, draft: Path, traced: Any) -> None:

@@ -14,6 +14,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
+from llmc_runtime.speculate_option import DRAFTED
 
 from llmc.builtin import EXTENSION
 from llmc.diagnostics import Diagnostic
@@ -37,6 +38,16 @@ def _artifact(default: Any, text: str, read: Any = positive, metavar: str | None
 
 def _path(text: str, metavar: str) -> Any:
     return option(None, text, read=Path, metavar=metavar, commands=BOTH, group=FILES)
+
+
+def _drafted_tokens(text: str) -> int:
+    """Parse a number of drafted tokens; raises argparse.ArgumentTypeError for a method, which only an engine has."""
+    try:
+        return int(text)
+    except ValueError:
+        cause = f"{text[:60]!r} is not a number of drafted tokens, 0 to {MAX_DRAFTS}"
+        remedy = f"compile with --speculate {DRAFTED}; a method such as ngram is an option of llmc-run and llmc-serve"
+        raise argparse.ArgumentTypeError(f"{cause}; {remedy}") from None
 
 
 @dataclass(frozen=True)
@@ -79,10 +90,10 @@ class Options:
     )  # fmt: skip
     speculate: int = _artifact(
         0, f"maximum number of drafted tokens that a step verifies per sequence, 0 to {MAX_DRAFTS} (0; with --draft 4)",
-        int, commands=("compile",),
+        _drafted_tokens, commands=("compile",),
     )  # fmt: skip
-    draft: str = _artifact(
-        "", "source of drafted tokens: a smaller model with the same tokenizer (folder or hub id), eagle:PATH (an "
+    draft: str | None = _artifact(
+        None, "source of drafted tokens: a smaller model with the same tokenizer (folder or hub id), eagle:PATH (an "
         "EAGLE-3 head), or mtp (the multi-token-prediction layer of the model's own checkpoint) (none)", str, "MODEL",
         commands=("compile",),
     )  # fmt: skip
@@ -118,7 +129,8 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the artifact, as its report records them: files by name."""
         values = {name: getattr(self, name) for name, o in options_of(Options).items() if o.group != FILES}
-        prefix, _, path = self.draft.rpartition(":") if self.draft.startswith(EAGLE) else ("", "", self.draft)
+        draft = self.draft or ""
+        prefix, _, path = draft.rpartition(":") if draft.startswith(EAGLE) else ("", "", draft)
         if path and Path(path).is_dir():
             values["draft"] = f"{prefix}:{Path(path).resolve().name}" if prefix else Path(path).resolve().name
         return {name: value.name if isinstance(value, Path) else value for name, value in values.items()}

@@ -57,6 +57,14 @@ def test_flags_give_the_keywords() -> None:
     assert parse("--cache", "c", "--no-cache").cache is None
 
 
+@pytest.mark.parametrize("value", ["ngram", "ngram:4", "draft", '{"method": "ngram"}', "2.5", ""])
+def test_speculate_takes_a_number_of_tokens(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--speculate", value)
+    said = capsys.readouterr().err
+    assert f"{value!r} is not a number of drafted tokens" in said and "compile with --speculate 4" in said
+
+
 def test_an_artifact_records_what_determines_its_contents() -> None:
     recorded = Options(tuning=Path("t"), cache=Path("c"), reuse=False, hub=Hub(offline=True)).recorded()
     assert recorded == Options().recorded()

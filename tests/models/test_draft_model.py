@@ -17,7 +17,10 @@ from models.kit import save
 from models.test_speculation import DEMO, NAMES, SMALL_DEMO, eager, quiet, requests, results  # noqa: F401
 from safetensors.torch import load_file, save_file
 
+from llmc.diagnostics import Diagnostic
 from llmc.driver import compile_model
+from llmc.ir.ops import OPS
+from llmc.ir.text import parse
 from llmc.options import Options
 
 LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_tokens": 24}
@@ -151,6 +154,8 @@ def test_refused(tmp_path: Path) -> None:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, **more))
         assert caught.value.code == "E360" and caught.value.remedy
     for draft, text in (
+        ("", "--draft names no model"),
+        (" ", "--draft names no model"),
         ("suffix", "the method suffix needs no draft model"),
         ("ngram:3", "the method ngram needs no draft model"),
         ("eagle:", "does not name what drafts"),
@@ -173,6 +178,14 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="does not exist") as caught:
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, draft=str(tmp_path / "none")))
     assert not (tmp_path / "wrong.llmc").exists()
+
+
+def test_errors_of_a_draft_model_keep_their_place() -> None:
+    text = "graph @main(%x: f32[2]) {\n  %y = add(%x, %x) : f32[2]  // layers.3\n  return %y\n}\n"
+    (node,) = parse(text, OPS).graphs["main"].nodes
+    error = Diagnostic("E431", "no kernel", "use another dtype", node=node).about("draft model")
+    assert (error.code, error.node, error.loc) == ("E431", node, "layers.3")
+    assert (error.cause, error.remedy) == ("draft model: add at layers.3: no kernel", "use another dtype")
 
 
 def test_another_tokenizer(tmp_path: Path) -> None:

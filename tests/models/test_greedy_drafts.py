@@ -69,7 +69,7 @@ def test_tokens_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
     save(case, tmp_path / "model", SEED)
     save(case, tmp_path / "draft", SEED + 1)
     methods = ["suffix", NGRAM] if name in RECURRENT_NAMES else ["suffix", NGRAM, "draft"]
-    draft = str(tmp_path / "draft") if "draft" in methods else ""
+    draft = str(tmp_path / "draft") if "draft" in methods else None
     length = min(case.trace.get("max_positions", LENGTH), LENGTH)
     options = Options(**LIMITS, max_model_len=length, speculate=DRAFTS, draft=draft)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)

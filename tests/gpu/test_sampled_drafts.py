@@ -1,0 +1,319 @@
+"""Continuations sampled on a GPU with drafts have the distribution of those without: chi-square of large samples.
+
+python tests/gpu/test_sampled_drafts.py --compile-only              compile on any machine what is missing
+python tests/gpu/test_sampled_drafts.py 100000 --limit 90           up to 100,000 continuations of each cell, in 90 s
+pytest tests/gpu/test_sampled_drafts.py --confcutdir tests/gpu      a sample, in less than a minute
+
+A cell is a method and a setting. Steps overlap, as they always do on a GPU; numbers of drafts change from plan to
+plan; the KV cache is too small for all rows, so that some are preempted. The kernels of a GPU depend on the number of
+tokens of a step and round differently, so tokens with the same seeds may differ: the chi-square is of samples with
+other seeds. A rule with a planted error (see wrong_rule) is compared in the same way. Several processes share the GPU,
+because most of the time is that of the host. Artifacts are in build/gpu/sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from operator import ne, sub
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ in ("__main__", "__mp_main__"):
+    sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
+
+from draw import SEED  # noqa: E402
+from llmc_runtime import LLM  # noqa: E402
+from llmc_runtime.format.manifest import Manifest  # noqa: E402
+from llmc_runtime.sched.scheduler import Scheduler  # noqa: E402
+from llmc_runtime.sched.step import Step  # noqa: E402
+from models.sampled_drafts import (  # noqa: E402
+    DRAFTS,
+    HEADS,
+    JSON,
+    METHODS,
+    MODEL,
+    REGEX,
+    SETTINGS,
+    Continuation,
+    artifact_of,
+    counted,
+    force_drafts,
+    sample,
+    score,
+    task_of,
+)
+
+from llmc.codegen.backends.triton import template  # noqa: E402
+from llmc.driver import compile_model  # noqa: E402
+from llmc.options import Options  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+FOLDER = ROOT / "build" / "gpu" / "sampled"
+TARGET = "cuda:sm_90"
+ROWS, PAGES = 512, 800  # of a step, and of the KV cache; each row needs one or two pages of its own
+BLOCK, GUIDED_BLOCK = 2500, 500  # continuations that a process samples before it goes to the next setting
+LIMIT = 4.5  # standard deviations from the expected chi-square
+PLAIN, WRONG = "plain", "wrong"  # no drafts; prompt lookup with the planted error
+OTHER_SEEDS = 1 << 40  # distance of the seeds of plain decoding from those of the methods
+PROCESSES: Mapping[str, int] = {PLAIN: 2, **dict.fromkeys(METHODS, 3), WRONG: 1}
+# In row_accept: an entry takes the draft after it in place of its sample, if the sample is another, larger id.
+TAKEN = "sampled = tl.load(sampled_ptr + at, mask=verifies, other=0)"
+KEPT = """
+        follows = verifies & (tl.load(rows_ptr + at + 1, mask=verifies & (at + 1 < entry_count), other=-1) == row)
+        place = tl.load(positions_ptr + end - 1, mask=verifies, other=0) + 1
+        draft = tl.load(history_ptr + place, mask=follows & (place < max_length), other=1 << 30)
+        sampled = tl.minimum(sampled, draft)"""
+
+
+def make(names: Sequence[str], target: str = TARGET, cache: Path = FOLDER / "cache") -> None:
+    """Compile the artifacts that are missing: those of HEADS, and WRONG, each in a process of its own."""
+    missing = [name for name in names if not (FOLDER / target / name / "manifest.json").is_file()]
+    if missing:
+        with ProcessPoolExecutor(len(missing), mp_context=multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(make_one, missing, [target] * len(missing), [cache] * len(missing)))
+
+
+def make_one(name: str, target: str, cache: Path) -> None:
+    """Compile an artifact in float32, in which kernels for other numbers of tokens round nearly alike."""
+    options = Options(
+        target=target, dtype="float32", max_model_len=96, max_num_seqs=ROWS, speculate=DRAFTS,
+        draft=HEADS.get(name, HEADS["draft"]), cache=cache,
+    )  # fmt: skip
+    with patch.object(template, "load", wrong_rule if name == WRONG else template.load):
+        compile_model(MODEL, FOLDER / target / name, options)
+
+
+def wrong_rule(name: str, load: Any = template.load) -> template.Module:
+    """Return a template module; row_accept of row_draft with the planted error."""
+    module: template.Module = load(name)
+    if name != "row_draft":
+        return module
+    accept = module.definitions["row_accept"]
+    assert accept.text.count(TAKEN) == 1
+    planted = replace(accept, text=accept.text.replace(TAKEN, TAKEN + KEPT))
+    return replace(module, definitions=MappingProxyType({**module.definitions, "row_accept": planted}))
+
+
+@dataclass
+class Cell:
+    """The continuations of a setting: how often each was sampled, and the first block of them in order of seeds.
+
+    drafts, accepted, preemptions: what the engine counted. With `same`, plain decoding has the methods' seeds.
+    """
+
+    count: int = 0
+    counts: Counter[Continuation] = field(default_factory=Counter)
+    first: list[Continuation] = field(default_factory=list)
+    drafts: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+
+    def add(self, other: Cell) -> None:
+        """Add the sample of another process."""
+        self.count += other.count
+        self.counts.update(other.counts)
+        self.first = self.first or other.first
+        self.drafts, self.accepted = self.drafts + other.drafts, self.accepted + other.accepted
+        self.preemptions += other.preemptions
+
+
+@dataclass
+class Sampled:
+    """What a process has sampled, by setting, and how many of its steps, with or without drafts to verify, were planned
+    while another one was in flight. `same` has the first block of plain decoding with the methods' seeds.
+    """
+
+    method: str
+    cells: dict[str, Cell]
+    same: dict[str, list[Continuation]]
+    prompts: dict[str, list[int]]
+    steps: Counter[str]
+
+
+def work(method: str, number: int, target: str, count: int, settings: Sequence[str], end: float) -> Sampled:
+    """Sample blocks `number`, `number` + PROCESSES[method] and so on of each setting, until the time `end`."""
+    artifact = FOLDER / target / (method if method == WRONG else artifact_of(method))
+    kv = Manifest.load((artifact / "manifest.json").read_bytes()).kv
+    speculate = None if method == PLAIN else METHODS.get(method, METHODS["ngram"])
+    found = Sampled(method, {name: Cell() for name in settings}, {}, {}, Counter())
+    begin = SEED * 10**6 + (OTHER_SEEDS if method == PLAIN else 0)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        force_drafts(monkeypatch, overlap=True)
+        count_overlaps(monkeypatch, found.steps)
+        llm = LLM(artifact, say=lambda text: None, speculate=speculate, kv_cache_memory_bytes=PAGES * kv.bytes_per_page)
+        tasks = {name: task_of(llm, name) for name in settings}
+        found.prompts = {name: task.prompt for name, task in tasks.items()}
+        if method == PLAIN and not number:
+            for name, task in tasks.items():
+                found.same[name] = sample(llm, task, range(SEED * 10**6, SEED * 10**6 + block(name)))
+        at = number
+        while at * BLOCK < count and time.time() < end:
+            for name, task in tasks.items():
+                size, cell, before = block(name), found.cells[name], counted(llm)
+                drawn = sample(llm, task, range(begin + at * size, begin + (at + 1) * size))
+                drafts, accepted, preemptions = map(sub, counted(llm), before)
+                cell.add(Cell(size, Counter(drawn), drawn if at == 0 else [], drafts, accepted, preemptions))
+            at += PROCESSES[method]
+        llm.close()
+    return found
+
+
+def block(setting: str) -> int:
+    """The number of continuations of a block; masks that depend on the tokens before take longer."""
+    return GUIDED_BLOCK if setting in (REGEX, JSON) else BLOCK
+
+
+def count_overlaps(monkeypatch: pytest.MonkeyPatch, steps: Counter[str]) -> None:
+    """Count the steps that are planned while another one is in flight."""
+    plan = Scheduler.next
+
+    def next_step(self: Scheduler) -> Step:
+        flying = bool(self._in_flight)
+        step = plan(self)
+        if step.work:
+            steps["all"] += 1
+            steps["overlapped"] += flying
+            steps["overlapped, with drafts"] += flying and any(item.drafts for item in step.work)
+        return step
+
+    monkeypatch.setattr(Scheduler, "next", next_step)
+
+
+def sampled(target: str, count: int, settings: Sequence[str], limit: float) -> dict[str, Sampled]:
+    """Return the samples of plain decoding, of all methods and of the planted error, by name."""
+    end, found = time.time() + limit, dict[str, Sampled]()
+    names = [(method, number) for method, most in PROCESSES.items() for number in range(most)]
+    with ProcessPoolExecutor(len(names), mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [
+            pool.submit(work, method, number, target, count, ["plain"] if method == WRONG else settings, end)
+            for method, number in names
+        ]
+        for part in (future.result() for future in futures):
+            whole = found.setdefault(part.method, part)
+            if whole is not part:
+                assert whole.prompts == part.prompts
+                for name, cell in part.cells.items():
+                    whole.cells[name].add(cell)
+                whole.steps.update(part.steps)
+                whole.same |= part.same
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The chi-square of a cell beside plain decoding with other seeds, as a normal deviate; of its first block, how
+    many continuations differ from those of plain decoding with the same seeds.
+    """
+
+    method: str
+    setting: str
+    count: int
+    deviate: float
+    changed: int
+    drafts: int
+    accepted: int
+    preemptions: int
+
+
+def comparisons(found: Mapping[str, Sampled]) -> Iterator[Comparison]:
+    """Compare the cells of all methods; samples of unequal size are reduced to the smaller one."""
+    plain = found[PLAIN]
+    for method, part in found.items():
+        if method == PLAIN:
+            continue
+        for name, cell in part.cells.items():
+            count = min(cell.count, plain.cells[name].count)
+            ours, others = (fewer(x.counts, count) for x in (cell, plain.cells[name]))
+            changed = sum(map(ne, cell.first, plain.same[name]))
+            yield Comparison(
+                method, name, count, score(ours, others), changed, cell.drafts, cell.accepted, cell.preemptions
+            )
+
+
+def fewer(counts: Counter[Continuation], count: int) -> Counter[Continuation]:
+    """Return a random part of a sample."""
+    import numpy as np
+
+    keys = sorted(counts)
+    if counts.total() == count:
+        return counts
+    drawn = np.random.default_rng(SEED).multivariate_hypergeometric([counts[key] for key in keys], count)
+    return Counter(dict(zip(keys, drawn.tolist(), strict=True)))
+
+
+def faults(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> list[str]:
+    """Return what a test of these samples must not find."""
+    wrong = []
+    for row in rows:
+        name = f"{row.method}, {row.setting}"
+        if (row.deviate > LIMIT) != (row.method == WRONG):
+            wrong.append(f"{name}: {row.deviate:.1f} standard deviations")
+        if not 0 < row.accepted < row.drafts:
+            wrong.append(f"{name}: {row.accepted} of {row.drafts} drafts accepted")
+        if not row.preemptions:
+            wrong.append(f"{name}: no request was preempted")
+    wrong += [f"{m}: no step overlapped with another one" for m, part in found.items() if not part.steps["overlapped"]]
+    return wrong
+
+
+def test_continuations_with_drafts_are_distributed_like_those_without() -> None:
+    pytest.importorskip("llguidance")
+    make([*HEADS, WRONG])
+    print(f"SEED={SEED}")
+    found = sampled(TARGET, 3 * BLOCK, list(SETTINGS), limit=30)
+    rows = list(comparisons(found))
+    print(table(found, rows))
+    assert not faults(found, rows)
+
+
+def table(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> str:
+    """Return the comparisons and the counts of steps as Markdown."""
+    heads = ("method, setting", "continuations", "deviation", "changed", "drafts accepted", "preemptions")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [f"{row.method}, {row.setting}", str(row.count), f"{row.deviate:.2f}"]
+        cells += [f"{row.changed} of {block(row.setting)}", f"{row.accepted} of {row.drafts}", str(row.preemptions)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{method}: {dict(part.steps)}" for method, part in found.items())])
+
+
+def main() -> int:
+    """Compile, or sample and print the table; return 1 if a sample of a method is wrong, or the planted error is not
+    detected.
+    """
+    ap = argparse.ArgumentParser(description="compare continuations with and without drafts")
+    ap.add_argument("count", type=int, nargs="?", default=100000, help="continuations of a method and setting (100000)")
+    ap.add_argument("--limit", type=float, default=90, metavar="SECONDS", help="no sample begins after this time (90)")
+    ap.add_argument("--settings", type=lambda text: text.split(","), default=list(SETTINGS), metavar="A,B")
+    ap.add_argument("--target", default=TARGET, metavar="NAME", help=f"machine to compile for ({TARGET})")
+    ap.add_argument("--cache", type=Path, default=FOLDER / "cache", metavar="DIR", help="compiled kernels")
+    ap.add_argument("--out", type=Path, metavar="FILE", help="file of the results, as JSON")
+    ap.add_argument("--compile-only", action="store_true")
+    args = ap.parse_args()
+    make([*HEADS, WRONG], args.target, args.cache)
+    if args.compile_only:
+        return 0
+    begin = time.time()
+    found = sampled(args.target, args.count, args.settings, args.limit)
+    rows = list(comparisons(found))
+    print(table(found, rows), f"{time.time() - begin:.0f} s, SEED={SEED}", *faults(found, rows), sep="\n")
+    if args.out:
+        args.out.write_text(json.dumps({"seed": SEED, "rows": [vars(row) for row in rows]}, indent=1) + "\n")
+    return 1 if faults(found, rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
