@@ -109,7 +109,7 @@ def contenders(model: Path, draft: Path, head: Path, drafts: int, threads: int, 
 
 def always() -> None:
     """Make every step draft and verify the maximum number of tokens."""
-    Speculation.choose = Speculation.looks = lambda self, request, room: room  # type: ignore[method-assign]
+    Speculation.choose = Speculation.num_masked_drafts = lambda self, request, room: room  # type: ignore[method-assign]
     Speculation.wants = True  # type: ignore[assignment,method-assign]
     Speculation.stop = lambda self, request: None  # type: ignore[method-assign]
     Speculation.drafts = lambda self, request, room: max(0, min(room, request.num_drafts))  # type: ignore[method-assign]

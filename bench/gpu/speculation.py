@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from math import log, sqrt
 from pathlib import Path
@@ -265,6 +268,15 @@ def artifact(plan: argparse.Namespace, name: str, **more: Any) -> Path:
     return path
 
 
+def make_all(plan: argparse.Namespace, kinds: Sequence[str]) -> dict[str, Path]:
+    """Return the artifacts of all kinds, compiling several at once if there are enough cores."""
+    each = {kind: compiled_for(plan, kind) for kind in kinds}  # writes the models' configurations
+    shapes.folder(MODELS[plan.model], plan.artifacts)
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) // 4), multiprocessing.get_context("spawn")) as pool:
+        made = {kind: pool.submit(artifact, plan, kind, **options) for kind, options in each.items()}
+        return {kind: future.result() for kind, future in made.items()}
+
+
 def kind_of(method: Method) -> str:
     """Return the name of the method's artifact: its own name without the number of drafts."""
     return (method.speculate or "plain").partition(":")[0]
@@ -325,7 +337,7 @@ def _choose(opened: Opened, batch: int, method: Method, name: str, results: Resu
 
 def _fix(opened: Opened, batch: int, method: Method, chosen: Speculation, results: Results) -> None:
     """Measure each fixed number of drafts that all rows can have."""
-    costs = {drafts: chosen.count.costs.seconds(batch, drafts) for drafts in (0, *FIXED)}
+    costs = {drafts: chosen.draft_count.costs.seconds(batch, drafts) for drafts in (0, *FIXED)}
     print("  ms a step by drafts, as the engine measured:", {k: round(1e3 * v, 3) for k, v in costs.items()})
     for drafts in FIXED:
         if batch * (1 + drafts) <= opened.engine.scheduler.config.logits:
@@ -370,7 +382,7 @@ def main(argv: list[str]) -> int:
     plan = parser().parse_args(argv)
     results = Results(plan, time.monotonic() + plan.limit)
     methods = [PLAIN, *(m for m in METHODS if kind_of(m) in plan.methods)]
-    artifacts = {kind: artifact(plan, kind, **compiled_for(plan, kind)) for kind in map(artifact_of, methods)}
+    artifacts = make_all(plan, [artifact_of(method) for method in methods])
     if plan.compile_only:
         return 0
     for method in methods:

@@ -115,7 +115,7 @@ def force_drafts(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
         return max(0, min(room, request.num_drafts, wanted(self)))
 
     monkeypatch.setattr(Speculation, "choose", lambda self, request, room: min(room, wanted(self)))
-    monkeypatch.setattr(Speculation, "looks", lambda self, request, room: room)
+    monkeypatch.setattr(Speculation, "num_masked_drafts", lambda self, request, room: room)
     monkeypatch.setattr(Speculation, "wants", property(lambda self: wanted(self) > 0))
     monkeypatch.setattr(Speculation, "stop", lambda self, request: None)
     monkeypatch.setattr(Speculation, "drafts", drafts)

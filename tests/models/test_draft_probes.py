@@ -11,7 +11,14 @@ from draw import SEED
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.sched.speculation import LATE, MODEL_PROBE, MODEL_SOON, SOON, WARM, Speculation
+from llmc_runtime.sched.speculation import (
+    HEAD_FIRST_WAIT,
+    HEAD_LAST_WAIT,
+    MODEL_FIRST_WAIT,
+    MODEL_PROBE_PERIOD,
+    WARM_UP_PLANS,
+    Speculation,
+)
 from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 
@@ -28,7 +35,7 @@ class Driver:
         self.counters.drafted_at_most(4)
         for drafts, seconds in enumerate(SECONDS):
             for _ in range(5):
-                self.policy.count.costs.add(1, drafts, seconds)
+                self.policy.draft_count.costs.record(1, drafts, seconds)
 
     def step(self, request: Request, accepted: int) -> tuple[int, bool]:
         """Return how many tokens the step drafts, and whether it is plain."""
@@ -55,16 +62,16 @@ def test_a_single_row_is_tried_less_and_less() -> None:
     """The plans between two tries of a head double; it computes its entries before them."""
     driver, request = Driver(HEAD), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
-    drafting, plain = driver.steps(request, 31 * LATE // 16, accepted=0)
-    assert [b - a for a, b in pairwise([1, *drafting])] == [SOON * 2**i for i in range(5)]
+    drafting, plain = driver.steps(request, 31 * HEAD_LAST_WAIT // 16, accepted=0)
+    assert [b - a for a, b in pairwise([1, *drafting])] == [HEAD_FIRST_WAIT * 2**i for i in range(5)]
     verifying = {n + 1 for n in drafting}
-    warm = {n - i for n in drafting for i in range(1, WARM + 1)}
+    warm = {n - i for n in drafting for i in range(1, WARM_UP_PLANS + 1)}
     every = set(range(1, drafting[-1] + 1))
     assert every - set(plain) == (verifying | set(drafting) | warm) & every
-    later, _ = driver.steps(request, 5 * LATE // 2, accepted=0)
-    assert later[1] - later[0] == LATE
-    drafting, plain = driver.steps(request, 3 * LATE, accepted=4)
-    assert len(drafting) > LATE // 2 and not set(plain) & set(drafting), "text that has become predictable"
+    later, _ = driver.steps(request, 5 * HEAD_LAST_WAIT // 2, accepted=0)
+    assert later[1] - later[0] == HEAD_LAST_WAIT
+    drafting, plain = driver.steps(request, 3 * HEAD_LAST_WAIT, accepted=4)
+    assert len(drafting) > HEAD_LAST_WAIT // 2 and not set(plain) & set(drafting), "text that has become predictable"
     drafting, _ = driver.steps(Request("s", [1]), 16, accepted=4)
     assert len(drafting) > 12, "the next request is expected to be like the one before"
 
@@ -73,10 +80,10 @@ def test_a_draft_model_is_tried_seldom() -> None:
     """It first has to compute the KV that it lacks, which costs as much as many steps; all other steps are plain."""
     driver, request = Driver(DRAFT), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
-    drafting, plain = driver.steps(request, 4 * MODEL_PROBE, accepted=0)
+    drafting, plain = driver.steps(request, 4 * MODEL_PROBE_PERIOD, accepted=0)
     apart = [b - a for a, b in pairwise(drafting)]
-    assert apart == [min(MODEL_PROBE, 2 * MODEL_SOON << i) for i in range(len(apart))] and len(apart) > 5
-    assert len(plain) == 4 * MODEL_PROBE - 2 * len(drafting)
+    assert apart == [min(MODEL_PROBE_PERIOD, 2 * MODEL_FIRST_WAIT << i) for i in range(len(apart))] and len(apart) > 5
+    assert len(plain) == 4 * MODEL_PROBE_PERIOD - 2 * len(drafting)
 
 
 @pytest.mark.parametrize("config", [HEAD, DRAFT])
@@ -169,13 +176,13 @@ def test_steps_are_plain_if_no_row_drafts() -> None:
         request.draft_trials = (900.0, 0.0)
     for drafts, seconds in enumerate(SECONDS):
         for _ in range(5):
-            policy.count.costs.add(2, drafts, 9 * seconds)
+            policy.draft_count.costs.record(2, drafts, 9 * seconds)
     tries: list[Any] = []
-    for _ in range(3 * MODEL_PROBE):
+    for _ in range(3 * MODEL_PROBE_PERIOD):
         policy.begin(rows, 100)
         tries.append(policy.wants)
-    assert sum(tries[MODEL_PROBE:]) == 2
-    while policy.wants or policy._probe - policy.plans <= WARM:
+    assert sum(tries[MODEL_PROBE_PERIOD:]) == 2
+    while policy.wants or policy._probe_plan - policy.plans <= WARM_UP_PLANS:
         policy.begin(rows, 100)
     assert policy.plain([Work(0, 1, True), Work(1, 1, True)])
     assert not policy.plain([Work(0, 7, True), Work(1, 1, True)])
@@ -187,9 +194,9 @@ def test_a_row_that_waits_is_idle_until_its_next_trial() -> None:
     """Nothing is decided between trials of a single row; another request ends that."""
     driver, request = Driver(DRAFT), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
-    driver.steps(request, 3 * MODEL_SOON, accepted=0)
+    driver.steps(request, 3 * MODEL_FIRST_WAIT, accepted=0)
     policy = driver.policy
-    idle = [policy.begin_idle([request]) or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_SOON)]
+    idle = [policy.begin_idle([request]) or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_FIRST_WAIT)]
     assert idle.count(False) in (1, 2), "a trial, and the plan after it"
     assert policy.begin_idle([request]) and not policy.begin_idle([Request("s", [1])])
     assert not policy.begin_idle([request, Request("t", [1])])

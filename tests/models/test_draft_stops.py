@@ -33,13 +33,13 @@ DRAFT = 0.2  # duration of a draft
 def test_accepted_drafts_are_counted_by_probability() -> None:
     """The estimates begin between the draft's probability and the row's rate, and follow the accepted drafts."""
     chances = Chances()
-    assert all(0 < low < high < 1 for low, high in zip(chances.of(0.3), chances.of(0.3)[1:], strict=False))
-    assert chances.of(0.1)[2] < chances.of(0.9)[2]
+    assert all(0 < low < high < 1 for low, high in zip(chances.of_rate(0.3), chances.of_rate(0.3)[1:], strict=False))
+    assert chances.of_rate(0.1)[2] < chances.of_rate(0.9)[2]
     for _ in range(300):
-        chances.add(0.3, 0.05, True)
-        chances.add(0.3, 0.99, False)
-    assert chances.of(0.3)[0] > 0.9 > 0.1 > chances.of(0.3)[5], "a head that is unsure and right"
-    assert chances.of(0.9)[0] < 0.6, "rows with another rate"
+        chances.record(0.3, 0.05, True)
+        chances.record(0.3, 0.99, False)
+    assert chances.of_rate(0.3)[0] > 0.9 > 0.1 > chances.of_rate(0.3)[5], "a head that is unsure and right"
+    assert chances.of_rate(0.9)[0] < 0.6, "rows with another rate"
 
 
 @pytest.mark.parametrize(

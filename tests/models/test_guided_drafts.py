@@ -68,7 +68,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step drafts as much as it can."""
     monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room)
-    monkeypatch.setattr(Speculation, "looks", lambda self, request, room: room)
+    monkeypatch.setattr(Speculation, "num_masked_drafts", lambda self, request, room: room)
     monkeypatch.setattr(Speculation, "wants", True)
 
 
@@ -138,7 +138,7 @@ def test_a_single_request_looks_up_first(
 
     monkeypatch.setattr(Speculation, "drafts", drafts)
     monkeypatch.setattr(Speculation, "prefers_lookup", lambda self, request: self._alone)
-    monkeypatch.setattr(LookupFirst, "worth", lambda self, request, found, costs, plan: found)
+    monkeypatch.setattr(LookupFirst, "num_to_verify", lambda self, request, found, costs, plan: found)
     want = list(plain["eagle"])
     with LLM(artifacts["eagle"], say=lambda text: None, speculate="eagle:4") as llm:
         monkeypatch.setattr(llm.engine, "_grace", 10.0)  # seconds, or masks of a busy machine come too late

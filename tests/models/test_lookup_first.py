@@ -86,16 +86,18 @@ def test_acceptance_is_counted_apart() -> None:
     other = Request("s", [1], SamplingParams(temperature=1.0))
     before = lookup.rate(request)
     for _ in range(50):
-        lookup.count(request, 4, 0)
+        lookup.record(request, 4, 0)
     assert lookup.rate(request) < 0.1 < before == lookup.rate(other)
     assert request.draft_trials == (0.0, 0.0)
     policy, third = Speculation(BOTH), Request("t", [1])
     for third.from_lookup in (True, False, False):
-        policy.refused(third)
+        policy.record_excluded(third)
     assert third.lookup_trials[0] == 1 and third.draft_trials[0] > 1, "a guide excludes a draft of one or the other"
     costs = [0.0, 0.2, 0.3, 0.4, 0.5]
-    assert lookup.worth(other, 4, costs, 1) == 4 and lookup.worth(request, 4, costs, 1) == 0
-    assert [lookup.worth(request, 4, costs, plan) for plan in (64, 65, 127, 128)] == [1, 0, 0, 1], "one in 64 plans"
+    assert lookup.num_to_verify(other, 4, costs, 1) == 4 and lookup.num_to_verify(request, 4, costs, 1) == 0
+    assert [lookup.num_to_verify(request, 4, costs, plan) for plan in (64, 65, 127, 128)] == [1, 0, 0, 1], (
+        "one in 64 plans"
+    )
 
 
 @pytest.mark.slow

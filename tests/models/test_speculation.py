@@ -17,7 +17,7 @@ from llmc_runtime import LLM, LlmcError, SamplingParams
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import Choice, DraftCount
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import PROBE, Speculation
+from llmc_runtime.sched.speculation import PROBE_PERIOD, Speculation
 from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from models.cases import FURTHER, LISTED
@@ -222,9 +222,9 @@ def test_fewer_steps(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> 
     """Text that repeats takes fewer steps, with the cost model, if drafts are cheap."""
     speculation = pair[1].engine.scheduler.speculation
     assert speculation is not None
-    costs = speculation.count.costs
+    costs = speculation.draft_count.costs
     for drafts in (0, 1, 2, 3, 4) * 3:
-        costs.add(1, drafts, 1 + 0.1 * drafts)
+        costs.record(1, drafts, 1 + 0.1 * drafts)
     monkeypatch.setattr(costs, "add", lambda rows, drafts, seconds: None)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     steps = []
@@ -268,16 +268,16 @@ def test_the_cost_model_stops_drafts_that_do_not_pay() -> None:
     request.num_drafts = 4
     for drafts, seconds in ((0, 0.010), (1, 0.014), (2, 0.018), (3, 0.022), (4, 0.026)):  # 0.4 of a step each
         for _ in range(5):
-            policy.count.costs.add(1, drafts, seconds)
+            policy.draft_count.costs.record(1, drafts, seconds)
     request.draft_trials = (50.0, 50.0)
     policy.begin([request], 100)
     assert policy.drafts(request, 9) >= 2 and policy.drafts(request, 1) == 1 and policy.drafts(request, 0) == 0
     request.draft_trials = (50.0, 1.0)
     tried = []
-    for _ in range(3 * PROBE):
+    for _ in range(3 * PROBE_PERIOD):
         policy.begin([request], 100)
         tried.append(policy.drafts(request, 9))
-    assert sum(tried[PROBE:]) == 2
+    assert sum(tried[PROBE_PERIOD:]) == 2
 
 
 def test_prompt_lookup_that_finds_nothing() -> None:
@@ -286,8 +286,8 @@ def test_prompt_lookup_that_finds_nothing() -> None:
     counters.drafted_at_most(4)
     request.num_drafts, work, measured = 4, [Work(0, 1, True)], []
     for _ in range(5):
-        policy.count.costs.add(1, 0, 0.01)
-    policy.count.costs.add = lambda *step: measured.append(step)  # type: ignore[method-assign]
+        policy.draft_count.costs.record(1, 0, 0.01)
+    policy.draft_count.costs.record = lambda *step: measured.append(step)  # type: ignore[method-assign]
     policy.begin([request], 100)
     assert policy.wants
     for _ in range(160):
@@ -308,13 +308,13 @@ def test_the_number_of_drafts() -> None:
     for rows, slope in ((1, 0.02), (8, 0.9)):
         for drafts in (0, 1, 2, 3, 5, 7):
             for _ in range(5):
-                count.costs.add(rows, drafts, 1 + slope * drafts)
-    assert count.choose([0.95], 100).most == 7
-    assert count.choose([0.3], 100).most in (2, 3) and count.choose([0.01], 100).most == 0
-    assert count.choose([0.7] * 8, 100).most == 0
+                count.costs.record(rows, drafts, 1 + slope * drafts)
+    assert count.choose([0.95], 100).max_drafts == 7
+    assert count.choose([0.3], 100).max_drafts in (2, 3) and count.choose([0.01], 100).max_drafts == 0
+    assert count.choose([0.7] * 8, 100).max_drafts == 0
     for _ in range(5):
-        count.costs.add(8, 1 / 8, 1.02)
-    assert Choice(3, least=0.5).drafts(0.6) == 3 and Choice(3, least=0.5).drafts(0.4) == 0
+        count.costs.record(8, 1 / 8, 1.02)
+    assert Choice(3, min_rate=0.5).drafts(0.6) == 3 and Choice(3, min_rate=0.5).drafts(0.4) == 0
     some = count.choose([0.9, *[0.1] * 7], 100)
-    assert some.most >= 1 and some.drafts(0.9) >= 1 and some.drafts(0.1) == 0
-    assert count.choose([0.95], 3).most == 3  # no more fit
+    assert some.max_drafts >= 1 and some.drafts(0.9) >= 1 and some.drafts(0.1) == 0
+    assert count.choose([0.95], 3).max_drafts == 3  # no more fit

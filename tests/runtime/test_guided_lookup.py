@@ -104,7 +104,7 @@ def test_masks_of_earlier_drafts_are_not_used(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Speculation, "drafts", drafts)
     monkeypatch.setattr(Speculation, "wants", True)
-    monkeypatch.setattr(Speculation, "looks", lambda self, request, room: room if self.plans % 2 else 0)
+    monkeypatch.setattr(Speculation, "num_masked_drafts", lambda self, request, room: room if self.plans % 2 else 0)
     run(SEED, 0, 3, replace(CONFIG, speculation=SpeculationConfig(4, 1, 3)))
 
 

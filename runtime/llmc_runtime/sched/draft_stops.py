@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _BOUNDS = (0.1, 0.25, 0.45, 0.7, 0.9)  # between intervals of probabilities
-_RATES = 4  # intervals of a row's rate of acceptance
-_PRIOR = 4.0  # weight of the estimate before any draft was verified, in drafts
+_RATE_INTERVALS = 4  # intervals of a row's rate of acceptance
+_PRIOR_WEIGHT = 4.0  # weight of the estimate before any draft was verified, in drafts
 _MEMORY = 0.98  # weight of earlier drafts at each further one
 
 
@@ -42,25 +42,31 @@ class Chances:
     """How often drafts were accepted, by their probabilities and by the rate of acceptance of their rows."""
 
     def __init__(self) -> None:
-        middles = [(a + b) / 2 for a, b in zip((0.0, *_BOUNDS), (*_BOUNDS, 1.0))]
-        rates = [(i + 0.5) / _RATES for i in range(_RATES)]
-        self._known = [[(_PRIOR, _PRIOR * (p + rate) / 2) for p in middles] for rate in rates]  # drafts, accepted
-        self._chances: list[tuple[float, ...] | None] = [None] * _RATES
+        middles = [(low + high) / 2 for low, high in zip((0.0, *_BOUNDS), (*_BOUNDS, 1.0))]
+        rates = [(interval + 0.5) / _RATE_INTERVALS for interval in range(_RATE_INTERVALS)]
+        self._counts = [  # drafts and how many of them were accepted, by intervals of rates and probabilities
+            [(_PRIOR_WEIGHT, _PRIOR_WEIGHT * (middle + rate) / 2) for middle in middles] for rate in rates
+        ]
+        self._chances: list[tuple[float, ...] | None] = [None] * _RATE_INTERVALS
 
-    def of(self, rate: float) -> tuple[float, ...]:
+    def of_rate(self, rate: float) -> tuple[float, ...]:
         """Return the probabilities of acceptance (see Stop.chances) for a row with this rate of acceptance."""
-        at = min(_RATES - 1, int(rate * _RATES))
-        chances = self._chances[at]
+        interval = _rate_interval(rate)
+        chances = self._chances[interval]
         if chances is None:
-            chances = self._chances[at] = tuple(accepted / drafts for drafts, accepted in self._known[at])
+            chances = self._chances[interval] = tuple(accepted / drafts for drafts, accepted in self._counts[interval])
         return chances
 
-    def add(self, rate: float, probability: float, accepted: bool) -> None:
+    def record(self, rate: float, probability: float, accepted: bool) -> None:
         """Record whether a draft was accepted whose predecessors were."""
-        at, column = min(_RATES - 1, int(rate * _RATES)), bisect(_BOUNDS, probability)
-        drafts, before = self._known[at][column]
-        self._known[at][column] = (_MEMORY * drafts + 1, _MEMORY * before + accepted)
-        self._chances[at] = None
+        interval, column = _rate_interval(rate), bisect(_BOUNDS, probability)
+        past_drafts, past_accepted = self._counts[interval][column]
+        self._counts[interval][column] = (_MEMORY * past_drafts + 1, _MEMORY * past_accepted + accepted)
+        self._chances[interval] = None
+
+
+def _rate_interval(rate: float) -> int:
+    return min(_RATE_INTERVALS - 1, int(rate * _RATE_INTERVALS))
 
 
 def worth_verifying(stop: Stop, probabilities: Sequence[float], costs: Sequence[float]) -> int:

@@ -1,8 +1,8 @@
 """What drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
 
 The unit is the duration of a step that decodes one row without drafts. A step with drafts gains its tokens less its
-duration. Trials are paid from a credit, to which every plan adds _SHARE: drafts thus cost at most this share of the
-decoding time, and the initial credit once. Gains add to it up to the limit.
+duration. Trials are paid from a credit, to which every plan adds _TRIAL_SHARE: drafts thus cost at most this share of
+the decoding time, and the initial credit once. Gains add to it up to its maximum.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from math import ceil
 from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
-_SHARE = 0.005  # of the decoding time that trials may cost
-_CREDIT, _LIMIT = 6.0, 32.0  # initial credit, and its limit
+_TRIAL_SHARE = 0.005  # of the decoding time that trials may cost
+_INITIAL_CREDIT, _MAX_CREDIT = 6.0, 32.0
 _MEMORY = 0.98  # weight of the past acceptance at each verification
-_TRIAL = 1.0  # what a trial is expected to cost
-_WORST = 4.0  # maximum loss of a step that counts; a longer one was interrupted
+_TRIAL_COST = 1.0  # what a trial is expected to cost
+_MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted
 
 
 def kind_of(request: Request) -> int:
@@ -40,45 +40,45 @@ class Trials:
     wait: int
     trials: float = 0.0
     accepted: float = 0.0
-    credit: float = _CREDIT
+    credit: float = _INITIAL_CREDIT
     chances: Chances = field(default_factory=Chances)
-    _paid: int = 0  # the plan up to which plans were added to the credit
+    _earned_until: int = 0  # the plan up to which plans were added to the credit
 
     @property
     def acceptance(self) -> float:
         """The estimated probability that a draft is accepted."""
         return (self.accepted + 1) / (self.trials + 2)
 
-    def count(self, trials: int, accepted: int) -> None:
+    def record_drafts(self, trials: int, accepted: int) -> None:
         """Record how many of the drafts that were compared were accepted."""
         self.trials, self.accepted = _MEMORY * self.trials + trials, _MEMORY * self.accepted + accepted
 
-    def ran(self, plan: int) -> None:
+    def earn(self, plan: int) -> None:
         """Add to the credit what the plans up to this one, after the last call, are worth."""
-        self.credit = min(_LIMIT, self.credit + _SHARE * (plan - self._paid))
-        self._paid = plan
+        self.credit = min(_MAX_CREDIT, self.credit + _TRIAL_SHARE * (plan - self._earned_until))
+        self._earned_until = plan
 
-    def affords(self, plan: int) -> int:
+    def wait_for_credit(self, plan: int) -> int:
         """Return after how many plans a trial can be paid, at plan number `plan`; 0 if it can be now."""
-        self.ran(plan)
-        return max(0, ceil((_TRIAL - self.credit) / _SHARE))
+        self.earn(plan)
+        return max(0, ceil((_TRIAL_COST - self.credit) / _TRIAL_SHARE))
 
-    def gained(self, tokens: float, steps: float) -> None:
+    def record_step(self, tokens: float, steps: float) -> None:
         """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""
-        self.credit = min(_LIMIT, self.credit + max(-_WORST, tokens - steps))
+        self.credit = min(_MAX_CREDIT, self.credit + max(-_MAX_LOSS, tokens - steps))
 
-    def began(self, plan: int) -> None:
+    def begin(self, plan: int) -> None:
         """Begin to count plans: a request of this kind runs alone from this plan on."""
-        self._paid = plan
+        self._earned_until = plan
 
 
 class TrialsByKind(dict[int, Trials]):
-    """The trials of each kind of request; those of a new kind wait for `first()` plans."""
+    """The trials of each kind of request; those of a new kind wait for `first_wait()` plans."""
 
-    def __init__(self, first: Callable[[], int]) -> None:
+    def __init__(self, first_wait: Callable[[], int]) -> None:
         super().__init__()
-        self._first = first
+        self._first_wait = first_wait
 
     def __missing__(self, kind: int) -> Trials:
-        made = self[kind] = Trials(self._first())
-        return made
+        trials = self[kind] = Trials(self._first_wait())
+        return trials

@@ -99,7 +99,9 @@ class GuidedRequests:
             flying = request.num_total - len(request.tokens)  # tokens in flight, of a step that verifies one draft less
             if host is not None and not flying:
                 host.look(request)
-            count = flying - 1 if flying else speculation.looks(request, request.num_drafts or len(request.drafted))
+            count = flying - 1
+            if not flying:
+                count = speculation.num_masked_drafts(request, request.num_drafts or len(request.drafted))
             if request.drafted and count > 0 and not request.masks_requested:
                 assert request.guide is not None
                 request.guide.look_ahead(request.drafted[:count])
@@ -176,7 +178,7 @@ def masked_room(request: Request, speculation: Speculation, room: int) -> int:
         return room  # its tokens are not known: the step will be open
     assert request.guide is not None
     if not request.verifiable and request.masks_requested and not request.guide.is_looking_ahead():
-        speculation.refused(request)
+        speculation.record_excluded(request)
     return min(room, request.verifiable)
 
 

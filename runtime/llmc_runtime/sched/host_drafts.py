@@ -13,11 +13,11 @@ from operator import index
 
 from llmc_runtime.sched.host_draft import Draft, DraftContext
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation import DEPTH, Speculation
+from llmc_runtime.sched.speculation import HOST_TRIES, Speculation
 from llmc_runtime.sched.step import RowDrafts, Work
 
-_PATIENCE = 16  # fruitless tries in a row after which plans pass before the next one
-RETRY, LAST_RETRY = 16, 128  # plans between such tries: at first, and at most. Doubled after each fruitless one
+_MAX_FRUITLESS = 16  # fruitless tries in a row after which plans pass before the next one
+FIRST_RETRY, LAST_RETRY = 16, 128  # plans between such tries: at first, and at most. Doubled after each fruitless one
 
 log = logging.getLogger("llmc.engine")
 
@@ -31,13 +31,13 @@ class HostDrafts:
         self._contexts: dict[str, DraftContext] = {}
         self._drafts: dict[str, list[int]] = {}  # of the plan that is being made, by request
         self._fruitless = 0  # consecutive tries for which nothing was drafted
-        self._wait, self._next = RETRY, 0  # plans between tries, and the plan of the next one
+        self._retry_wait, self._next_try = FIRST_RETRY, 0  # plans between tries, and the plan of the next one
 
     @property
     def wanted(self) -> bool:
         """Whether drafts of some rows pay, or are to be tried, so that a plan needs all tokens of the requests."""
         speculation = self.speculation
-        tries = self._fruitless < _PATIENCE or speculation.plans >= self._next
+        tries = self._fruitless < _MAX_FRUITLESS or speculation.plans >= self._next_try
         return self._draft is not None and speculation.wants and tries
 
     def propose(self, running: Sequence[Request]) -> None:
@@ -58,23 +58,24 @@ class HostDrafts:
                 self._drafts[request.id] = drafts
         if tried:
             self._wait_after(bool(self._drafts), new)
-        elif self.speculation.plans >= self._next + DEPTH:  # no request decodes
-            self._next = self.speculation.plans + RETRY
+        elif self.speculation.plans >= self._next_try + HOST_TRIES:  # no request decodes
+            self._next_try = self.speculation.plans + FIRST_RETRY
 
     def _wait_after(self, fruitful: bool, new: bool) -> None:
         """Set when to try again; requests that were not drafted for before may have something to draft."""
         self._fruitless = 0 if fruitful else self._fruitless + 1
-        if fruitful or new or self._fruitless <= _PATIENCE:
-            self._wait = RETRY
+        if fruitful or new or self._fruitless <= _MAX_FRUITLESS:
+            self._retry_wait = FIRST_RETRY
         else:
-            self._wait = min(2 * self._wait, LAST_RETRY)
-        self._next = self.speculation.plans + self._wait
+            self._retry_wait = min(2 * self._retry_wait, LAST_RETRY)
+        self._next_try = self.speculation.plans + self._retry_wait
 
     def look(self, request: Request) -> None:
         """Draft for a request with a guide, which can thus compute the masks after the drafts before the next plan."""
-        max_tokens = 0 if request.drafted or not self.wanted else self.speculation.looks(request, self._room(request))
-        if max_tokens:
-            request.take_drafts(self._proposal(request, max_tokens))
+        if not request.drafted and self.wanted:
+            max_tokens = self.speculation.num_masked_drafts(request, self._room(request))
+            if max_tokens:
+                request.take_drafts(self._proposal(request, max_tokens))
 
     def placed(self, request: Request, item: Work) -> RowDrafts:
         """Return the change of the device row that places the tokens which `item` verifies after the last token."""

@@ -18,9 +18,9 @@ from llmc_runtime.sched.request import Request
 
 _MEMORY = 0.9  # weight of a request's past acceptance at each verification
 _KIND_MEMORY = 0.98  # the same for all requests of a kind
-_PRIOR = 2.0  # weight of the acceptance of the kind in the estimate of one request, in drafts
-_HOPE = 0.8  # acceptance of the first draft of a kind: a text that repeats three tokens often goes on as before
-_PROBE = 64  # plans after which a draft is verified although it does not pay, to measure acceptance
+_PRIOR_WEIGHT = 2.0  # weight of the acceptance of the kind in the estimate of one request, in drafts
+_INITIAL_RATE = 0.8  # acceptance of the first draft of a kind: a text that repeats three tokens often goes on as before
+_PROBE_PERIOD = 64  # plans after which a draft is verified although it does not pay, to measure acceptance
 
 
 class LookupFirst:
@@ -28,13 +28,14 @@ class LookupFirst:
 
     def __init__(self) -> None:
         self._kinds: dict[int, tuple[float, float]] = {}  # by kind of request: drafts compared lately, and accepted
-        self._probe = _PROBE  # the plan from which on a draft is verified although it does not pay
+        self._next_probe = _PROBE_PERIOD  # the plan from which on a draft is verified although it does not pay
 
     def rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
-        weight, accepted = request.lookup_trials
-        trials, taken = self._kinds.get(kind_of(request), (0.0, 0.0))
-        return (accepted + _PRIOR * (taken + _HOPE) / (trials + 1)) / (weight + _PRIOR)
+        compared, accepted = request.lookup_trials
+        kind_compared, kind_accepted = self._kinds.get(kind_of(request), (0.0, 0.0))
+        kind_rate = (kind_accepted + _INITIAL_RATE) / (kind_compared + 1)
+        return (accepted + _PRIOR_WEIGHT * kind_rate) / (compared + _PRIOR_WEIGHT)
 
     def speed(self, request: Request, costs: Sequence[float]) -> float:
         """Return the expected tokens of a step that verifies all drafts, in the time of one without drafts.
@@ -43,31 +44,31 @@ class LookupFirst:
         """
         return expected_tokens(self.rate(request), len(costs) - 1) / (1.0 + costs[-1])
 
-    def due(self, plan: int) -> bool:
+    def probes(self, plan: int) -> bool:
         """Whether drafts are to be verified in plan number `plan` to measure their acceptance."""
-        return plan >= self._probe
+        return plan >= self._next_probe
 
-    def worth(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> int:
+    def num_to_verify(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> int:
         """Return how many of the drafts of a request to verify, in plan number `plan`.
 
         costs: see worth_verifying.
         """
         count = worth_verifying(Stop((self.rate(request),), 0.0), [0.0] * num_drafts, costs)
-        if self.due(plan):
-            count, self._probe = max(count, 1), plan + _PROBE
+        if self.probes(plan):
+            count, self._next_probe = max(count, 1), plan + _PROBE_PERIOD
         return count
 
     def take(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> None:
         """Take the drafts that prompt lookup has found for a request whose head has not drafted after it, if any."""
         request.from_lookup = request.verifies_lookup = False
         if num_drafts:
-            request.num_drafts = self.worth(request, num_drafts, costs, plan)
+            request.num_drafts = self.num_to_verify(request, num_drafts, costs, plan)
             request.from_lookup, request.likely = request.num_drafts > 0, []
 
-    def count(self, request: Request, drafts: int, accepted: int) -> None:
+    def record(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""
         compared, kind = accepted + (accepted < drafts), kind_of(request)
-        weight, past = request.lookup_trials
-        request.lookup_trials = (_MEMORY * weight + compared, _MEMORY * past + accepted)
-        trials, taken = self._kinds.get(kind, (0.0, 0.0))
-        self._kinds[kind] = (_KIND_MEMORY * trials + compared, _KIND_MEMORY * taken + accepted)
+        past_compared, past_accepted = request.lookup_trials
+        request.lookup_trials = (_MEMORY * past_compared + compared, _MEMORY * past_accepted + accepted)
+        past_compared, past_accepted = self._kinds.get(kind, (0.0, 0.0))
+        self._kinds[kind] = (_KIND_MEMORY * past_compared + compared, _KIND_MEMORY * past_accepted + accepted)

@@ -164,10 +164,7 @@ class Scheduler(LiveRequests):
             if request.status is _FINISHED:
                 continue  # it ended while the step ran
             if item.drafts:
-                run = [(token, row_logprobs), *output.accepted[index]]
-                masked = run[: request.num_masked]
-                deltas.append(self._append_run(request, item, masked))
-                take_drafts(request, item, output, self._proposals, len(masked), len(masked) == len(run))
+                deltas.append(self._append_verified(request, item, output, index))
                 continue
             if request.status is _RUNNING:
                 done = request.num_computed = request.num_computed + item.num_tokens
@@ -351,6 +348,14 @@ class Scheduler(LiveRequests):
             count = min(count, 1 + spare if score else scored - start)
             self._spare -= count - 1 if score else 0
         return Work(request.row, count, count == missing, score)
+
+    def _append_verified(self, request: Request, item: Work, output: StepOutput, index: int) -> RequestDelta:
+        """Append the tokens of a step that verified drafts of its request at `index`, those sampled with masks."""
+        sampled = [(output.tokens[index], output.logprobs[index]), *output.accepted[index]]
+        masked = sampled[: request.num_masked]
+        delta = self._append_run(request, item, masked)
+        take_drafts(request, item, output, self._proposals, len(masked), len(masked) == len(sampled))
+        return delta
 
     def _append_run(
         self, request: Request, item: Work, run: list[tuple[int | None, TokenLogprobs | None]]

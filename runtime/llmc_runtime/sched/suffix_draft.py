@@ -2,9 +2,9 @@
 
 The method is that of SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): occurrences are searched for in the text
 itself and in earlier outputs of the same scope, and the draft follows the continuation that is most frequent among the
-longest matches, as long as it is likely. In place of a suffix tree there is an index from each sequence of SEED tokens
-to its latest occurrences, from which matches are extended backwards. That bounds memory and time: a token takes one
-entry of an index, and a draft compares at most 2 * OCCURRENCES * LONGEST tokens.
+longest matches, as long as it is likely. In place of a suffix tree there is an index from each sequence of MIN_MATCH
+tokens to its latest occurrences, from which matches are extended backwards. That bounds memory and time: a token takes
+one entry of an index, and a draft compares at most 2 * OCCURRENCES * MAX_MATCH tokens.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 
 from llmc_runtime.sched.host_draft import Draft, DraftContext
 
-SEED = 3  # tokens of the shortest suffix that is searched for
-LONGEST = 24  # tokens by which matches are ranked
-OCCURRENCES = 16  # latest occurrences of a sequence of SEED tokens that are compared
-CATCH_UP = 1024  # tokens of the text, and of ended outputs, that are indexed per draft
-OUTPUT = 4096  # last tokens of an ended output that are kept
-KEPT = 1 << 16  # tokens of ended outputs that are kept, over all scopes
-LIKELY = 0.3  # a draft ends where its tokens together are less likely than this, by the continuations found
+MIN_MATCH = 3  # tokens of the shortest suffix that is searched for
+MAX_MATCH = 24  # tokens by which matches are ranked
+OCCURRENCES = 16  # latest occurrences of a sequence of MIN_MATCH tokens that are compared
+INDEXED_PER_DRAFT = 1024  # tokens of the text, and of ended outputs, that are indexed per draft
+MAX_OUTPUT = 4096  # last tokens of an ended output that are kept
+KEPT_TOKENS = 1 << 16  # tokens of ended outputs that are kept, over all scopes
+MIN_PROBABILITY = 0.3  # a draft ends where its tokens together are less likely than this, by the continuations found
 
 _Place = tuple[Sequence[int], int]  # tokens, and a position in them
 
 
 class _Index:
-    """The latest occurrences of each sequence of SEED tokens: the tokens in which it is, and the position after it."""
+    """The latest occurrences of each sequence of MIN_MATCH tokens: the tokens it is in, and the position after it."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], deque[_Place]] = {}
@@ -37,7 +37,7 @@ class _Index:
 
     def add(self, tokens: Sequence[int], end: int) -> None:
         """Add the sequence before `end`."""
-        seed = tuple(tokens[end - SEED : end])
+        seed = tuple(tokens[end - MIN_MATCH : end])
         places = self._places.get(seed)
         if places is None:
             places = self._places[seed] = deque(maxlen=OCCURRENCES)
@@ -45,7 +45,7 @@ class _Index:
 
     def remove(self, tokens: Sequence[int], end: int) -> None:
         """Remove the sequence before `end` of the tokens that were added first."""
-        seed = tuple(tokens[end - SEED : end])
+        seed = tuple(tokens[end - MIN_MATCH : end])
         places = self._places.get(seed)
         if places and places[0][0] is tokens and places[0][1] == end:
             places.popleft()
@@ -55,10 +55,10 @@ class _Index:
     def matches(self, text: Sequence[int]) -> Iterator[tuple[int, _Place]]:
         """Yield the occurrences of suffixes of `text`, except its own end, with their lengths in tokens."""
         known = len(text)
-        for tokens, end in self._places.get(tuple(text[-SEED:]), ()):
+        for tokens, end in self._places.get(tuple(text[-MIN_MATCH:]), ()):
             if tokens is text and end == known:
                 continue
-            length, longest = SEED, min(LONGEST, end, known)
+            length, longest = MIN_MATCH, min(MAX_MATCH, end, known)
             while length < longest and tokens[end - length - 1] == text[known - length - 1]:
                 length += 1
             yield length, (tokens, end)
@@ -66,20 +66,20 @@ class _Index:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """Tokens of which the first `done` are in the index."""
+    """Tokens of which the first `num_indexed` are in the index."""
 
     tokens: Sequence[int]
     index: _Index
     scope: str = ""
-    done: int = field(default=SEED - 1)
+    num_indexed: int = field(default=MIN_MATCH - 1)
 
     def catch_up(self, limit: int) -> int:
         """Add up to `limit` more tokens to the index. Return the limit that is left."""
-        end = min(len(self.tokens), self.done + limit)
-        for at in range(self.done + 1, end + 1):
+        end = min(len(self.tokens), self.num_indexed + limit)
+        for at in range(self.num_indexed + 1, end + 1):
             self.index.add(self.tokens, at)
-        limit -= max(0, end - self.done)
-        self.done = max(self.done, end)
+        limit -= max(0, end - self.num_indexed)
+        self.num_indexed = max(self.num_indexed, end)
         return limit
 
 
@@ -98,9 +98,9 @@ class SuffixDraft(Draft):
         text = self._live.get(context.id)
         if text is None:
             text = self._live[context.id] = _Text(context.tokens, _Index())
-        text.catch_up(CATCH_UP)
+        text.catch_up(INDEXED_PER_DRAFT)
         self._index_ended()
-        longest, places = SEED, list[_Place]()
+        longest, places = MIN_MATCH, list[_Place]()
         for index in (text.index, self._scopes.get(context.scope)):
             for length, place in index.matches(context.tokens) if index else ():
                 if length > longest:
@@ -112,44 +112,44 @@ class SuffixDraft(Draft):
     def end(self, context: DraftContext) -> None:
         """Keep the output for later ones of its scope."""
         self._live.pop(context.id, None)
-        output = tuple(context.tokens[context.num_prompt :][-OUTPUT:])
-        if len(output) <= SEED:
+        output = tuple(context.tokens[context.num_prompt :][-MAX_OUTPUT:])
+        if len(output) <= MIN_MATCH:
             return
         text = _Text(output, self._scopes.setdefault(context.scope, _Index()), context.scope)
         self._ended.append(text)
         self._behind.append(text)
         self._kept += len(output)
-        while self._kept > KEPT:
+        while self._kept > KEPT_TOKENS:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         text = self._ended.popleft()
         if self._behind and self._behind[0] is text:
             self._behind.popleft()
-        for at in range(SEED, text.done + 1):
+        for at in range(MIN_MATCH, text.num_indexed + 1):
             text.index.remove(text.tokens, at)
         if not text.index and not any(other.index is text.index for other in self._ended):
             del self._scopes[text.scope]
         self._kept -= len(text.tokens)
 
     def _index_ended(self) -> None:
-        limit = CATCH_UP
+        limit = INDEXED_PER_DRAFT
         while self._behind and limit:
             limit = self._behind[0].catch_up(limit)
-            if self._behind[0].done == len(self._behind[0].tokens):
+            if self._behind[0].num_indexed == len(self._behind[0].tokens):
                 self._behind.popleft()
 
 
 def _continued(places: list[_Place], max_tokens: int) -> Iterator[int]:
     """Yield the tokens that most of the continuations agree on, up to `max_tokens`, while they are likely together."""
-    likely = 1.0
+    probability = 1.0
     for ahead in range(max_tokens):
         places = [(tokens, end) for tokens, end in places if end + ahead < len(tokens)]
         if not places:
             return
         token, count = Counter(tokens[end + ahead] for tokens, end in places).most_common(1)[0]
-        likely *= count / len(places)
-        if likely < LIKELY:
+        probability *= count / len(places)
+        if probability < MIN_PROBABILITY:
             return
         places = [(tokens, end) for tokens, end in places if tokens[end + ahead] == token]
         yield token
