@@ -65,6 +65,7 @@ FOLDER = ROOT / "build" / "gpu" / "sampled"
 TARGET = "cuda:sm_90"
 ROWS, PAGES = 512, 800  # of a step, and of the KV cache; each row needs one or two pages of its own
 BLOCK, GUIDED_BLOCK = 2500, 500  # continuations that a process samples before it goes to the next setting
+GRACE = 1.0  # seconds that a step waits for masks, so that those after drafts come in time
 LIMIT = 4.5  # standard deviations from the expected chi-square
 PLAIN, WRONG = "plain", "wrong"  # no drafts; prompt lookup with the planted error
 OTHER_SEEDS = 1 << 40  # distance of the seeds of plain decoding from those of the methods
@@ -154,6 +155,7 @@ def work(method: str, number: int, target: str, count: int, settings: Sequence[s
         force_drafts(monkeypatch, overlap=True)
         count_overlaps(monkeypatch, found.steps)
         llm = LLM(artifact, say=lambda text: None, speculate=speculate, kv_cache_memory_bytes=PAGES * kv.bytes_per_page)
+        llm.engine._grace = GRACE
         tasks = {name: task_of(llm, name) for name in settings}
         found.prompts = {name: task.prompt for name, task in tasks.items()}
         if method == PLAIN and not number:
