@@ -63,7 +63,8 @@ from llmc.options import Options  # noqa: E402
 pytestmark = pytest.mark.gpu
 FOLDER = ROOT / "build" / "gpu" / "sampled"
 TARGET = "cuda:sm_90"
-ROWS, PAGES = 512, 800  # of a step, and of the KV cache; each row needs one or two pages of its own
+LOGITS = 512  # of a step: rows with their drafts
+ROWS, PAGES = LOGITS // (1 + DRAFTS), 200  # of an engine; each row needs one or two pages of its own
 BLOCK, GUIDED_BLOCK = 2500, 500  # continuations that a process samples before it goes to the next setting
 GRACE = 1.0  # seconds that a step waits for masks, so that those after drafts come in time
 LIMIT = 4.5  # standard deviations from the expected chi-square
@@ -90,7 +91,7 @@ def make(names: Sequence[str], target: str = TARGET, cache: Path = FOLDER / "cac
 def make_one(name: str, target: str, cache: Path) -> None:
     """Compile an artifact in float32, in which kernels for other numbers of tokens round nearly alike."""
     options = Options(
-        target=target, dtype="float32", max_model_len=96, max_num_seqs=ROWS, speculate=DRAFTS,
+        target=target, dtype="float32", max_model_len=96, max_num_seqs=LOGITS, speculate=DRAFTS,
         draft=HEADS.get(name, HEADS["draft"]), cache=cache,
     )  # fmt: skip
     with patch.object(template, "load", wrong_rule if name == WRONG else template.load):
@@ -149,12 +150,13 @@ def work(method: str, number: int, target: str, count: int, settings: Sequence[s
     artifact = FOLDER / target / (method if method == WRONG else artifact_of(method))
     kv = Manifest.load((artifact / "manifest.json").read_bytes()).kv
     speculate = None if method == PLAIN else METHODS.get(method, METHODS["ngram"])
+    options = {"speculate": speculate, "max_num_seqs": ROWS, "kv_cache_memory_bytes": PAGES * kv.bytes_per_page}
     found = Sampled(method, {name: Cell() for name in settings}, {}, {}, Counter())
     begin = SEED * 10**6 + (OTHER_SEEDS if method == PLAIN else 0)
     with pytest.MonkeyPatch.context() as monkeypatch:
         force_drafts(monkeypatch, overlap=True)
         count_overlaps(monkeypatch, found.steps)
-        llm = LLM(artifact, say=lambda text: None, speculate=speculate, kv_cache_memory_bytes=PAGES * kv.bytes_per_page)
+        llm = LLM(artifact, say=lambda text: None, **options)
         llm.engine._grace = GRACE
         tasks = {name: task_of(llm, name) for name in settings}
         found.prompts = {name: task.prompt for name, task in tasks.items()}
@@ -263,11 +265,18 @@ def faults(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> list[str
         name = f"{row.method}, {row.setting}"
         if (row.deviate > LIMIT) != (row.method == WRONG):
             wrong.append(f"{name}: {row.deviate:.1f} standard deviations")
-        if not 0 < row.accepted < row.drafts:
-            wrong.append(f"{name}: {row.accepted} of {row.drafts} drafts accepted")
-        if not row.preemptions:
-            wrong.append(f"{name}: no request was preempted")
-    wrong += [f"{m}: no step overlapped with another one" for m, part in found.items() if not part.steps["overlapped"]]
+        if not row.accepted:
+            wrong.append(f"{name}: none of {row.drafts} drafts accepted")
+    for method, part in found.items():
+        drafts, accepted, preemptions = (
+            sum(getattr(cell, name) for cell in part.cells.values()) for name in ("drafts", "accepted", "preemptions")
+        )
+        if drafts == accepted and method != PLAIN:
+            wrong.append(f"{method}: all of {drafts} drafts accepted")
+        if not preemptions:
+            wrong.append(f"{method}: no request was preempted")
+        if not part.steps["overlapped"]:
+            wrong.append(f"{method}: no step overlapped with another one")
     return wrong
 
 

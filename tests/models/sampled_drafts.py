@@ -63,7 +63,7 @@ def task_of(llm: LLM, setting: str) -> Task:
         first = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=1, logprobs=IDS), use_tqdm=False)[0]
         logprobs, words = first.outputs[0].logprobs, list(first.prompt_token_ids or ())
         assert logprobs is not None
-        ids = [token for token, _ in zip(logprobs[0], range(IDS))]
+        ids = list(logprobs[0] or ())[:IDS]
         orders = [*ids, *ids, *ids[::-1]]
     size = llm.config.page_size
     prompt = [*(ids * size)[: -(len(orders) + len(words) + 2) % size], *orders, *words]

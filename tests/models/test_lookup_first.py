@@ -95,9 +95,12 @@ def test_acceptance_is_counted_apart() -> None:
     assert third.lookup_trials[0] == 1 and third.draft_trials[0] > 1, "a guide excludes a draft of one or the other"
     costs = [0.0, 0.2, 0.3, 0.4, 0.5]
     assert lookup.num_to_verify(other, 4, costs, 1) == 4 and lookup.num_to_verify(request, 4, costs, 1) == 0
-    assert [lookup.num_to_verify(request, 4, costs, plan) for plan in (64, 65, 127, 128)] == [1, 0, 0, 1], (
-        "one in 64 plans"
-    )
+    plans = (64, 65, 191, 192, 447, 448, 959, 960, 1471, 1472)
+    probes = [plan for plan in plans if lookup.num_to_verify(request, 4, costs, plan)]
+    assert probes == [64, 192, 448, 960, 1472], "after 64 plans, then rarer and rarer"
+    lookup.record(request, 4, 1)
+    lookup.num_to_verify(request, 4, costs, 1984)
+    assert lookup.probes(1984 + 128) and not lookup.probes(1984 + 127)
 
 
 @pytest.mark.slow

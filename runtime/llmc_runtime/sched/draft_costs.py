@@ -137,6 +137,7 @@ class DraftCount:
     def __init__(self, max_drafts: int, together: bool) -> None:
         self.costs, self.together = StepCosts(), together
         self.drafting = StepCosts()  # what a step takes longer if it drafts, by the number of drafts per row
+        self.entries = StepCosts()  # of a step in which a head computes its entries, but makes no draft
         self._candidates = [0, *(drafts for drafts in (1, 2, 3, 5, 8, 12, 16, 24) if drafts < max_drafts), max_drafts]
         self._tries: dict[tuple[int, int], int] = {}  # plans that were made to measure, by rows and drafts
 
@@ -204,6 +205,7 @@ class DraftCount:
         """Measure all numbers of drafts again, since costs change with the length of the sequences."""
         self.costs.measure_again(rows)
         self.drafting.measure_again(rows)
+        self.entries.measure_again(rows)
         self._tries = {key: tries for key, tries in self._tries.items() if key[0] != rounded_rows(rows)}
 
     def learn(self, rows: int, verified: float, proposed: float, seconds: float, stops: bool) -> None:
@@ -233,6 +235,11 @@ class DraftCount:
             return (with_verified + self.costs.seconds(rows, proposed)) / (2 * plain)
         more_drafting = self.drafting.seconds(rows, proposed) - self.drafting.seconds(rows, verified)
         return (with_verified + more_drafting) / plain
+
+    def cost_of_entries(self, rows: int) -> float:
+        """Return the time in which a head computes its entries, relative to a step without; 0 if it is unknown."""
+        plain, with_entries = self.costs.seconds(rows, 0), self.entries.seconds(rows, 0)
+        return max(0.0, with_entries / plain - 1.0) if plain and with_entries else 0.0
 
     def cost_of_draft(self, rows: int) -> float:
         """Return the duration of making and verifying one more draft of each row, relative to a step without drafts."""

@@ -58,10 +58,17 @@ class Trials:
         self.credit = min(_MAX_CREDIT, self.credit + _TRIAL_SHARE * (plan - self._earned_until))
         self._earned_until = plan
 
-    def wait_for_credit(self, plan: int) -> int:
-        """Return after how many plans a trial can be paid, at plan number `plan`; 0 if it can be now."""
+    def wait_for_credit(self, plan: int, more: float = 0.0) -> int:
+        """Return after how many plans a trial can be paid, at plan number `plan`; 0 if it can be now.
+
+        more: what is spent on it before it begins.
+        """
         self.earn(plan)
-        return max(0, ceil((_TRIAL_COST - self.credit) / _TRIAL_SHARE))
+        return max(0, ceil((_TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
+
+    def spend(self, steps: float) -> None:
+        """Record that drafting has cost as long as `steps` steps without drafts, and gave nothing."""
+        self.credit -= steps
 
     def record_step(self, tokens: float, steps: float) -> None:
         """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""

@@ -20,7 +20,9 @@ _MEMORY = 0.9  # weight of a request's past acceptance at each verification
 _KIND_MEMORY = 0.98  # the same for all requests of a kind
 _PRIOR_WEIGHT = 2.0  # weight of the acceptance of the kind in the estimate of one request, in drafts
 _INITIAL_RATE = 0.8  # acceptance of the first draft of a kind: a text that repeats three tokens often goes on as before
-_PROBE_PERIOD = 64  # plans after which a draft is verified although it does not pay, to measure acceptance
+# Plans after which a draft is verified although it does not pay, to measure acceptance: at first, and at most. They are
+# doubled each time until a draft is accepted.
+_FIRST_WAIT, _LAST_WAIT = 64, 512
 
 
 class LookupFirst:
@@ -28,7 +30,7 @@ class LookupFirst:
 
     def __init__(self) -> None:
         self._kinds: dict[int, tuple[float, float]] = {}  # by kind of request: drafts compared lately, and accepted
-        self._next_probe = _PROBE_PERIOD  # the plan from which on a draft is verified although it does not pay
+        self._wait = self._next_probe = _FIRST_WAIT  # plans between probes, and the plan from which on one is made
 
     def rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
@@ -55,7 +57,8 @@ class LookupFirst:
         """
         count = worth_verifying(Stop((self.rate(request),), 0.0), [0.0] * num_drafts, costs)
         if self.probes(plan):
-            count, self._next_probe = max(count, 1), plan + _PROBE_PERIOD
+            self._wait = min(2 * self._wait, _LAST_WAIT)
+            count, self._next_probe = max(count, 1), plan + self._wait
         return count
 
     def take(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> None:
@@ -67,6 +70,8 @@ class LookupFirst:
 
     def record(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""
+        if accepted:
+            self._wait = _FIRST_WAIT
         compared, kind = accepted + (accepted < drafts), kind_of(request)
         past_compared, past_accepted = request.lookup_trials
         request.lookup_trials = (_MEMORY * past_compared + compared, _MEMORY * past_accepted + accepted)

@@ -62,6 +62,7 @@ class Speculation:
         self._batch_trials = Trials(0)  # what drafting has gained and cost where the number is chosen for all rows
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
         self._probe_plan = 0  # the plan of the next probe of a draft model
+        self._warm_plans = 0  # consecutive plans, this one included, in which a head only warms up for a probe
         self._idle_until = 0  # the plan before which nothing is to be decided for the single row, which does not draft
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
@@ -77,7 +78,7 @@ class Speculation:
         else:
             self._idle = plan < self._idle_until and len(running) == 1 and running[0].id == self._single_id
         if self._idle:
-            self.plans = plan
+            self.plans, self._warm_plans = plan, 0
         return self._idle
 
     def begin(self, running: Sequence[Request], room: int) -> None:
@@ -134,7 +135,7 @@ class Speculation:
             if self._rows == 1:
                 self._single_trials.earn(self.plans)
             self._rows, self._single_id, self._choice = 1, request.id, Choice(0, measures=True)
-            self._single_trials = self._trials_by_kind[kind_of(request)]
+            self._single_trials, self._warm_plans = self._trials_by_kind[kind_of(request)], 0
             self._single_trials.begin(self.plans)
             if self.config.head:
                 # It may differ from those before it.
@@ -143,14 +144,29 @@ class Speculation:
         if self._choice.max_drafts and not self._choice.measures:
             self._wait_for_probe(self._first_wait)
         if self._choice.max_drafts or self._choice.measures:
-            return
+            self._warm_plans = 0
+        else:
+            self._wait_or_probe()
+
+    def _wait_or_probe(self) -> None:
+        """Probe the single row, whose drafts do not pay, or let it wait for that.
+
+        A probe is paid from the credit of its kind, and so are the plans in which a head warms up for it.
+        """
+        trials, warm_up, cost = self._single_trials, 0, 0.0
+        if self.config.head:
+            warm_up, cost = WARM_UP_PLANS, self.draft_count.cost_of_entries(1)
+        if not self._warm_plans and self.plans >= self._probe_plan - warm_up:
+            if missing := trials.wait_for_credit(self.plans, warm_up * cost):
+                self._next_probe(missing + warm_up)
         if self.plans >= self._probe_plan:
-            if not (missing := self._single_trials.wait_for_credit(self.plans)):
-                self._probes = 1
-                self._wait_for_probe(min(2 * self._single_trials.wait, self._last_wait))
-                return
-            self._next_probe(missing + WARM_UP_PLANS)
-        self._idle_until = self._probe_plan - (WARM_UP_PLANS if self.config.head else 0)
+            self._probes, self._warm_plans = 1, 0
+            self._wait_for_probe(min(2 * trials.wait, self._last_wait))
+            return
+        self._idle_until = self._probe_plan - warm_up
+        if self.plans >= self._idle_until:
+            self._warm_plans += 1
+            trials.spend(cost)
 
     def _wait_for_probe(self, wait: int) -> None:
         self._single_trials.wait = wait
@@ -345,6 +361,9 @@ class Speculation:
             proposed += len(output.likely.get(index, ())) if self.config.stops else item.propose
             fill += item.fill
         rows = len(work)
+        if self._warm_plans and not (verified or proposed or fill):
+            self.draft_count.entries.record(rows, 0, seconds)
+            return
         if not self._has_model:
             self.draft_count.costs.record(rows, verified / rows, seconds)
             proposed = verified  # they cost nothing apart
