@@ -2,7 +2,8 @@
 
     python -m bench.speculation [--model DIR] [--draft DIR] [--head DIR] [--drafts K] [--every]
                                 [--loads TEXT] [--rounds N] [--threads N] [--artifacts DIR]
-                                [--step-costs A,B,... [--draft-cost N] [--head-cost N] [--cold-cost N] [--seed N]]
+                                [--step-costs A,B,... [--draft-cost N] [--head-cost N] [--cold-cost N] [--entry-cost N]
+                                [--seed N]]
 
 The contenders take turns: the model compiled without --speculate, compiled with --speculate and --draft but not
 speculating, speculating by prompt lookup, by the draft model, and by the EAGLE-3 head of an artifact of its own. They
@@ -168,10 +169,12 @@ def step_clocks(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Ste
     """Return the clock of each contender if there are costs of steps, else none."""
     if not args.step_costs:
         return {}
-    one_pass = {"draft": args.draft_cost, "eagle": args.head_cost}
+    one_pass, entries = {"draft": args.draft_cost, "eagle": args.head_cost}, {"eagle": args.entry_cost}
     tokens = tuple(map(float, args.step_costs.split(",")))
     return {
-        name: StepClock(StepCosts(tokens, one_pass.get(name, 0.0), args.cold_cost), f"{name} {args.seed}")
+        name: StepClock(
+            StepCosts(tokens, one_pass.get(name, 0.0), args.cold_cost, entries.get(name, 0.0)), f"{name} {args.seed}"
+        )
         for name in names
     }
 
@@ -205,6 +208,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     costs.add_argument("--head-cost", type=float, default=0.18, metavar="N", help="of a pass of the head (0.18)")
     costs.add_argument("--draft-cost", type=float, default=0.24, metavar="N", help="the same of the model (0.24)")
     costs.add_argument("--cold-cost", type=float, default=0.0, metavar="N", help="of the first draft after a pause (0)")
+    costs.add_argument("--entry-cost", type=float, default=0.0, metavar="N", help="of a head's entries, no drafts (0)")
     costs.add_argument("--seed", type=int, default=0, help="of the random part of durations (0)")
     return p.parse_args(words)
 

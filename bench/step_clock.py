@@ -28,15 +28,21 @@ class StepCosts:
     tokens: a step that computes 1, 2, 3 and so on tokens: one per row, and the drafts that are verified. The last two
     costs are continued for more tokens. one_pass: a pass of the draft model or head for one row; for several it grows
     as that of steps. cold: how much longer the first step that verifies or drafts takes after one that does not, since
-    what it reads has left the caches.
+    what it reads has left the caches. entries: how much longer a step without drafts takes if it is not plain, so that
+    a head computes its entries.
     """
 
     tokens: tuple[float, ...]
     one_pass: float
     cold: float = 0.0
+    entries: float = 0.0
 
     def __post_init__(self) -> None:
-        if len(self.tokens) < 2 or self.tokens[0] != 1.0 or min(*self.tokens, self.one_pass, self.cold) < 0:
+        if (
+            len(self.tokens) < 2
+            or self.tokens[0] != 1.0
+            or min(*self.tokens, self.one_pass, self.cold, self.entries) < 0
+        ):
             raise SystemExit("step costs: two numbers or more, of which the first is 1 and none is negative")
 
     def steps(self, rows: int, drafts: int, passes: int) -> float:
@@ -59,12 +65,14 @@ class StepClock:
         """Return the time."""
         return self._now
 
-    def ran(self, work: Sequence[Work], output: StepOutput) -> None:
+    def ran(self, work: Sequence[Work], output: StepOutput, plain: bool = True) -> None:
         """Advance by the duration of a step."""
         drafts, passes = sum(item.drafts for item in work), passes_of(work, output)
         steps = self._costs.steps(len(work), drafts, passes)
         if drafts or passes:
             steps += 0.0 if self._warm else self._costs.cold
+        elif not plain:
+            steps += self._costs.entries
         self._warm = bool(drafts or passes)
         self._now += STEP * steps * self._random.uniform(LEAST, MOST)
 
@@ -83,11 +91,11 @@ class Clocked:
 
     def __init__(self, inner: Executor, clock: StepClock) -> None:
         self._inner, self._clock, self.depth = inner, clock, inner.depth
-        self._work: deque[list[Work]] = deque()  # of the steps in flight
+        self._work: deque[tuple[list[Work], bool]] = deque()  # of the steps in flight, and whether they are plain
 
     def launch(self, step: Step) -> Any:
         """Start a step."""
-        self._work.append(step.work)
+        self._work.append((step.work, step.plain))
         return self._inner.launch(step)
 
     def guide(self, ticket: Any, masks: Sequence[RowMasks]) -> None:
@@ -97,7 +105,8 @@ class Clocked:
     def wait(self, ticket: Any) -> StepOutput:
         """Wait for a step, and let the clock advance."""
         output = self._inner.wait(ticket)
-        self._clock.ran(self._work.popleft(), output)
+        work, plain = self._work.popleft()
+        self._clock.ran(work, output, plain)
         return output
 
     def settle(self) -> None:

@@ -55,15 +55,19 @@ def test_the_policy_goes_by_the_costs() -> None:
 
 
 def test_times_of_steps() -> None:
-    costs = StepCosts(MEASURED, 0.5, 0.7)
+    costs = StepCosts(MEASURED, 0.5, 0.7, 0.3)
     assert [costs.steps(1, k, 0) for k in (0, 1, 4)] == [1.0, 1.2, 1.6] and costs.steps(3, 1, 0) == 1.4
     assert costs.steps(1, 6, 0) == costs.steps(7, 0, 0) == pytest.approx(2.0), "the table is continued"
     assert costs.steps(1, 2, 3) == pytest.approx(2.75) and costs.steps(2, 0, 1) == pytest.approx(1.8)
     clock, times = StepClock(costs, "0"), [0.0]
-    for work in (Work(0, 1, True), Work(0, 2, True, drafts=1), Work(0, 2, True, drafts=1)):
-        clock.ran([work], StepOutput([1], [None]))
+    for work, plain in (
+        (Work(0, 1, True), True),
+        *[(Work(0, 2, True, drafts=1), False)] * 2,
+        (Work(0, 1, True), False),
+    ):
+        clock.ran([work], StepOutput([1], [None]), plain)
         times.append(clock())
-    for took, steps in zip((b - a for a, b in pairwise(times)), (1.0, 1.9, 1.2), strict=True):
+    for took, steps in zip((b - a for a, b in pairwise(times)), (1.0, 1.9, 1.2, 1.3), strict=True):
         assert LEAST * steps <= took / STEP <= MOST * steps, "the first drafts after a step without are cold"
     with pytest.raises(SystemExit, match="the first is 1"):
         StepCosts((1.1, 1.2), 0.1)
