@@ -38,11 +38,8 @@ class StepCosts:
     entries: float = 0.0
 
     def __post_init__(self) -> None:
-        if (
-            len(self.tokens) < 2
-            or self.tokens[0] != 1.0
-            or min(*self.tokens, self.one_pass, self.cold, self.entries) < 0
-        ):
+        least = min(*self.tokens, self.one_pass, self.cold, self.entries)
+        if len(self.tokens) < 2 or self.tokens[0] != 1.0 or least < 0:
             raise SystemExit("step costs: two numbers or more, of which the first is 1 and none is negative")
 
     def steps(self, rows: int, drafts: int, passes: int) -> float:
