@@ -16,6 +16,7 @@ _FEWEST_MEASUREMENTS = 2  # measurements after which a number of drafts is given
 _MAX_TRIES = 8 * _MEASUREMENTS  # plans after which a number of drafts is given up if too few steps had it
 _MIN_GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those of plain decoding
 MIN_SINGLE_GAIN = 1.03  # the same for a choice that is made anew after each verification
+_MAX_ENTRIES = 0.25  # largest time of a head's entries that counts, relative to a step; a longer one was interrupted
 _SMALLEST_SHARE = 1e-6  # drafts per row of a step with the fewest drafts
 _MAX_HOPE, _HOPE_MARGIN = 0.95, 0.15  # optimistic acceptance: the rows' mean plus _HOPE_MARGIN, at most _MAX_HOPE
 
@@ -238,8 +239,10 @@ class DraftCount:
 
     def cost_of_entries(self, rows: int) -> float:
         """Return the time in which a head computes its entries, relative to a step without; 0 if it is unknown."""
-        plain, with_entries = self.costs.seconds(rows, 0), self.entries.seconds(rows, 0)
-        return max(0.0, with_entries / plain - 1.0) if plain and with_entries else 0.0
+        plain = self.costs.seconds(rows, 0)
+        if not plain or not self.entries.is_measured(rows, 0):
+            return 0.0
+        return max(0.0, min(_MAX_ENTRIES, self.entries.seconds(rows, 0) / plain - 1.0))
 
     def cost_of_draft(self, rows: int) -> float:
         """Return the duration of making and verifying one more draft of each row, relative to a step without drafts."""
