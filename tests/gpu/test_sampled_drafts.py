@@ -70,7 +70,7 @@ GRACE = 1.0  # seconds that a step waits for masks, so that those after drafts c
 LIMIT = 4.5  # standard deviations from the expected chi-square
 PLAIN, WRONG = "plain", "wrong"  # no drafts; prompt lookup with the planted error
 OTHER_SEEDS = 1 << 40  # distance of the seeds of plain decoding from those of the methods
-PROCESSES: Mapping[str, int] = {PLAIN: 2, **dict.fromkeys(METHODS, 3), WRONG: 1}
+PROCESSES: Mapping[str, int] = {PLAIN: 4, **dict.fromkeys(METHODS, 3), WRONG: 1}
 # In row_accept: an entry takes the draft after it in place of its sample, if the sample is another, larger id.
 TAKEN = "sampled = tl.load(sampled_ptr + at, mask=verifies, other=0)"
 KEPT = """
@@ -218,12 +218,13 @@ def sampled(target: str, count: int, settings: Sequence[str], limit: float) -> d
 
 @dataclass(frozen=True)
 class Comparison:
-    """The chi-square of a cell beside plain decoding with other seeds, as a normal deviate; of its first block, how
-    many continuations differ from those of plain decoding with the same seeds.
+    """The chi-square of `count` of a cell's continuations beside plain decoding with other seeds, as a normal deviate;
+    of its first block, how many continuations differ from those of plain decoding with the same seeds.
     """
 
     method: str
     setting: str
+    sampled: int
     count: int
     deviate: float
     changed: int
@@ -243,7 +244,15 @@ def comparisons(found: Mapping[str, Sampled]) -> Iterator[Comparison]:
             ours, others = (fewer(x.counts, count) for x in (cell, plain.cells[name]))
             changed = sum(map(ne, cell.first, plain.same[name]))
             yield Comparison(
-                method, name, count, score(ours, others), changed, cell.drafts, cell.accepted, cell.preemptions
+                method,
+                name,
+                cell.count,
+                count,
+                score(ours, others),
+                changed,
+                cell.drafts,
+                cell.accepted,
+                cell.preemptions,
             )
 
 
@@ -292,10 +301,10 @@ def test_continuations_with_drafts_are_distributed_like_those_without() -> None:
 
 def table(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> str:
     """Return the comparisons and the counts of steps as Markdown."""
-    heads = ("method, setting", "continuations", "deviation", "changed", "drafts accepted", "preemptions")
+    heads = ("method, setting", "continuations", "compared", "deviation", "changed", "drafts accepted", "preemptions")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        cells = [f"{row.method}, {row.setting}", str(row.count), f"{row.deviate:.2f}"]
+        cells = [f"{row.method}, {row.setting}", str(row.sampled), str(row.count), f"{row.deviate:.2f}"]
         cells += [f"{row.changed} of {block(row.setting)}", f"{row.accepted} of {row.drafts}", str(row.preemptions)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{method}: {dict(part.steps)}" for method, part in found.items())])
