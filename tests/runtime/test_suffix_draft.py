@@ -53,7 +53,7 @@ def test_a_text_that_grows_is_followed() -> None:
 
 
 def test_long_texts_are_indexed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix_draft, "CATCH_UP", 4)
+    monkeypatch.setattr(suffix_draft, "INDEXED_PER_DRAFT", 4)
     draft = SuffixDraft()
     tokens = [*range(10, 30), 27, 28, 29]
     one = context(0, tokens)
@@ -65,9 +65,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random outputs of random scopes: the counted memory equals that in use, and indexes end with their outputs."""
     print(f"seed {SEED}")
     rng = random.Random(SEED)
-    monkeypatch.setattr(suffix_draft, "KEPT", 300)
-    monkeypatch.setattr(suffix_draft, "OUTPUT", 100)
-    monkeypatch.setattr(suffix_draft, "CATCH_UP", 50)
+    monkeypatch.setattr(suffix_draft, "KEPT_TOKENS", 300)
+    monkeypatch.setattr(suffix_draft, "MAX_OUTPUT", 100)
+    monkeypatch.setattr(suffix_draft, "INDEXED_PER_DRAFT", 50)
     draft = SuffixDraft()
     for number in range(400):
         tokens = rng.choices(range(5), k=rng.randrange(1, 200))
