@@ -225,7 +225,7 @@ def test_fewer_steps(pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> 
     costs = speculation.draft_count.costs
     for drafts in (0, 1, 2, 3, 4) * 3:
         costs.record(1, drafts, 1 + 0.1 * drafts)
-    monkeypatch.setattr(costs, "add", lambda rows, drafts, seconds: None)
+    monkeypatch.setattr(costs, "record", lambda rows, drafts, seconds: None)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     steps = []
     for llm in pair:
