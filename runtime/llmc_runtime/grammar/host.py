@@ -51,6 +51,7 @@ class Host:
                     ended.recv(4096)
                     self._reap()
                 elif not self._take_order():
+                    signal.set_wakeup_fd(-1)  # workers may end after `wakeup` is closed
                     self._kill_all()
                     return
 
