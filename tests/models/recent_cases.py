@@ -173,11 +173,15 @@ RECENT = (
             "audioflamingo3",
             "fun_asr_nano",
             "glmasr",
-            "musicflamingo",
             "qwen2_audio",
             "qwen3_asr",
             "voxtral",
         )
+    ),
+    Case(
+        "musicflamingo",
+        "musicflamingo",
+        {"text_config": SMALL | {"head_dim": 16}, "audio_config": AUDIO | {"model_type": "audioflamingo3_encoder"}},
     ),
     *(Case(name, name, GRANITE_SPEECH) for name in ("granite_speech", "granite_speech_plus")),
     Case("vibevoice_asr", "vibevoice_asr", VIBEVOICE),
