@@ -14,7 +14,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
-from llmc_runtime.speculate_option import DRAFTED
+from llmc_runtime.speculate_option import DEFAULT_DRAFTS
 
 from llmc.builtin import EXTENSION
 from llmc.diagnostics import Diagnostic
@@ -46,7 +46,9 @@ def _drafted_tokens(text: str) -> int:
         return int(text)
     except ValueError:
         cause = f"{text[:60]!r} is not a number of drafted tokens, 0 to {MAX_DRAFTS}"
-        remedy = f"compile with --speculate {DRAFTED}; a method such as ngram is an option of llmc-run and llmc-serve"
+        remedy = (
+            f"compile with --speculate {DEFAULT_DRAFTS}; a method such as ngram is an option of llmc-run and llmc-serve"
+        )
         raise argparse.ArgumentTypeError(f"{cause}; {remedy}") from None
 
 
