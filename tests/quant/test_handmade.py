@@ -20,7 +20,6 @@ from quant.test_decode import opened
 
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
-from llmc.frontend.quantization_files import with_quantization
 from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.quant.typed_weights import use_codes
@@ -377,31 +376,3 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def open_all(folder: Path) -> None:
     with opened(folder):
         pass
-
-
-@pytest.mark.parametrize("name", ["gptq-head", "fp8-plain-modules"])
-def test_a_checkpoint_that_does_not_say_how_it_is_quantised(name: str, tmp_path: Path) -> None:
-    folder = made(CASES[name], tmp_path / "model").folder
-    edit(folder, lambda c: c.pop("quantization_config"))
-    fails("E340", "no quantization_config", "quantize_config.json", do=lambda: open_all(folder))
-
-
-def test_the_old_key_of_the_configuration(tmp_path: Path) -> None:
-    """`compression_config` counts unless it contradicts `quantization_config`."""
-    folder = made(CASES["gptq-head"], tmp_path / "model").folder
-    edit(folder, lambda c: c.update(compression_config=c.pop("quantization_config")))
-    with opened(folder) as checkpoint:
-        assert len(checkpoint.formats) == 15
-    edit(folder, lambda c: c.update(quantization_config=GPTQ | {"bits": 8}))
-    fails("E340", "compression_config", "bits", "4", "8", do=lambda: open_all(folder))
-
-
-def test_places_of_the_configuration() -> None:
-    """The first that has a key counts; the text model of a larger model has its own."""
-    assert with_quantization({"text_config": {"quantization_config": GPTQ}}, {})["quantization_config"] == GPTQ
-    one = {"quantization_config": {"quant_method": "gptq", "bits": 4, "checkpoint_format": None}}
-    beside = {"quantize_config.json": {"bits": 4, "checkpoint_format": "gptq_v2", "group_size": 32}}
-    want = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2", "group_size": 32}
-    assert with_quantization(one, beside)["quantization_config"] == want
-    old = {"compression_config": {"format": "dense"}}
-    assert with_quantization(old, {})["quantization_config"]["quant_method"] == "compressed-tensors"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, STREAMING, Binding, CudaKernel
@@ -20,7 +21,7 @@ KV_TILES = "llmc.codegen.backends.cuda.kernels:kv_tiles.cuh"
 HALVES, F8 = ("bf16", "f16"), "f8e4m3"
 TILE, ROW_BYTES = 16, 128  # tokens of a tile; bytes of a row of a stripe
 STEP = 64  # heads are multiples of so many elements
-SWIZZLES = {128: 3, 64: 2}  # of tensor maps, by the bytes of a row
+SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # of tensor maps, by the bytes of a row
 MAX_HEAD, MAX_GROUP = 256, 16  # elements of a head, query heads of a key head
 SCHEDULES = ((4, 2), (4, 1), (2, 2), (4, 3), (2, 3), (2, 4), (8, 1), (4, 4))  # warps, stages
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
