@@ -103,7 +103,9 @@ def drafted(model: Any, head: Any, tokens: list[int], count: int, bias: Mapping[
         length = embedding.shape[1]
         positions = torch.arange(length)[None]
         mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
-        tables = head.rotary_emb(embedding, positions)
+        # Rotary tables of models that read images take a position for each of three axes.
+        of_axes = positions.expand(3, 1, -1) if hasattr(head.rotary_emb, "mrope_section") else positions
+        tables = head.rotary_emb(embedding, of_axes)
         x = head.layers[0](embedding, hidden, tables, mask, positions, None)
         logits = head.shared_head(x[0, -1]).float()
         for token, value in bias.items():
