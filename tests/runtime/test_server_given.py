@@ -65,6 +65,8 @@ def test_contents_that_are_missing(server: Served) -> None:
         for role in ("user", "system", "developer", "tool"):
             assert chat(server, [*CHAT, {"role": role, **message}])["param"] == f"messages[{len(CHAT)}].content"
     assert chat(server, [{"content": "x"}])["param"] == "messages[0].role"
+    for role in ({"a": "user"}, ["user"], 5):  # without content, too
+        assert chat(server, [*CHAT, {"role": role}])["param"] == f"messages[{len(CHAT)}].role"
     for value in (5, True, {"type": "text", "text": "x"}):
         refused = chat(server, [{"role": random.choice(("user", "assistant")), "content": value}])
         assert refused["param"] == "messages[0].content" and "a text, or a list of parts" in refused["message"]

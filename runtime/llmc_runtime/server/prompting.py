@@ -28,7 +28,7 @@ from llmc_runtime.text.detokenizer import token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # plus those that the chat template names
-CONTENT_ROLES = frozenset({"system", "developer", "user", "tool"})  # whose messages have to have content
+CONTENT_ROLES = ("system", "developer", "user", "tool")  # whose messages have to have content
 LIST_TOKENS = 262_144  # maximum for /tokenize and /detokenize, unless the model's context is longer
 _FORMS = "a text, a list of texts, a list of token ids, or a list of lists of token ids, none of them empty"
 
