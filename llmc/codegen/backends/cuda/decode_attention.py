@@ -11,8 +11,8 @@ from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, STREAMING, Binding, CudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, lacks_wgmma
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
+from llmc.codegen.paged_problem import PagedProblem
 from llmc.ir.dim import D, Dim
-from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 
@@ -32,31 +32,8 @@ WARPS, LARGE_TILE = 4, 16 << 10  # warps of a block with which an H200 was faste
 _READS, _START_US = 0.97, 4.0  # share of the bandwidth that is reached
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The sizes of a node of paged attention.
-
-    heads, kv_heads: of queries and of keys. size: elements of a head. page: tokens of a page. item: bytes of an element
-    of the pool.
-    """
-
-    heads: int
-    kv_heads: int
-    size: int
-    page: int
-    item: int
-
-    @staticmethod
-    def of(node: Node) -> Problem:
-        """Read the problem from a node with constant sizes."""
-        kv = node.operands[1].type
-        kv_heads, page, size = (int(d) for d in kv.shape[2:])
-        return Problem(int(node.operands[0].type.shape[1]), kv_heads, size, page, DTYPES[kv.dtype].bits // 8)
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key head."""
-        return self.heads // self.kv_heads
+class Problem(PagedProblem):
+    """The sizes of a node of paged attention, its tiles and its tensor map."""
 
     @property
     def tile_bytes(self) -> int:

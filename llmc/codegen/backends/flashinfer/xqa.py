@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 from types import MappingProxyType
 
@@ -15,8 +14,8 @@ from llmc.codegen.backends.flashinfer.flashinfer_toolchain import missing, remed
 from llmc.codegen.backends.flashinfer.xqa_source import DISTRIBUTION
 from llmc.codegen.emit import Sizes, describe
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Kernel, Param, Schedule, Source
+from llmc.codegen.paged_problem import PagedProblem
 from llmc.ir.dim import D
-from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 
@@ -35,31 +34,8 @@ ASSUMED_CONTEXT = 1024  # tokens per row that the cost rule assumes
 _READS, _TILE_US, _START_US = 0.75, 1.9, 3.0  # share of the bandwidth; of a block: a tile of 256 tokens, the rest
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The sizes of a node of paged attention.
-
-    heads, kv_heads: of queries and of keys. size: elements of a head. page: tokens of a page. item: bytes of an element
-    of the pool.
-    """
-
-    heads: int
-    kv_heads: int
-    size: int
-    page: int
-    item: int
-
-    @staticmethod
-    def of(node: Node) -> Problem:
-        """Read the problem from a node with constant sizes."""
-        kv = node.operands[1].type
-        kv_heads, page, size = (int(d) for d in kv.shape[2:])
-        return Problem(int(node.operands[0].type.shape[1]), kv_heads, size, page, DTYPES[kv.dtype].bits // 8)
-
-    @property
-    def group(self) -> int:
-        """Query heads of a key head."""
-        return self.heads // self.kv_heads
+class Problem(PagedProblem):
+    """The sizes of a node of paged attention, and of the kernel's tiles in shared memory."""
 
     @property
     def padded(self) -> int:
