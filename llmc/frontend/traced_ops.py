@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -52,5 +52,5 @@ def declare() -> None:
     for schema, results in OPS.items():
         name, parameters = schema.split("(", 1)
         if not hasattr(torch.ops.llmc, name):
-            torch.library.define(f"llmc::{name}", f"({parameters}", tags=torch.Tag.pt2_compliant_tag)
-            torch.library.register_fake(f"llmc::{name}", results)
+            library.define(f"llmc::{name}", f"({parameters}", tags=torch.Tag.pt2_compliant_tag)
+            library.register_fake(f"llmc::{name}", results)

@@ -18,7 +18,7 @@ from llmc.ir.opdef import op
 from llmc.ir.ops.moe import down_type, drawn_order, drawn_starts, up_type
 from llmc.ir.ops.packed_fragments import BLOCK, unpack_fragments
 from llmc.ir.ops.quantize import VALUES, check_scales
-from llmc.ir.ops.quantized_moe import check_bias, draw_stack_extras, quantized_moe_down, quantized_moe_up
+from llmc.ir.ops.quantized_moe import check_extras, draw_stack_extras, quantized_moe_down, quantized_moe_up
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -36,9 +36,7 @@ def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Any) ->
         raise Mismatch(f"values={attrs['values']!r} is not one of {', '.join(VALUES)}")
     e, c, r = scale.shape
     check_scales(code.with_shape(*code.shape[:2], columns), scale.with_shape(e, r, c), attrs["block"])
-    if attrs["zeros"] and (not extras or extras[0].shape != scale.shape):
-        raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
-    check_bias(code, extras[int(attrs["zeros"]) :])
+    check_extras(code, scale, extras, attrs["zeros"])
 
 
 def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

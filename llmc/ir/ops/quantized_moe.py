@@ -42,13 +42,17 @@ def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) ->
     check_scales(
         code.with_shape(*code.shape[:2], columns), scale.with_shape(e, c, r) if half else scale, attrs["block"]
     )
-    if attrs["zeros"] and (not extras or extras[0].shape != scale.shape):
+    check_extras(code, scale, extras, attrs["zeros"])
+
+
+def check_extras(code: Type, scale: Type, extras: list[Type], zeros: bool) -> None:
+    """Raise Mismatch unless the extras are the zero points, if there are any, and at most a bias.
+
+    Zero points have the shape of the scales, and a bias has a float for each row of the codes.
+    """
+    if zeros and (not extras or extras[0].shape != scale.shape):
         raise Mismatch(f"zeros: the zero points are the first of the extras, of the shape of {scale}")
-    check_bias(code, extras[int(attrs["zeros"]) :])
-
-
-def check_bias(code: Type, bias: list[Type]) -> None:
-    """Raise Mismatch unless the extras behind the zero points are at most one, a float for each row of the codes."""
+    bias = extras[int(zeros) :]
     if len(bias) > 1 or (bias and (DTYPES[bias[0].dtype].kind != "f" or bias[0].shape != code.shape[:2])):
         raise Mismatch(f"{', '.join(map(str, bias))}: a bias has a float for each row of {code}")
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
 from llmc.codegen.backends.cuda.cuda_kernel import (
+    CODE_FACTORS,
     CTYPES,
     EXPERT_ROWS,
     FLOATS,
@@ -363,5 +364,5 @@ GROUPED_CODES = GroupedCodes(
     file="llmc.codegen.backends.cuda.kernels:grouped_codes.cu",
     entry="llmc_expert_codes",
     headers=(HOPPER, RING, SCALAR_MATH, PAIRS, INT4_TO_BF16),
-    before=(EXPERT_ROWS, TRANSPOSED_SUMS),
+    before=(EXPERT_ROWS, TRANSPOSED_SUMS, CODE_FACTORS),
 )

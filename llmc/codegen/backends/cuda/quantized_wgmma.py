@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import (
+    CODE_FACTORS,
     CTYPES,
+    FOUR_COLUMNS,
     HOPPER,
     INT4_TO_BF16,
     PAIRS,
@@ -126,7 +128,7 @@ class QuantizedWgmma(FragmentKernel):
             grid=(_blocks(p.m.ceildiv(s["tokens"]) * (p.n // s["rows"]), halved(s, target)) * s["split"],),
             threads=p.consumers(s) * WARPGROUP + p.producer(s),
             constants={
-                "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
+                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": s["rows"],
                 "STAGES": s["stages"], "SLICES": slices(s), "SPLIT": s["split"], "ROUND": halved(s, target),
                 "TRIGGER_AFTER_LOADS": int(bool(s.get(TRIGGER_AFTER_LOADS))), "SCALE": p.scale,
@@ -212,4 +214,5 @@ QUANTIZED_WGMMA = QuantizedWgmma(
     file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
     entry="llmc_quantized_linear",
     headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, PAIRS, INT4_TO_BF16),
+    before=(CODE_FACTORS, FOUR_COLUMNS),
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
+    FOUR_COLUMNS,
     HOPPER,
     INT4_TO_BF16,
     PAIRS,
@@ -188,5 +189,5 @@ SKINNY_SLICES = SkinnySlices(
     file="llmc.codegen.backends.cuda.kernels:skinny_slices.cu",
     entry="llmc_skinny_slices",
     headers=(HOPPER, SCALAR_MATH, PAIRS, INT4_TO_BF16, STREAMING),
-    before=(SLICED_WEIGHTS,),
+    before=(SLICED_WEIGHTS, FOUR_COLUMNS),
 )

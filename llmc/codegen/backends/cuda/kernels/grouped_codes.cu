@@ -30,7 +30,6 @@ constexpr int ROWS = PARTS * N, ROW_BLOCKS = ROWS / BLOCK, ROW_TILES = (ROW_BLOC
 constexpr int STEPS = K / STEP;
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
 constexpr int UNITS = CHUNKS * BLOCKS;         // products of a block and 64 columns in a step
-constexpr bool HAS_ZEROS = ZERO_POINT < 0;
 
 // A buffer: x [CHUNKS][TILE_M][64] in the 128-byte swizzle, codes [TALL][CHUNKS][2048], scales [TALL][SCALES][64], zero
 // points [TALL][SCALES][64].
@@ -133,49 +132,10 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
   }
 }
 
-// What a consumer reads of a block of a buffer: the codes of this thread, and the scales and zero points of its two rows.
-struct Weights {
-  const uint4* codes;          // [CHUNKS][128]
-  const SCALE* scales;         // [SCALES][64]
-  const unsigned char* zeros;  // [SCALES][64]
-
-  __device__ Weights(const unsigned char* buffer, int block) {
-    const int thread = threadIdx.x % WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
-    codes = (const uint4*)(buffer + CODES_AT + block * CODE_BYTES) + thread;
-    scales = (const SCALE*)(buffer + SCALES_AT + block * SCALES * SCALE_BYTES) + row;
-    zeros = buffer + ZEROS_AT + block * SCALES * BLOCK + row;
-  }
-};
-
-// Constants that stay in registers.
-struct Constants {
-  unsigned mask, base;
-  __device__ Constants() : mask(opaque(0x000F000F)), base(opaque(0x43004300)) {}
-};
-
-// Converts the codes of 64 columns into the left factors of four products; with SCALED, times their scales.
-template <bool SCALED>
-__device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chunk, const Constants& constants) {
-  const uint4 words = from.codes[chunk * WARPGROUP];
-  const unsigned word[4] = {words.x, words.y, words.z, words.w};
-  unsigned scale[2], offset[2];
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    const int column = chunk * BLOCK + 16 * s, entry = column / GROUP;
-    if (s == 0 || column % GROUP == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if (SCALED) scale[half] = twice(to_bf16(from.scales[entry * BLOCK + 8 * half]).bits);
-        offset[half] = twice(0x4300 + (HAS_ZEROS ? from.zeros[entry * BLOCK + 8 * half] : ZERO_POINT));
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      const unsigned less = E2M1 ? float_pair(word[s], r)
-                                 : subtract(code_pair(word[s] >> 4 * r, constants.mask, constants.base), offset[r % 2]);
-      a[s][r] = SCALED ? multiply(less, scale[r % 2]) : less;
-    }
-  }
+// The weights of a block of a buffer.
+__device__ inline Weights weights_of(const unsigned char* buffer, int block) {
+  return {buffer + CODES_AT + block * CODE_BYTES, buffer + SCALES_AT + block * SCALES * SCALE_BYTES,
+          buffer + ZEROS_AT + block * SCALES * BLOCK};
 }
 
 // A consumer warpgroup.
@@ -185,7 +145,7 @@ struct Consumer {
   int consumer;
   Constants constants;
 
-  __device__ Weights weights(int block) const { return {memory + ring.offset(), consumer * BLOCKS + block}; }
+  __device__ Weights weights(int i) const { return weights_of(memory + ring.offset(), consumer * BLOCKS + i); }
   __device__ unsigned rows(int chunk) const {
     return (unsigned)matrix(ring.buffer()) + chunk * (TILE_M * BLOCK * 2 / 16);
   }
@@ -204,7 +164,7 @@ struct Consumer {
         const int chunk = u / BLOCKS, block = u % BLOCKS;
         wait_products<RUNNING>();
         if (u == RUNNING && i > 0) release(previous);
-        convert<true>(a[u % (1 + RUNNING)], weights(block), chunk, constants);
+        convert<true, E2M1>(a[u % (1 + RUNNING)], weights(block), chunk, constants);
         pin(sums);
         begin_products();
 #pragma unroll
@@ -253,7 +213,7 @@ struct Consumer {
 #pragma unroll
       for (int half = 0; half < 2; half++) to.scale[b][half] = to_float(from.scales[8 * half]);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) convert<false>(to.a[b][c], from, c, constants);
+      for (int c = 0; c < CHUNKS; c++) convert<false, E2M1>(to.a[b][c], from, c, constants);
     }
   }
 

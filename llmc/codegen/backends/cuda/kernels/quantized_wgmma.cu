@@ -14,13 +14,12 @@
 // With ROUND, that many blocks run at once. If the tiles that are left after whole rounds are at most half a round, they
 // are halved: a block computes 128 of their 256 tokens, and the last round takes half as long.
 //
-// Constants: N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
+// Constants: WARPGROUP, BLOCK, N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
 // TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64, 128 or 192), STAGES, SLICES and SPLIT (whose product divides the steps),
 // ROUND (0, or with 256 tokens and one block of a cluster the blocks that run at once), TRIGGER_AFTER_LOADS (allow the
 // next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and OUT. The
 // generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, load_others, epilogue.
 
-constexpr int WARPGROUP = 128, BLOCK = 64;          // threads of a warpgroup; rows and columns of a block of codes
 constexpr int TALL = PARTS * ROWS / BLOCK;          // blocks of 64 rows
 constexpr int CONSUMERS = TALL * SLICES;            // consumer warpgroups
 // The producer is a whole warpgroup, which gives its registers to the consumers.
@@ -30,7 +29,6 @@ constexpr int CHUNKS = K % (2 * BLOCK) == 0 ? 2 : 1, STEP = CHUNKS * BLOCK;  // 
 constexpr int STEPS = K / STEP / SLICES / SPLIT;    // of a block
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
 constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, WIDTHS = TOKENS / WIDTH;  // tokens of an instruction
-constexpr bool HAS_ZEROS = ZERO_POINT < 0;
 // The scales multiply the sums of a step if that is less work, otherwise the factors.
 constexpr bool SCALE_SUMS = TOKENS <= 32 && SCALES == 1;
 
@@ -108,36 +106,6 @@ __device__ inline void produce(const Problem& p) {
   }
 }
 
-// What a consumer reads of a buffer: the codes of this thread, and the scales and zero points of its two rows.
-struct Weights {
-  const uint4* codes;             // [CHUNKS][128]
-  const SCALE* scales;            // [SCALES][BLOCK]
-  const unsigned char* zeros;     // [SCALES][BLOCK]
-};
-
-// Converts the codes of a chunk into the left factors of four products; without SCALE_SUMS, times their scales.
-__device__ inline void convert(unsigned (&a)[4][4], const Weights& from, int chunk, unsigned mask, unsigned base) {
-  const uint4 words = from.codes[chunk * WARPGROUP];
-  const unsigned word[4] = {words.x, words.y, words.z, words.w};
-  unsigned scale[2], offset[2];
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    const int column = chunk * BLOCK + 16 * s, entry = column / GROUP;
-    if (s == 0 || column % GROUP == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        if (!SCALE_SUMS) scale[half] = twice(to_bf16(from.scales[entry * BLOCK + 8 * half]).bits);
-        offset[half] = twice(0x4300 + (HAS_ZEROS ? from.zeros[entry * BLOCK + 8 * half] : ZERO_POINT));
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      const unsigned less = subtract(code_pair(word[s] >> 4 * r, mask, base), offset[r % 2]);
-      a[s][r] = SCALE_SUMS ? less : multiply(less, scale[r % 2]);
-    }
-  }
-}
-
 // Keeps the compiler from moving the sums to other registers, for which it would have to wait for all products.
 template <int count> __device__ inline void pin(float (&sums)[count]) {
 #pragma unroll
@@ -164,21 +132,19 @@ struct Consumer {
   const Problem& p;
   const unsigned char* memory;
   int consumer;
-  unsigned mask, base;
+  Constants constants;
   Ring ring;
   float sums[WIDTHS][WIDTH / 2];
 
   __device__ Consumer(const Problem& p, const unsigned char* memory, int consumer)
-      : p(p), memory(memory), consumer(consumer), mask(opaque(0x000F000F)), base(opaque(0x43004300)), sums{} {}
+      : p(p), memory(memory), consumer(consumer), sums{} {}
 
   // Waits for the current buffer.
   __device__ Weights arrived() const {
-    const int thread = threadIdx.x % WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     const unsigned char* buffer = memory + ring.stage * STAGE_BYTES;
     barrier_wait(p.full + 8 * ring.stage, ring.parity);
-    return {(const uint4*)(buffer + CODES_AT + consumer * CODE_BYTES) + thread,
-            (const SCALE*)(buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES) + row,
-            buffer + ZEROS_AT + consumer * SCALES * BLOCK + row};
+    return {buffer + CODES_AT + consumer * CODE_BYTES, buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES,
+            buffer + ZEROS_AT + consumer * SCALES * BLOCK};
   }
 
   __device__ unsigned tokens(int chunk) const {
@@ -202,7 +168,7 @@ struct Consumer {
       for (int c = 0; c < CHUNKS; c++) {
         wait_products<CHUNKS - 1>();
         if (c == CHUNKS - 1) release_previous();
-        convert(a[c], from, c, mask, base);
+        convert<!SCALE_SUMS>(a[c], from, c, constants);
         pin_sums();
         begin_products();
 #pragma unroll
@@ -232,7 +198,7 @@ struct Consumer {
   __device__ void add_scaled_step(unsigned (&a)[CHUNKS][4][4], float (&fresh)[WIDTH / 2], float (&scale)[2]) {
     const Weights from = arrived();
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) convert(a[c], from, c, mask, base);
+    for (int c = 0; c < CHUNKS; c++) convert<!SCALE_SUMS>(a[c], from, c, constants);
     wait_products<0>();
     release_previous();
     add(fresh, scale);
@@ -315,7 +281,6 @@ __device__ inline void load_batch(Loaded (&loaded)[BATCH][2], const Problem& p, 
 // Writes y for this block's share of the tokens. `loaded` has the other operands of the first batch.
 __device__ inline void finish(const Problem& p, const float* shared, int rank, int m,
                               Loaded (&loaded)[BATCH][2] OTHER_ARGUMENTS, OUT* y) {
-  struct alignas(4 * sizeof(OUT)) Four { OUT of[4]; };
 #pragma unroll 1
   for (int first = 0; first < QUADS; first += BATCH) {
     if (first > 0) load_batch(loaded, p, rank, first, m OTHERS);
@@ -327,19 +292,8 @@ __device__ inline void finish(const Problem& p, const float* shared, int rank, i
 #pragma unroll
       for (int part = 0; part < PARTS; part++)
         add_up(sums[part], shared, quad.token * SUMS_STRIDE + part * ROWS + quad.column);
-      Four four;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        float a[PARTS][2], out[2];
-#pragma unroll
-        for (int part = 0; part < PARTS; part++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) a[part][j] = sums[part][2 * half + j];
-        epilogue(out, a, loaded[i][half]);
-#pragma unroll
-        for (int j = 0; j < 2; j++) four.of[2 * half + j] = from_float<OUT>(out[j]);
-      }
-      *(Four*)(y + (long long)(p.token + quad.token) * N + p.column + quad.column) = four;
+      Four* to = (Four*)(y + (long long)(p.token + quad.token) * N + p.column + quad.column);
+      *to = four_columns(sums, loaded[i]);
     }
   }
 }

@@ -234,7 +234,6 @@ struct Quad {
 // Writes y for this block's share of the tokens.
 __device__ inline void finish(const Problem& p, const unsigned char* memory, int rank, int m,
                               const Loaded (&loaded)[QUADS][2], OUT* y) {
-  struct alignas(4 * sizeof(OUT)) Four { OUT of[4]; };
   const float *shared = (const float*)memory, *received = (const float*)(memory + RECEIVED_AT);
 #pragma unroll
   for (int i = 0; i < QUADS; i++) {
@@ -260,19 +259,8 @@ __device__ inline void finish(const Problem& p, const unsigned char* memory, int
       sums[part][0] = sum.x * root, sums[part][1] = sum.y * root, sums[part][2] = sum.z * root;
       sums[part][3] = sum.w * root;
     }
-    Four four;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float a[PARTS][2], out[2];
-#pragma unroll
-      for (int part = 0; part < PARTS; part++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) a[part][j] = sums[part][2 * half + j];
-      epilogue(out, a, loaded[i][half]);
-#pragma unroll
-      for (int j = 0; j < 2; j++) four.of[2 * half + j] = from_float<OUT>(out[j]);
-    }
-    *(Four*)(y + (long long)(p.token + rank * SHARE + quad.token) * N + p.column + quad.column) = four;
+    Four* to = (Four*)(y + (long long)(p.token + rank * SHARE + quad.token) * N + p.column + quad.column);
+    *to = four_columns(sums, loaded[i]);
   }
 }
 
