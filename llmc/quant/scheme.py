@@ -230,7 +230,7 @@ def integer(config: Mapping[str, Any], key: str, method: str, default: int | Non
 
 
 def columns_of_group(config: Mapping[str, Any], key: str, method: str, default: int) -> int:
-    """The number of columns that share a scale, -1 for all of a row; raises Diagnostic E340 for other values."""
+    """Return how many columns share a scale, -1 for all of a row; raises Diagnostic E340 for other values."""
     size = integer(config, key, method, default)
     if size < 1 and size != -1:
         cause = f"quantization_config ({method}) has {key} = {size}; it is a number of columns, or -1 for all of a row"
@@ -247,9 +247,7 @@ def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]
 
 
 def with_offsets(b: Builder, code: Value, scale: Value, offset: Value, size: int, label: str, zero: int = 0) -> Codes:
-    """Return the codes of `(code - zero) * scale + offset`, with scales and offsets of groups of `size` columns (0:
-    all).
-    """
+    """Return codes of `(code - zero) * scale + offset`, with scales and offsets of groups of `size` columns (0: all)."""
     block = (1, size)
     scaled = b.dequantize(code, scale, block=block, dtype="f32", zero_point=zero)
     ones = b.broadcast(b.constant(1.0, "f32"), shape=shape_of(scale))
@@ -273,9 +271,7 @@ def block_of(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]
 
 
 def nibbles(stored: Stored, part: str) -> Value:
-    """Return the codes [n, k] of 4 bits in a part u8 [n, k / 2], the low four bits first; raises Diagnostic E340 or
-    E341.
-    """
+    """Return the codes [n, k] of 4 bits in a part u8 [n, k / 2], the low bits first; raises Diagnostic E340 or E341."""
     packed = stored.part(part, ("u8",), 2)
     return stored.build.unpack_bits(packed, bits=4, axis=1, size=2 * shape_of(packed)[1])
 

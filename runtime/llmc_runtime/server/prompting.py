@@ -291,8 +291,9 @@ def _check_roles(messages: list[dict[str, Any]], template_roles: frozenset[str])
 
 
 def _with_text(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """Return the message with its content parts as text parts. Missing content of the model's messages becomes "",
-    unless there are tool calls.
+    """Return the message with its content parts as text parts; raises ApiError 400 for content that is neither.
+
+    Missing content of the model's messages becomes "", unless there are tool calls.
     """
     content = message.get("content")
     if content is None and message.get("role") not in CONTENT_ROLES:
