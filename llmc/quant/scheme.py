@@ -247,7 +247,7 @@ def table(config: Mapping[str, Any], key: str, method: str) -> Mapping[str, Any]
 
 
 def with_offsets(b: Builder, code: Value, scale: Value, offset: Value, size: int, label: str, zero: int = 0) -> Codes:
-    """Return codes of `(code - zero) * scale + offset`, with scales and offsets of groups of `size` columns (0: all)."""
+    """Return codes of `(code - zero) * scale + offset`; groups of `size` columns (0: all) share scale and offset."""
     block = (1, size)
     scaled = b.dequantize(code, scale, block=block, dtype="f32", zero_point=zero)
     ones = b.broadcast(b.constant(1.0, "f32"), shape=shape_of(scale))
