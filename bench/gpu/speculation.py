@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from math import log, sqrt
+from math import ceil, log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ from llmc.extension import Contributions
 from llmc.options import Options
 
 SEED, DRAFTS, PROMPT = 1, 7, 128
-WARM, MEASURED = 64, 192  # tokens per row before and while time is taken
+WARM, MEASURED = 64, 192  # tokens per row of a round before and while time is taken
+SAMPLED = 4096  # tokens of all rows and rounds for the cost model's choice: the share of accepted drafts varies less
 TEMPERATURE = 20.0  # makes differences between random logits small against the biases
 TOO, IN_VAIN = "too", "nothing"
 FIXED = (1, 2, 3, 5, 7)  # numbers of drafts of the formula
@@ -138,10 +139,10 @@ def requests(count: int, shape: Shape, method: Method, tokens: int) -> Iterator[
         yield Request(f"{seed}", prompt, SamplingParams(seed=seed, **params))
 
 
-def measure(opened: Opened, batch: int, shape: Shape, method: Method, max_rounds: int) -> Measured:
-    """Measure decoding of `batch` rows, in up to `most` rounds if they are few."""
+def measure(opened: Opened, batch: int, shape: Shape, method: Method, rounds: int) -> Measured:
+    """Measure decoding of `batch` rows."""
     totals = Totals()
-    for _ in range(min(max_rounds, max(1, 8 // batch))):
+    for _ in range(rounds):
         one_round(opened, list(requests(batch, shape, method, WARM + MEASURED + 4 * DRAFTS)), totals)
     return totals.measured(batch)
 
@@ -187,13 +188,17 @@ class Results:
     measured: dict[tuple[int, str, str], Measured] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
-    def add(self, batch: int, method: Method, drafts: str, opened: Opened) -> None:
+    def rounds(self, batch: int) -> int:
+        """Return the rounds of a measurement of steps: more than one if the rows are few."""
+        return int(min(self.plan.rounds, max(1, 8 // batch)))
+
+    def add(self, batch: int, method: Method, drafts: str, opened: Opened, rounds: int) -> None:
         """Measure one cell unless the time is over, print it and save all."""
         name = f"{method.name} at batch {batch}, drafts {drafts}"
         if time.monotonic() > self.end:
             self.failed.append(f"{name}: no time left")
             return
-        m = measure(opened, batch, MODELS[self.plan.model], method, self.plan.rounds)
+        m = measure(opened, batch, MODELS[self.plan.model], method, rounds)
         self.measured[batch, method.name, drafts] = m
         times = f"{m.seconds_per_token * 1e3:.3f} ms a token, {m.step * 1e3:.3f} ms a step"
         print(f"{name}: {times}, {m.tokens_per_step:.2f} tokens a step, {m.rate:.2f} accepted first", flush=True)
@@ -331,8 +336,11 @@ def run(path: Path, method: Method, results: Results) -> None:
 
 def _choose(opened: Opened, batch: int, method: Method, name: str, results: Results) -> None:
     """Measure the cost model's choice, after a measurement that captures graphs and learns costs."""
-    measure(opened, batch, MODELS[results.plan.model], method, results.plan.rounds)
-    results.add(batch, method, name, opened)
+    rounds = results.rounds(batch)
+    measure(opened, batch, MODELS[results.plan.model], method, rounds)
+    if name == "chosen" and method.speculate:
+        rounds = max(rounds, ceil(SAMPLED / (MEASURED * batch)))
+    results.add(batch, method, name, opened, rounds)
 
 
 def _fix(opened: Opened, batch: int, method: Method, chosen: Speculation, results: Results) -> None:
@@ -344,7 +352,7 @@ def _fix(opened: Opened, batch: int, method: Method, chosen: Speculation, result
             fixed = FixedDrafts(chosen.config)
             fixed.fixed = drafts
             _draft_by(opened.engine.scheduler, fixed)
-            results.add(batch, method, str(drafts), opened)
+            results.add(batch, method, str(drafts), opened, results.rounds(batch))
 
 
 def _draft_by(scheduler: Scheduler, speculation: Speculation) -> None:
