@@ -1,5 +1,4 @@
-"""Shared parts of the benches: this machine's ceilings, contenders in their own processes, memory of a process tree,
-and tables.
+"""Shared parts of the benches: the machine's ceilings, contenders as processes, memory of a process tree, tables.
 
 Every figure is taken between figures of its peers and its limit (B A A B), and medians are compared.
 """

@@ -202,8 +202,7 @@ def test_quantized_decode(benchmark: Any, bench: Bench, name: str, rows: int, bi
 @pytest.mark.parametrize("name", [p[0] for p in PRODUCTS[:4]])
 @pytest.mark.parametrize("rows", (64, 512))
 def test_quantized_prefill(benchmark: Any, bench: Bench, name: str, rows: int, bits: int, group: int) -> None:
-    """Many rows: integer operations per second, compared with the rate of the float product in the first-level
-    cache."""
+    """Many rows: integer operations per second, compared with the rate of float products in the L1 cache."""
     node = quantized(name, bits, group)
     flops = 2.0 * rows * next(n * k * parts for product, n, k, parts, _, _ in PRODUCTS if product == name)
     call = bench.kernel(QUANTIZED_LINEAR, node, {"T": rows}, {})

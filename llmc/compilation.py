@@ -145,8 +145,7 @@ class Compilation:
             return traced, stack.enter_context(self.checkpoint(traced))
 
     def checkpoint(self, traced: Any) -> Any:
-        """Open the model's weights; if they are quantised, give them quantised types in the graph, and note the
-        formats."""
+        """Open the model's weights; give quantised ones quantised types in the graph, and note the formats."""
         from llmc.frontend.checkpoint import Checkpoint
         from llmc.quant.decoder import decoder_of
         from llmc.quant.typed_weights import use_codes

@@ -68,8 +68,7 @@ def dry_run(model: str | Path, options: Options, memory_bytes: int | None, conso
 
 
 def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]:
-    """Trace the model, and give weights the types that a compile gives them; also return the checkpoint if it is
-    available.
+    """Trace the model, and give its weights the types of a compile; also return the checkpoint if available.
 
     packed: whether the weights are part of the artifact; kernels of other artifacts read weights as they are
     traced, unless the pass `quantize` changes them. `stack` closes the checkpoint.

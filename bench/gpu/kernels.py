@@ -1,5 +1,4 @@
-"""Time every launch of a step alone on the device, and compare it with its lower bound; launches of one kernel form a
-group.
+"""Time every launch of a step alone on the device, and compare it with its lower bound, grouped by kernel.
 
 A step decodes `batch` rows, optionally with the next tokens of a prompt. A group's launches of all layers run
 repeatedly in a separate program on the real buffers of the step. As in a step, the weights of other layers are read in

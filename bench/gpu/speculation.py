@@ -148,8 +148,7 @@ def measure(opened: Opened, batch: int, shape: Shape, method: Method, rounds: in
 
 
 def one_round(opened: Opened, batch: Sequence[Request], totals: Totals) -> None:
-    """Decode from the step at which each row has WARM tokens to that at which one has WARM + MEASURED; add to the
-    totals."""
+    """Decode until each row has grown from WARM to WARM + MEASURED tokens; add to the totals."""
     engine, tokens = opened.engine, Counter({request.id: 0 for request in batch})
     for request in batch:
         engine.add(request)

@@ -84,8 +84,7 @@ def package_of(kernel: Kernel) -> str:
 
 
 def may_run(waits_first: Sequence[bool], sources: Sequence[Source], bounds: Bounds) -> int | None:
-    """Return how many of the launches `sources` may still run when the next one starts; None if those of an earlier
-    program may.
+    """Return how many launches of `sources` may still run when the next starts; None if an earlier program's may.
 
     waits_first: for each launch whether its programs wait before they allow the next one; later launches may follow.
     With programmatic dependent launch, a kernel starts once every program of its predecessor allows it. If these

@@ -68,8 +68,7 @@ def _mamba1(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **more: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the scan of Mamba-1: hidden_states, dt and z [1,H,T], A [H,N], B and C [1,N,T], D and delta_bias [H] ->
-    [1,H,T].
+    """Compute the scan of Mamba-1: hidden_states, dt, z [1,H,T], A [H,N], B, C [1,N,T], D, delta_bias [H] -> [1,H,T].
 
     Each channel is a head with one value and N elements of a key, each of which decays at a rate of its own.
     """

@@ -158,8 +158,7 @@ def parts_of(codes: Codes, order: Value | None, b: Builder) -> QuantisedWeight |
 
 
 def code_dtype(codes: Codes) -> str | None:
-    """Return the dtype of the codes as a format names it: u4 for unsigned codes of at most 4 bits; None if no dtype
-    fits.
+    """Return the dtype of the codes as a format names it, u4 for unsigned ones of at most 4 bits; None if none fits.
 
     Zero points that are not integers have no format.
     """

@@ -93,8 +93,7 @@ def _moves(v: Value, f: QFormat, transposed: bool) -> list[Node] | None:
 
 
 def _moved_type(n: Node, operands: list[Type | None], source: Type | None, f: QFormat) -> Type | None:
-    """Return the type of the result of `n`, which moves a value of type `source`; None if parts cannot be moved this
-    way.
+    """Return the type of the result of `n`, which moves a value of type `source`; None if parts cannot be moved so.
 
     `operands` are the types of all operands of `n`, and None types are as in `_moves`.
     """

@@ -205,8 +205,7 @@ def check_ignored(flags: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 
 def check_keywords(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return a message for each of these keywords of an engine that has a value: not None, False, or an empty
-    collection.
+    """Return a message for each of these keywords of an engine whose value is not None, False or an empty collection.
 
     Raises LlmcError E648 if one is refused, or is not a keyword of vLLM either; `known` are the names to suggest.
     """

@@ -54,8 +54,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def audit(tmp_path: Path) -> tuple[dict[str, str], Callable[[], tuple[int, list[str]]]]:
-    """Return an environment that watches processes, and a function that returns their number and their forbidden
-    acts."""
+    """Return an environment that watches processes, and a function that returns their number and forbidden acts."""
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
     file = tmp_path / "audit"
@@ -84,8 +83,7 @@ def generate(path: Path, *more: str, **options: Any) -> tuple[int, str]:
 
 
 def test_01_nothing_is_unpickled(artifact: Path, audit: Any, tmp_path: Path, full: bool) -> None:
-    """No pickle and no marshalled code while an artifact is run and served, nor, at full strength, while a model is
-    compiled."""
+    """No pickle or marshalled code while an artifact is run and served; at full strength, nor during a compile."""
     env, seen = audit
     assert generate(artifact, env=env)[0] == 0
     with target("--port", "0", program=("-c", SERVE, str(artifact)), environment=env) as server:
@@ -194,8 +192,7 @@ NAME = "someone/model"
 
 @pytest.fixture
 def moving(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
-    """A hub whose `main` moves as soon as its commit was requested: its address, the contents of the first commit, and
-    the requests."""
+    """A hub whose `main` moves once its commit was requested: its address, the first commit's files, the requests."""
     folders = {
         FIRST: Path(shutil.copytree(MODEL, tmp_path / "first")),
         SECOND: Path(shutil.copytree(MODEL, tmp_path / "second")),

@@ -137,8 +137,7 @@ def test_06_bombs_are_not_opened(steady: Target) -> None:
 
 
 def test_06_messages_that_two_readers_read_in_two_ways(steady: Target) -> None:
-    """Two lengths, a length and chunks, invalid chunks, bare line ends: refused, and no smuggled request is
-    answered."""
+    """Two lengths, a length and chunks, invalid chunks, bare line ends: refused; no smuggled request is answered."""
     inner = head(steady, "/v1/models", "GET")
     for sent in (
         head(steady, Content_Length=4, Transfer_Encoding="chunked") + b"0\r\n\r\n" + inner,
@@ -164,8 +163,7 @@ def test_06_messages_that_two_readers_read_in_two_ways(steady: Target) -> None:
 
 
 def test_06_slow_clients_hold_nobody(steady: Target, times: Callable[[int, int], int]) -> None:
-    """Connections that send nothing, half a head or a byte now and then: others are served, and all of these are
-    closed."""
+    """Connections that send nothing, half a head or a byte now and then are closed; others are served."""
     links = []
     for i in range(times(150, 2000)):
         links.append(link := Link(steady))

@@ -281,8 +281,7 @@ def test_10_a_stored_response_belongs_to_its_key(steady: Target) -> None:
 
 
 def test_12_the_cache_tells_other_keys_nothing(steady: Target, draw: Random) -> None:
-    """A prompt of one key is a miss for another key, and for another salt of the same key; it is a hit for the same
-    key."""
+    """A prompt of one key is a miss for another key, and for another salt of its own; it is a hit for its own key."""
     ids = [draw.randrange(3, 400) for _ in range(80)]
     first, second = "first-secret-key", "second-secret-key"
     assert cached(steady, ids, first) == 0 and cached(steady, ids, second) == 0

@@ -1,5 +1,4 @@
-"""Through the server: prefix caching, chunks, preemption, kills and stops change no token. bench.faults measures
-them."""
+"""Through the server: caching, chunks, preemption, kills and stops change no token. bench.faults measures them."""
 
 from __future__ import annotations
 

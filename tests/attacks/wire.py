@@ -24,8 +24,7 @@ class Link(socket.socket):
         self._file = self.makefile("rb")
 
     def answer(self, method: str = "GET") -> Reply:
-        """Return the next response; CLOSED if there is none. It has a length, or is a stream that ends the
-        connection."""
+        """Return the next response, which has a length or is a stream that ends the connection; CLOSED if none."""
         try:
             line = self._file.readline(1 << 16)
             if not line:

@@ -1,5 +1,4 @@
-"""The page at / in Chromium: a chat, its stop button, figures, keys, hostile texts, both themes; the page makes no
-other requests."""
+"""The page at / in Chromium: chat, stop button, figures, keys, hostile texts, both themes; no other requests."""
 
 from __future__ import annotations
 

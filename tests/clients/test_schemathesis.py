@@ -1,5 +1,4 @@
-"""schemathesis: valid and invalid requests generated from the server's OpenAPI description, which must describe every
-response."""
+"""schemathesis: requests generated from the server's OpenAPI description, which must describe every response."""
 
 from __future__ import annotations
 

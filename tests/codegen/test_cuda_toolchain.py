@@ -1,5 +1,4 @@
-"""The NVRTC toolchain without a GPU: cubins, the cache, compile errors, and the check of parameters against the
-binary."""
+"""The NVRTC toolchain without a GPU: cubins, the cache, compile errors, and parameters checked against binaries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The thread pool under stress: every step sees all results of the previous one, with any number of threads per
-core."""
+"""The thread pool under stress: every step sees all results of the previous one, whatever the threads per core."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Scratch folders are removed after use or after their owner was killed, or kept on request; unusable caches are
-errors."""
+"""Scratch folders are removed after use or their owner's death, or kept on request; unusable caches are errors."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ def _sized(path: Path, size: int) -> None:
 
 
 def configs(folder: Path, rng: Random, count: int) -> Iterator[Case]:
-    """One changed field, changed bytes, sizes that no machine has. The model is traced and compared with the
-    checkpoint."""
+    """One changed field, changed bytes, impossible sizes: the model is traced and checked against the checkpoint."""
     from models.cases import Case as Model
     from models.kit import save
 

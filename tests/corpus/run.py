@@ -1,5 +1,4 @@
-"""The corpus as a program: runs every family, and prints a table and each violation; `--seed N --only FAMILY` repeats a
-run."""
+"""The corpus as a program: runs every family, prints a table and each violation; `--seed N --only FAMILY` repeats."""
 
 from __future__ import annotations
 

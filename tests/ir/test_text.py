@@ -1,5 +1,4 @@
-"""Dims, expressions and modules parse back to what was printed; invalid text and invalid graphs are errors that name
-the place."""
+"""Dims, expressions and modules parse back to what was printed; errors of invalid text and graphs name the place."""
 
 from __future__ import annotations
 

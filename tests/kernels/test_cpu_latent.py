@@ -1,5 +1,4 @@
-"""Latent attention over pages on all CPU levels compared with the reference: random spans, shuffled pages, odd
-sizes."""
+"""Latent attention over pages on all CPU levels compared with the reference: random spans, shuffled pages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Products over quantised weights on all CPU levels compared with the reference in float64: odd shapes, one row to
-many."""
+"""Products over quantised weights on all CPU levels compared with the float64 reference: odd shapes, 1 to many rows."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ def test_products_agree_with_the_reference(level: str, s: Shape, tmp_path: Path)
 
 
 def ties(s: Shape, rng: np.random.Generator) -> list[np.ndarray]:
-    """Inputs whose x are ties of rounding and their neighbours, for which an error of one code exceeds the
-    tolerance."""
+    """Inputs whose x are ties of rounding or next to one, for which an error of one code exceeds the tolerance."""
     inputs = draw(s, product(s), 9, rng)
     if s.act:
         inputs[0] = rng.integers(-254, 255, inputs[0].shape) / 2.0 + rng.choice([0, 1e-5, -1e-5], inputs[0].shape)

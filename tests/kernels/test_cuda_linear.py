@@ -1,5 +1,4 @@
-"""The CUDA C++ product: binaries of all its variants, rejected nodes, and one program that mixes it with Triton
-kernels.
+"""The CUDA C++ product: binaries of all variants, rejected nodes, and a program that mixes it with Triton kernels.
 
 tests/gpu/test_cuda_kernels.py runs it.
 """

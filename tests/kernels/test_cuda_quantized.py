@@ -1,5 +1,4 @@
-"""The CUDA C++ product over codes of 4 bits: the order of its codes, its binaries, rejected nodes, and when it is
-chosen.
+"""The CUDA C++ product over 4-bit codes: the order of its codes, binaries, rejected nodes, and when it is chosen.
 
 tests/gpu/test_cuda_kernels.py runs it.
 """

@@ -1,5 +1,4 @@
-"""The kernels of speculative decoding compared with their references: acceptance, drafts, penalties that count
-drafts."""
+"""Kernels of speculative decoding compared with references: acceptance, drafts, penalties that count drafts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The PTX that converts codes of quantised weights. The interpreter cannot run it, so Python executes its
-instructions."""
+"""The PTX that converts codes of quantised weights; Python executes it, because the interpreter cannot."""
 
 from __future__ import annotations
 

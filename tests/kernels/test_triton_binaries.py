@@ -74,8 +74,7 @@ def sources(name: str, target: Target, another: Random | None = None) -> Iterato
 
 
 def work(names: Sequence[str], share: float, rng: Random) -> Iterator[tuple[Target, Job]]:
-    """Yield the best schedules of the kernels for a share of their targets, at least one, which gets a random schedule,
-    too."""
+    """Yield the best schedules of the kernels for a share of their targets, at least one, and one random schedule."""
     for name in names:
         able = (NEWER | NVIDIA).get(name, TARGETS)
         for i, target in enumerate(rng.sample(able, max(1, round(share * len(able))))):

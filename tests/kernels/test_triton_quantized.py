@@ -1,5 +1,4 @@
-"""Triton products over quantised weights in the interpreter compared with the reference: odd shapes, every layout of
-codes."""
+"""Triton products over quantised weights in the interpreter compared with the reference: odd shapes, all layouts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Rotary kernels in Triton compared with the reference: partial and paired rotations, norms, gains, slots, large
-positions."""
+"""Rotary kernels in Triton compared with the reference: partial and paired rotations, norms, gains, positions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Products in parts of their depth, and the sum with its epilogue, in the interpreter compared with their
-references."""
+"""Products in parts of their depth, and the sum with its epilogue, interpreted and compared with references."""
 
 from __future__ import annotations
 

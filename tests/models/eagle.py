@@ -97,8 +97,7 @@ def layer(w: dict[str, Tensor], embedding: Tensor, hidden: Tensor, before: bool)
 def drafted(
     model: Any, w: dict[str, Tensor], tokens: list[int], count: int, bias: Mapping[int, float], before: bool = False
 ) -> tuple[list[int], list[float]]:
-    """Return the greedy drafts after `tokens`, all but the last of which the model has computed, and their
-    probabilities."""
+    """Return the greedy drafts after `tokens`, all but the last of which the model has run, and their probabilities."""
     states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
     hidden = torch.cat([states[n][0] for n in AUX], -1) @ w["fc.weight"].T + w.get("fc.bias", 0.0)
     table, known, out, chances = model.get_input_embeddings().weight, list(tokens), list[int](), list[float]()

@@ -1,5 +1,4 @@
-"""Shared by the tests of models: random checkpoints, and logits computed by transformers and by the IR's
-interpreter."""
+"""Shared by tests of models: random checkpoints, and logits computed by transformers and by the IR's interpreter."""
 
 from __future__ import annotations
 

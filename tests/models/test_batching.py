@@ -1,5 +1,4 @@
-"""A request's tokens do not depend on other requests: batched, chunked, preempted or from the cache, they are the
-same."""
+"""A request's tokens do not depend on other requests: batched, chunked, preempted or cached, they are the same."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Biases, masks and bad words on a compiled model: forbidden tokens never occur, and others are sampled as without
-them."""
+"""Biases, masks and bad words on a compiled model: forbidden tokens never occur; others are sampled as without."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def reference(llm: LLM, ids: list[int]) -> np.ndarray:
 
 
 def test_prompts_are_scored_as_transformers_does(llm: LLM) -> None:
-    """Prompts with more tokens than a step, batched with requests that generate; then again from a warm prefix
-    cache."""
+    """Prompts of more tokens than a step, batched with generating requests; then again from a warm prefix cache."""
     rng = np.random.default_rng(SEED)
     requests = [{"prompt_token_ids": rng.integers(3, 320, n).tolist()} for n in (70, 1, 2, 33, 9, 47, 16)]
     params = [greedy(prompt_logprobs=k, temperature=t) for k, t in zip((3, 0, 1, None, 20, None, 5), (0.0, 1.0) * 4)]

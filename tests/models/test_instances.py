@@ -1,5 +1,4 @@
-"""Two engines of the demonstration model on the CPU: conversations keep their prefix, and a killed engine is
-restarted."""
+"""Two engines of the demonstration model on the CPU: conversations keep their prefix; a killed engine restarts."""
 
 from __future__ import annotations
 

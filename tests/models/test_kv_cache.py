@@ -1,5 +1,4 @@
-"""KV caches of 8-bit floats: GPU programs in the interpreter compared with transformers with a cache that rounds
-alike."""
+"""KV caches of 8-bit floats: interpreted GPU programs compared with transformers whose cache rounds alike."""
 
 from __future__ import annotations
 

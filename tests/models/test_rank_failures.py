@@ -1,5 +1,4 @@
-"""Ranks that are killed, stopped or send wrong data: every request ends, the whole group restarts, and no processes or
-files remain."""
+"""Ranks are killed, stopped or send wrong data: all requests end, the group restarts, no process or file remains."""
 
 from __future__ import annotations
 

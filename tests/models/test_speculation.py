@@ -301,8 +301,7 @@ def test_prompt_lookup_that_finds_nothing() -> None:
 
 
 def test_the_number_of_drafts() -> None:
-    """The number with the most tokens per second: only rows whose drafts are likely accepted, if those of others
-    fail."""
+    """The number with the most tokens per second: only rows whose drafts are likely, if those of others fail."""
     count = DraftCount(7, together=False)
     assert count.choose([0.7], 100) == Choice(0, measures=True)
     for rows, slope in ((1, 0.02), (8, 0.9)):

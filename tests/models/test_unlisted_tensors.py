@@ -1,5 +1,4 @@
-"""Tensors that transformers reads although the checkpoint's index lacks them, and attention windows that it cannot
-run."""
+"""Tensors that transformers reads though the index lacks them, and attention windows that it cannot run."""
 
 from __future__ import annotations
 

@@ -109,8 +109,7 @@ def test_a_plan_has_the_kv_cache_of_the_checkpoint(option: str) -> None:
 
 
 def test_a_plan_without_weights(tmp_path: Path) -> None:
-    """For a quantised checkpoint, and for one that a recipe quantises, which takes the memory of rounding to
-    nearest."""
+    """Of a quantised checkpoint, and of one that a recipe quantises, with the memory of rounding to nearest."""
     folder = model(tmp_path / "model")
     rounded = planned(folder, quant="int4")
     (folder / "model.safetensors").unlink()

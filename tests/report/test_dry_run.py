@@ -59,8 +59,7 @@ def test_a_missing_compiler_is_reported_before_the_trace(
 
 
 def test_whether_it_fits_and_what_would(made: Made) -> None:
-    """The model does not fit with one byte less than a sequence needs; it does with the limits that the remedy
-    names."""
+    """The model does not fit with a byte less than a sequence needs; it does with the limits that the remedy names."""
     plan = planned(made)
     assert plan["fits"] and not plan["memory"]["given"] and plan["kv"]["sequences"] == 4  # all rows: no more is used
     assert plan["compile"]["cached"] == plan["compile"]["kernels"]

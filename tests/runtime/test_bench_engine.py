@@ -1,5 +1,4 @@
-"""`llmc bench offline | latency | start` on a small artifact: the requested work is done, and the figures are
-correct."""
+"""`llmc bench offline | latency | start` on a small artifact: the requested work is done; the figures are right."""
 
 from __future__ import annotations
 

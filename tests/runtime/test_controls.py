@@ -230,8 +230,7 @@ def test_words_need_a_tokenizer() -> None:
 
 
 def stopped_at(texts: list[str], stops: list[str], low: int, include: bool) -> tuple[str, str | None, int]:
-    """Return the expected (text, stop string, tokens) of an output, found character by character from its text after
-    each token."""
+    """Return an output's (text, stop string, tokens), found character by character in its text after each token."""
     whole, gate = texts[-1], len(texts[low - 1]) if low else 0
     for end in range(gate + 1, len(whole) + 1):
         found = [s for s in stops if whole[:end].endswith(s)]

@@ -356,8 +356,7 @@ def test_others_run_while_a_grammar_is_compiled(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_an_ambiguous_grammar_ends_its_own_request(depth: int) -> None:
-    """Its masks are too late for the steps of other requests, whose tokens do not change; finally it ends with an
-    error."""
+    """Its masks are late; the tokens of other requests do not change; finally it ends with an error."""
     want = make().generate("The kernel", params(60), use_tqdm=False)[0].outputs[0]
     llm = make(device(depth))
     kinds = [structured(_ambiguous(), allowed_token_ids=_letters(), temperature=1.0), params(60)]

@@ -194,8 +194,7 @@ def test_disabled_hits_nothing() -> None:
 
 
 class Sharing(RuleBasedStateMachine):
-    """Random tables over a small pool; `memory` has the true contents of each page, `public` the pages that may be
-    hits."""
+    """Random tables over a small pool; `memory` has the contents of the pages, `public` the pages that may be hits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Requests that are refused from their heads: keys first, bodies skipped, connections kept, refusals counted and logged
-together."""
+"""Requests refused from their heads: keys first, bodies skipped, connections kept, refusals counted and logged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`truncate_prompt_tokens` and `truncation_side`: the tokens that are kept, also of large bodies, and invalid
-values."""
+"""`truncate_prompt_tokens` and `truncation_side`: the kept tokens, also of large bodies, and invalid values."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ def test_a_light_connection_is_refused_while_it_waits_and_stays_light() -> None:
 
 @own_loop
 def test_a_burst_is_refused_before_its_heads_are_parsed(own_loop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting heads count as queued. Other keys have their own shares; if a key is refused, so are its waiting
-    requests."""
+    """Waiting heads count as queued. Keys have shares of their own; a refused key's waiting requests are refused."""
     held, parsed = [True], Counter[str]()
     may_begin, call = HeadTurns._may_begin, Guard.__call__
 

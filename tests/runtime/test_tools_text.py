@@ -1,5 +1,4 @@
-"""Parsing of outputs into content, calls and reasoning: independent of the division into pieces, lossless, and without
-exceptions."""
+"""Parsing of outputs into content, calls and reasoning: lossless, without exceptions, however divided into pieces."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ def row_accept(
     example={"m": 4, "l": 16, "r": 5},
 )  # fmt: skip
 def row_propose(tokens: Any, drafts: Any, length: Any, rows: Any, starts: Any, emit: Any) -> Any:
-    """Draft the next tokens of the rows that emitted one by prompt lookup (Saxena 2023; Yang et al. 2023, arXiv
-    2304.04487).
+    """Draft the next tokens of the rows that emitted one by prompt lookup (Saxena 2023; arXiv 2304.04487).
 
     The row's tokens, length + 1 of them, end with a suffix that also occurs earlier; the longest suffix of min_ngram to
     max_ngram tokens is chosen (columns of `drafts`, see format.row_abi), at its latest earlier occurrence. The tokens

@@ -214,8 +214,7 @@ def _weights(g: Graph) -> set[Value]:
 def grow(
     g: Graph, n: Node, relation: Relation, ranks: int, plan: Plan, weights: set[Value], gather: bool
 ) -> Plan | str:
-    """Return the plan of all values that a node's relation splits, directly or through other nodes; or why there is
-    none.
+    """Return the plan of all values that a node's relation splits, directly or indirectly; or why there is none.
 
     An operand whose split cannot reach all of its readers is computed whole instead, and sliced. gather: whether any
     reader of a split result may get it whole; if not, only the graph's outputs and ops on device rows may.

@@ -131,8 +131,7 @@ class LLM(PoolingAPI):
         return self.engine.scheduler.config
 
     def fitted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Return `params` with its default max_tokens reduced to what the context and the KV cache hold after
-        `prompt`."""
+        """Return `params` with its default max_tokens reduced to what fits into context and cache after `prompt`."""
         return fit_prompt(params, prompt, self.config)
 
     def _params(self, params: Any, prompts: list[Prompt], max_tokens: int | None) -> list[SamplingParams]:

@@ -46,8 +46,7 @@ class Limits(Protocol):
 
 
 class ModelAPI:
-    """`generation`: the sampling defaults, by their names in generation_config.json. `pooling`: None if the model
-    generates."""
+    """`generation`: sampling defaults named as in generation_config.json. `pooling`: None if the model generates."""
 
     tokenizer: Tokenizer | None
     generation: Mapping[str, Any]
@@ -84,8 +83,7 @@ class ModelAPI:
 
 
 def fit_prompt(params: SamplingParams, prompt: Prompt, limits: Limits) -> SamplingParams:
-    """Return `params` with its default max_tokens reduced to the tokens that fit into the context and the KV cache
-    after `prompt`."""
+    """Return `params` with its default max_tokens reduced to what fits into context and KV cache after `prompt`."""
     room = min(limits.max_model_len, limits.num_pages * limits.page_size + 1) - len(prompt.ids)
     return fitted(params, room)
 

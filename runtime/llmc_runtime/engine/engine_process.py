@@ -109,8 +109,7 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
 
 
 def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) -> None:
-    """Lower the priority of the threads of this process, and of `processes`, if `compute_threads` threads fill the
-    machine.
+    """Lower the priority of this process's threads and of `processes` if `compute_threads` threads fill the machine.
 
     The front end then answers within milliseconds while the engine is busy: threads of equal priority that wake from a
     wait for each other would run before it.

@@ -112,8 +112,7 @@ def bad_word_tokens(params: SamplingParams, tokenizer: Tokenizer | None) -> list
 
 
 def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of one of the n outputs: its seed is seed + index, as in vLLM; the first scores the
-    prompt."""
+    """Return the parameters of one of n outputs: its seed is seed + index, as in vLLM; the first scores the prompt."""
     if params.n == 1:
         return params
     seed = None if params.seed is None else params.seed + index & _MAX_SEED

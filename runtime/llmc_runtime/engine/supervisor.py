@@ -71,8 +71,7 @@ class Supervisor:
 
     @property
     def state(self) -> str:
-        """STARTING (also between two processes, and during `restart`), READY, DRAINING (new requests are refused) or
-        DEAD."""
+        """STARTING (also between processes and during `restart`), READY, DRAINING (refuses new requests) or DEAD."""
         if self._state != READY:
             return self._state
         lost = self._client is None or not self._client.alive

@@ -17,8 +17,7 @@ def bucket(rows: int, top: int) -> int:
 
 
 def token_bucket(tokens: int, top: int) -> int:
-    """Round the tokens of a step with prompts up to 1, 2, 4, 8, a multiple of 16, or from 257 on of 64; limited to
-    `top`.
+    """Round the tokens of a step with prompts up to 1, 2, 4, 8, a multiple of 16, or of 64 from 257 on; at most `top`.
 
     Kernels compute tiles of tokens, so that most of the padding costs nothing.
     """

@@ -14,8 +14,7 @@ _WIDTHS: Mapping[str, int] = MappingProxyType({"f32": 4, "bf16": 2, "f16": 2})
 
 
 def find_logits(program: Program, vocab_size: int) -> int:
-    """Return the index of the buffer of the logits: the operand with one column per id of the launch that computes
-    the log-probabilities.
+    """Return the index of the logits' buffer: the operand with a column per id in the launch of log-probabilities.
 
     Raises LlmcError E113 if there is none, or if a later launch overwrites it.
     """

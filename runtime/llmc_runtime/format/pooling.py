@@ -48,8 +48,7 @@ class Pooling(Record):
 
 
 def require_generation(pooling: Pooling | None, request: str) -> None:
-    """Raise LlmcError E616 if the model pools. `request` names the kind of request, which needs a model that
-    generates."""
+    """Raise LlmcError E616 if the model pools. `request` names the kind of request that needs a generating model."""
     if pooling is not None:
         cause = f"{request}, and the model pools its prompts ({pooling.task})"
         raise LlmcError("E616", cause, "use an artifact of a model that generates text")

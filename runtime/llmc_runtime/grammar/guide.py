@@ -10,8 +10,7 @@ from llmc_runtime.grammar import wire
 
 
 class GrammarGuide:
-    """The Guide (see sched.token_guide) of one output, whose masks a worker process computes. Belongs to the engine's
-    thread.
+    """The Guide (see sched.token_guide) of one output; a worker computes its masks. Belongs to the engine's thread.
 
     `send` sends an operation (see wire) with tokens to the worker; its last argument is the operation's number. `leave`
     closes the output. `end_ids` are the tokens that end the text where the mask allows them.

@@ -78,8 +78,7 @@ class Keys:
         return len(self._digests)
 
     def name_of(self, authorization: bytes) -> str | None:
-        """Return an identifier of the key in an Authorization header, which does not reveal the key; None if it is
-        unknown.
+        """Return an identifier, which does not reveal the key, of an Authorization header's key; None if unknown.
 
         Takes the same time for all keys.
         """

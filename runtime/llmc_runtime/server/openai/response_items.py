@@ -123,8 +123,7 @@ class OutputItems:
 
 
 class _Entries:
-    """The log-probabilities of tokens, which are made whenever they are read. Events have no bytes, but content parts
-    do."""
+    """The log-probabilities of tokens, made whenever they are read. Events have no bytes; content parts do."""
 
     def __init__(self, tokens: Sequence[ScoredToken], scores: TokenScores, with_bytes: bool) -> None:
         self._tokens, self._scores, self._with_bytes = tokens, scores, with_bytes
