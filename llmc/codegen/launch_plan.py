@@ -71,10 +71,18 @@ def emit_graph(
 def _source(n: Node, kernel: Kernel, schedule: Schedule, target: Target) -> Source:
     """Emit one node; the source names the package of its kernel."""
     with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+        check_packed(kernel, n, schedule, target)
         source = kernel.emit(n, schedule, target)
         if not isinstance(source, Source):
             raise TypeError(f"emit returned {source!r:.80}, not a Source")
     return replace(source, package=package_of(kernel))
+
+
+def check_packed(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> None:
+    """Raise Diagnostic E430 for a node that is emitted although the pass `pack` has not packed its weights."""
+    if kernel.layouts(node, schedule, target):
+        cause = f"{node.op.name} reached code generation with weights that are not packed"
+        raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)
 
 
 def package_of(kernel: Kernel) -> str:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmc.codegen.kernel import Kernel, Schedule
-from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.packed_codes import OF_CODES
-from llmc.targets.target import Target
 
 
 def tables(node: Node) -> list[int]:
@@ -39,10 +36,3 @@ def pack_product(
         operands[i] = g.add(ops["transpose"], [operands[i]], {"perm": (1, 0)}, before=node, loc=node.loc).result
     other_attrs = {k: v for k, v in node.attrs.items() if k not in OF_CODES}
     g.replace_op(node, product, operands, {**other_attrs, **attrs})
-
-
-def check_packed(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> None:
-    """Raise Diagnostic E430 for a node that is emitted although the pass `pack` has not packed its weights."""
-    if kernel.layouts(node, schedule, target):
-        cause = f"{node.op.name} reached code generation with weights that are not packed"
-        raise Diagnostic("E430", cause, "run the pass `pack` after `select`", loc=node.loc)

@@ -20,6 +20,7 @@ from llmc.codegen.candidates import Candidate
 from llmc.codegen.candidates import candidates as node_candidates
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule
+from llmc.codegen.launch_plan import check_packed
 from llmc.codegen.tuning_records import Tuning
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -61,7 +62,7 @@ def test_packing_keeps_the_product(up: bool, s: Stack) -> None:
     schedule = GROUPED_CODES.schedules(node, target)[0]
     assert set(GROUPED_CODES.layouts(node, schedule, target)) == {3, 4, *({6 - up} if s.zero == "u8" else ())}
     with pytest.raises(Diagnostic, match="not packed"):
-        GROUPED_CODES.emit(node, schedule, target)
+        check_packed(GROUPED_CODES, node, schedule, target)
     assert packed(g).op.name == ("fragments_moe_up" if up else "fragments_moe_down")
     verify(Module(graphs={"test": g}))
     np.testing.assert_array_equal(run(g, arrays)[0], want)

@@ -22,6 +22,7 @@ from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA, WIDTH, T
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Schedule
+from llmc.codegen.launch_plan import check_packed
 from llmc.codegen.pack import Pack
 from llmc.codegen.select import Select
 from llmc.codegen.toolchain import Compiled
@@ -288,7 +289,7 @@ def test_it_is_for_hopper_and_for_packed_codes() -> None:
     assert QUANTIZED_WGMMA.reject(node, sm_90()) is None
     assert "does not have wgmma" in str(QUANTIZED_WGMMA.reject(node, sm_80()))
     with pytest.raises(Diagnostic, match="E430"):
-        QUANTIZED_WGMMA.emit(node, QUANTIZED_WGMMA.schedules(node, sm_90())[0], sm_90())
+        check_packed(QUANTIZED_WGMMA, node, QUANTIZED_WGMMA.schedules(node, sm_90())[0], sm_90())
 
 
 BODIES = (

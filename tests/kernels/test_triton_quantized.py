@@ -15,6 +15,7 @@ from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
 from llmc.codegen.backends.triton.quantized_problem import halves, scales_factors
 from llmc.codegen.kernel import Kernel, Schedule
+from llmc.codegen.launch_plan import check_packed
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.interp import run
@@ -163,7 +164,7 @@ def test_packing_keeps_the_product() -> None:
     layouts = [k.layouts(node, k.schedules(node, sm_90())[0], sm_90()) for k in KERNELS]
     assert layouts[0] == layouts[1] == {1: "pack_nibbles{half=32}", 2: "transpose{perm=[1, 0]}"}
     with pytest.raises(Diagnostic, match="not packed"):
-        QUANTIZED_GEMM.emit(node, QUANTIZED_GEMM.schedules(node, sm_90())[0], sm_90())
+        check_packed(QUANTIZED_GEMM, node, QUANTIZED_GEMM.schedules(node, sm_90())[0], sm_90())
     QUANTIZED_GEMM.pack(g, node, {}, sm_90(), OPS)
     assert [n.op.name for n in g.nodes] == ["pack_nibbles", "transpose", "packed_nibbles_linear"]
     verify(Module(symbols={"T": (1, 64)}, graphs={"test": g}))

@@ -18,6 +18,7 @@ from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED
 from llmc.codegen.backends.triton.quantized_problem import scales_factors
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
+from llmc.codegen.launch_plan import check_packed
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.interp import run
@@ -150,7 +151,7 @@ def test_packing_keeps_the_product() -> None:
     turned = "transpose{perm=[0, 2, 1]}"
     assert QUANTIZED_UP.layouts(node, schedule, sm_90()) == {3: "pack_nibbles{half=64}", 4: turned, 5: turned}
     with pytest.raises(Diagnostic, match="not packed"):
-        QUANTIZED_UP.emit(node, schedule, sm_90())
+        check_packed(QUANTIZED_UP, node, schedule, sm_90())
     QUANTIZED_UP.pack(g, node, schedule, sm_90(), OPS)
     assert [n.op.name for n in g.nodes] == ["pack_nibbles", "transpose", "transpose", "quantized_moe_up"]
     verify(Module(graphs={"test": g}))

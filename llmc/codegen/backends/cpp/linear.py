@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
 from llmc.codegen.emit import Sizes, indent
-from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import check_packed
+from llmc.codegen.kernel import Schedule
 from llmc.codegen.print_expr import Dag, Names, convert, statements
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D, Dim
@@ -100,10 +99,6 @@ class PackedProduct(CppKernel):
         p = self.problem(node)
         same = [e.dtype == p.out.dtype and e.shape == p.out.shape for e in p.extras]
         return tuple((i + p.first_extra, 0) for i, fits in enumerate(same) if fits)
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        check_packed(self, node, schedule, target)
-        return super().emit(node, schedule, target)
 
     def call(self, node: Node, sizes: Sizes, function: str, weight: str) -> str:
         """Return the call of `function` with x, its number of rows, the operands `weight` and the epilogue."""

@@ -10,8 +10,8 @@ from typing import Self
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
 from llmc.codegen.backends.cuda.wgmma import lacks_wgmma
-from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import check_packed, pack_product, product_layouts, tables
+from llmc.codegen.kernel import Schedule
+from llmc.codegen.packed_product import pack_product, product_layouts, tables
 from llmc.codegen.product import ProductNode
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -94,10 +94,6 @@ class FragmentKernel(CudaKernel):
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         pack_product(g, node, ops["pack_fragments"], {}, ops[_PACKED_OF[node.op.name]], ops)
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        check_packed(self, node, schedule, target)
-        return super().emit(node, schedule, target)
 
 
 def _reject_types(node: Node) -> str | None:

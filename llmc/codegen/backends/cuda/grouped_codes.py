@@ -26,8 +26,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
 from llmc.codegen.backends.cuda.grouped_wgmma import MAX_EXPERTS, STARTS
 from llmc.codegen.backends.cuda.wgmma import ALIGN, WARPGROUP, lacks_wgmma, multiply_registers
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
-from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule, Source
-from llmc.codegen.packed_product import check_packed
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -205,10 +204,6 @@ class GroupedCodes(CudaKernel):
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return STARTS, CODE, *_tables(node)
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        check_packed(self, node, schedule, target)
-        return super().emit(node, schedule, target)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s, stack = CodesProblem(node), schedule, Stack(node)

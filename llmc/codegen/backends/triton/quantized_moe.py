@@ -10,8 +10,7 @@ from llmc.codegen.backends.triton.quantized_problem import halves, has_assembly,
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, pack_stack, row_blocks
-from llmc.codegen.kernel import Schedule, Source
-from llmc.codegen.packed_product import check_packed
+from llmc.codegen.kernel import Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -100,10 +99,6 @@ class QuantizedGrouped(Grouped):
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         pack_stack(g, node, self.experts(node).half, list(self.layouts(node, schedule, target)), ops)
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        check_packed(self, node, schedule, target)
-        return super().emit(node, schedule, target)
 
     def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, QuantizedExperts)

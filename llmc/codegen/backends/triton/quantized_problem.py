@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product
 from llmc.codegen.backends.triton.template import record
 from llmc.codegen.backends.triton.triton_kernel import FLOATS, TritonKernel, Unit, unsupported
-from llmc.codegen.kernel import BY_SCHEDULE, Schedule, Source
-from llmc.codegen.packed_product import check_packed, pack_product, product_layouts
+from llmc.codegen.kernel import BY_SCHEDULE, Schedule
+from llmc.codegen.packed_product import pack_product, product_layouts
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -106,10 +106,6 @@ class QuantizedKernel(TritonKernel):
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         half = QuantizedProduct.of(node).half
         pack_product(g, node, ops["pack_nibbles"], {"half": half}, ops[PACKED], ops)
-
-    def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        check_packed(self, node, schedule, target)
-        return super().emit(node, schedule, target)
 
 
 def _reject_sizes(node: Node) -> str | None:
