@@ -33,8 +33,8 @@ from kernels import harness, triton_harness
 from llmc_runtime.sched.row_columns import FLOAT_COLUMNS
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.step import RowParams
-from llmc.codegen.backends.cpp.state import SAMPLING
-from llmc.codegen.backends.triton.sample import PENALIZE
+from llmc.codegen.backends.cpp.state import SAMPLE
+from llmc.codegen.backends.triton.sample import ROW_PENALIZE
 from llmc.extension import load
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.interp import run
@@ -46,10 +46,10 @@ old = run(off, arrays, {})[0]
 names = [slot.name for slot in op.operands]
 params = arrays[names.index("fparams")]
 params[:] = RowParams.of(SamplingParams(repeat_offset=0.75)).floats()
-case = harness.Case("penalize", example_graph(op, arrays, attrs).graphs["main"], SAMPLING, {}, arrays)
+case = harness.Case("penalize", example_graph(op, arrays, attrs).graphs["main"], SAMPLE, {}, arrays)
 compiled = harness.compile_cases([case], load().target("cpu:native"), Path(sys.argv[1]))
 harness.run_case(case, *compiled["penalize"])
-triton_harness.run_case(replace(case, kernel=PENALIZE, schedule={"block": 256, "warps": 4}))
+triton_harness.run_case(replace(case, kernel=ROW_PENALIZE, schedule={"block": 256, "warps": 4}))
 new = run(case.graph, arrays, {})[0]
 print(json.dumps({"column": FLOAT_COLUMNS.index("repeat_offset"), "used": bool((old != new).any())}))
 """

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.backends.triton.gathered_moe import GATHER_DOWN, GATHER_UP
+from llmc.codegen.backends.triton.gathered_moe import MOE_GATHER_DOWN, MOE_GATHER_UP
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
 from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
 from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL
-from llmc.codegen.backends.triton.moe import COMBINE, DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_DOWN, MOE_ROUTE, MOE_UP
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
-from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP
+from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP
 from llmc.codegen.backends.triton.reduce import TOPK
 from llmc.codegen.backends.triton.row_kernels import ROWS
-from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
+from llmc.codegen.backends.triton.scaled_moe import SCALED_MOE_DOWN, SCALED_MOE_UP
 from llmc.codegen.backends.triton.shape import COPY, TAKE
 from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.kernel import Kernel
@@ -77,26 +77,26 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         'linear_combine(%p, %r) {body="add(a1, a0)", dtype="bf16"} : bf16[T, 4096]',
     ),
     "matmul": (MATMUL, "%x: bf16[8, T, 128], %y: bf16[8, 128, T]", "matmul(%x, %y) : bf16[8, T, T]"),
-    "moe_route": (ROUTE, "%e: i32[T, 8]", "moe_route(%e) {experts=128} : i32[8*T], i32[129]"),
+    "moe_route": (MOE_ROUTE, "%e: i32[T, 8]", "moe_route(%e) {experts=128} : i32[8*T], i32[129]"),
     "moe_up": (
-        UP, f"%x: bf16[T, 2048], {PAIRS}, %w: weight bf16[128, 1536, 2048], %b: weight bf16[128, 1536]",
+        MOE_UP, f"%x: bf16[T, 2048], {PAIRS}, %w: weight bf16[128, 1536, 2048], %b: weight bf16[128, 1536]",
         "moe_up(%x, %p, %s, %w, %b) {k=8} : bf16[8*T, 768]",
     ),
     "moe_down": (
-        DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
+        MOE_DOWN, f"%x: bf16[8*T, 768], {PAIRS}, %w: weight bf16[128, 2048, 768], %a: f32[T, 8]",
         "moe_down(%x, %p, %s, %w, %a) : f32[T, 8, 2048]",
     ),
     "moe_gather_up": (
-        GATHER_UP, "%x: bf16[1, 2048], %i: i32[1, 8], %w: weight bf16[128, 1536, 2048], %g: weight bf16[2048]",
+        MOE_GATHER_UP, "%x: bf16[1, 2048], %i: i32[1, 8], %w: weight bf16[128, 1536, 2048], %g: weight bf16[2048]",
         "norm_moe_gather_up(%x, %i, %w, %g) {eps=1e-06} : bf16[8, 768]",
     ),
     "moe_gather_down": (
-        GATHER_DOWN,
+        MOE_GATHER_DOWN,
         "%x: bf16[4, 2880], %i: i32[1, 4], %w: weight bf16[32, 2880, 2880], %a: bf16[1, 4], %r: bf16[1, 2880], "
         "%b: weight bf16[32, 2880]",
         "moe_gather_down(%x, %i, %w, %a, %r, %b) : bf16[1, 2880]",
     ),
-    "moe_combine": (COMBINE, "%x: bf16[T, 8, 2048], %r: bf16[T, 2048]", "moe_combine(%x, %r) : bf16[T, 2048]"),
+    "moe_combine": (MOE_COMBINE, "%x: bf16[T, 8, 2048], %r: bf16[T, 2048]", "moe_combine(%x, %r) : bf16[T, 2048]"),
     "topk_map": (
         TOPK_MAP, "%x: f32[T, 128]",
         'topk_map(%x) {k=8, before="div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))", '
@@ -108,25 +108,25 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         ": bf16[1, 4], i32[4], i32[33]",
     ),
     "quantized_moe_up": (
-        QUANTIZED_UP,
+        QUANTIZED_MOE_UP,
         "%x: bf16[T, 2880], %p: i32[4*T], %s: i32[33], %w: weight u8[32, 5760, 1440], %c: weight bf16[32, 90, 5760],"
         " %b: weight bf16[32, 5760]",
         'quantized_moe_up(%x, %p, %s, %w, %c, %b) {k=4, block=[1, 32], values="e2m1", bits=4, half=32} '
         ": bf16[4*T, 2880]",
     ),
     "quantized_moe_down": (
-        QUANTIZED_DOWN,
+        QUANTIZED_MOE_DOWN,
         f"%x: bf16[8*T, 768], {PAIRS}, %w: weight f8e4m3[128, 2048, 768], %c: weight f32[128, 16, 6], %a: f32[T, 8]",
         "quantized_moe_down(%x, %p, %s, %w, %c, %a) {block=[128, 128]} : f32[T, 8, 2048]",
     ),
     "scaled_moe_up": (
-        SCALED_UP,
+        SCALED_MOE_UP,
         f"%x: f8e4m3[T, 2048], {PAIRS}, %w: weight f8e4m3[128, 1536, 2048], %c: weight f32[128, 12, 16],"
         " %v: f32[T, 16]",
         'scaled_moe_up(%x, %p, %s, %w, %c, %v) {k=8, block=[128, 128], dtype="bf16"} : bf16[8*T, 768]',
     ),
     "scaled_moe_down": (
-        SCALED_DOWN,
+        SCALED_MOE_DOWN,
         f"%x: i8[8*T, 768], {PAIRS}, %w: weight i8[128, 2048, 768], %c: weight f32[128, 2048, 1], %v: f32[8*T, 1],"
         " %a: f32[T, 8]",
         "scaled_moe_down(%x, %p, %s, %w, %c, %v, %a) {block=[1, 0]} : f32[T, 8, 2048]",

@@ -18,7 +18,7 @@ from kernels.recurrent_cases import (
 )
 from kernels.test_cpu_linear import LEVELS, target_here
 
-from llmc.codegen.backends.cpp.recurrent import CONV, LOG, RECURRENCE
+from llmc.codegen.backends.cpp.recurrent import ROW_CONV, ROW_LOG, ROW_RECURRENCE
 from llmc.ir.graph import Graph
 
 pytestmark = pytest.mark.drawn
@@ -41,10 +41,10 @@ CONVS = (
 def test_convolutions_of_rows(level: str, tmp_path: Path) -> None:
     target, rng = target_here(level), generator()
     graphs = {f"conv{i}": conv_graph(*sizes) for i, sizes in enumerate(CONVS)}
-    cases = [Case(name, g, CONV, {}, []) for name, g in graphs.items()]
+    cases = [Case(name, g, ROW_CONV, {}, []) for name, g in graphs.items()]
     compiled = compile_cases(cases, target, tmp_path)
     for case in cases:
-        assert CONV.reject(case.node, target) is None
+        assert ROW_CONV.reject(case.node, target) is None
         for _ in range(6):
             inputs = conv_inputs(case.graph, random_step(rng), rng)
             for threads in (1, 3):
@@ -54,7 +54,7 @@ def test_convolutions_of_rows(level: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_recurrences_of_rows(level: str, tmp_path: Path) -> None:
     target, rng = target_here(level), generator()
-    kernels = {"row_recurrence": RECURRENCE, "row_recurrence_draft": RECURRENCE, "row_log": LOG}
+    kernels = {"row_recurrence": ROW_RECURRENCE, "row_recurrence_draft": ROW_RECURRENCE, "row_log": ROW_LOG}
     made: dict[str, tuple[Shape, Graph]] = {
         f"{op}-{s.name}": (s, recurrence_graph(s, op)) for op in kernels for s in SHAPES
     }

@@ -12,8 +12,8 @@ from kernels import harness, triton_harness
 from kernels.harness import Case
 from kernels.test_triton_state import VOCAB, M, verifying
 
-from llmc.codegen.backends.cpp.state import DRAFTS, SAMPLING
-from llmc.codegen.backends.triton.sample import PENALIZE
+from llmc.codegen.backends.cpp.state import DRAFT, SAMPLE
+from llmc.codegen.backends.triton.sample import ROW_PENALIZE
 from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
@@ -48,11 +48,11 @@ def test_cpu(level: str, tmp_path: Path) -> None:
     drafts = np.stack([rng.integers(0, 9, M), rng.integers(0, 6, M), rng.integers(1, 4, M), rng.integers(3, 9, M)], 1)
     accept = [tokens, length, counts, rows, starts, positions, emit, ids]
     cases = [
-        case("row_accept", DRAFTS, accept, {}, limit=5),
-        case("row_propose", DRAFTS, [tokens, drafts.astype(np.int32), length, rows, starts, emit], {}),
-        case("row_rewind", DRAFTS, [length[::-1].copy(), length, rows], {}),
-        case("row_extend", DRAFTS, [tokens, length[::-1].copy(), rows, starts, positions, emit, ids], {}),
-        case("row_penalize", SAMPLING, penalties(rng), {}),
+        case("row_accept", DRAFT, accept, {}, limit=5),
+        case("row_propose", DRAFT, [tokens, drafts.astype(np.int32), length, rows, starts, emit], {}),
+        case("row_rewind", DRAFT, [length[::-1].copy(), length, rows], {}),
+        case("row_extend", DRAFT, [tokens, length[::-1].copy(), rows, starts, positions, emit, ids], {}),
+        case("row_penalize", SAMPLE, penalties(rng), {}),
     ]
     compiled = harness.compile_cases(cases, load().target(level), tmp_path)
     for c in cases:
@@ -60,7 +60,7 @@ def test_cpu(level: str, tmp_path: Path) -> None:
 
 
 def test_triton_penalties() -> None:
-    triton_harness.run_case(case("row_penalize", PENALIZE, penalties(generator()), {"block": 256, "warps": 4}))
+    triton_harness.run_case(case("row_penalize", ROW_PENALIZE, penalties(generator()), {"block": 256, "warps": 4}))
 
 
 def test_drafts_change_penalties() -> None:

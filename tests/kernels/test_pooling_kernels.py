@@ -13,13 +13,13 @@ from kernels.harness import Case
 from kernels.test_triton_state import drawn_rows
 
 from llmc.codegen.backends.cpp.state import POOLING
-from llmc.codegen.backends.triton.pooling import MEAN
-from llmc.codegen.backends.triton.row_state import ADVANCE, FIRST, REACH
+from llmc.codegen.backends.triton.pooling import ROW_MEAN
+from llmc.codegen.backends.triton.row_state import ROW_ADVANCE, ROW_FIRST, ROW_REACH
 from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
 
-TRITON = {"row_first": FIRST, "row_reach": REACH, "row_mean": MEAN, "row_advance": ADVANCE}
+TRITON = {"row_first": ROW_FIRST, "row_reach": ROW_REACH, "row_mean": ROW_MEAN, "row_advance": ROW_ADVANCE}
 
 
 def operands(entries: int, most: int, padding: int, spare: int) -> dict[str, list[Any]]:

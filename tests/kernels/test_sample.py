@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kernels.harness import Case, Ctx, compile_cases, run_case
 
-from llmc.codegen.backends.cpp.state import SAMPLING
+from llmc.codegen.backends.cpp.state import SAMPLE
 from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS
@@ -32,7 +32,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Any:
     rng = np.random.default_rng(0)
     drawn = operands(rng.random((ROWS, V)), np.zeros((ROWS, 8), np.float32), np.zeros((ROWS, 8), np.int32))
     g = example_graph(OPS["row_sample"], drawn, {}).graphs["main"]
-    case, target = Case("sample", g, SAMPLING, {}, drawn), load().target("cpu:native")
+    case, target = Case("sample", g, SAMPLE, {}, drawn), load().target("cpu:native")
     source, function = compile_cases([case], target, tmp_path_factory.mktemp("sample"))["sample"]
     nbytes = source.scratch.const or 0
 
@@ -110,5 +110,5 @@ def test_penalties_equal_the_reference(tmp_path: Path, v: int) -> None:
     logits, rows = 4 * rng.standard_normal((m + 1, v)), np.array([3, 0, -1, 5, 1, 4, 2])
     arrays = [logits, rows, f, i, seen, counts, bias_ids, rng.standard_normal((m, 2))]
     g = example_graph(OPS["row_penalize"], arrays, {}).graphs["main"]
-    case = Case("penalize", g, SAMPLING, {}, arrays)
+    case = Case("penalize", g, SAMPLE, {}, arrays)
     run_case(case, *compile_cases([case], load().target("cpu:native"), tmp_path)["penalize"])

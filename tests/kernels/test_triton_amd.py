@@ -23,11 +23,11 @@ from kernels.triton_harness import run_case
 from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL, LARGE_AMD_TILES
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
-from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP
+from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP
 from llmc.codegen.backends.triton.round_groups import ROUND_GROUPS
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.scaled_gemm import SCALED_GEMM, SCALED_GEMM_SMALL
-from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
+from llmc.codegen.backends.triton.scaled_moe import SCALED_MOE_DOWN, SCALED_MOE_UP
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, INTERPRET, TritonKernel, float8
 from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.targets.gpu_targets import gfx90a, gfx942, gfx950, sm_80, sm_90
@@ -37,7 +37,7 @@ GPUS = (gfx90a(), gfx942(), gfx950())
 INTERPRETED = tuple(replace(t, features=frozenset({INTERPRET})) for t in GPUS)
 CODED = INTERPRETED[1:]  # GPUs with instructions for 8-bit floats
 F8 = "f8e4m3"
-SCALED, QUANTIZED = (SCALED_DOWN, SCALED_UP), (QUANTIZED_DOWN, QUANTIZED_UP)
+SCALED, QUANTIZED = (SCALED_MOE_DOWN, SCALED_MOE_UP), (QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP)
 
 
 def own(s: Shape, target: Target) -> Shape:

@@ -13,7 +13,7 @@ from kernels.harness import Case
 from kernels.test_triton_moe import chosen, gated
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
-from llmc.codegen.backends.triton.gathered_moe import GATHER_DOWN, GATHER_UP
+from llmc.codegen.backends.triton.gathered_moe import MOE_GATHER_DOWN, MOE_GATHER_UP
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel, Schedule
 from llmc.ir.graph import Graph
@@ -81,38 +81,38 @@ def check(kernel: Kernel, g: Graph, t: int, share: float = 0.0) -> None:
 def test_products(sizes: tuple[int, int, int, int, int]) -> None:
     t, *rest = sizes
     for size in (t, "T"):
-        check(GATHER_UP, up(size, *rest), t)
-        check(GATHER_UP, up(size, *rest, eps=1e-5), t)
-        check(GATHER_DOWN, down(size, *rest), t)
+        check(MOE_GATHER_UP, up(size, *rest), t)
+        check(MOE_GATHER_UP, up(size, *rest, eps=1e-5), t)
+        check(MOE_GATHER_DOWN, down(size, *rest), t)
 
 
 @pytest.mark.parametrize(("x", "w"), (("f32", "f32"), ("f16", "f16"), ("f32", "bf16")))
 def test_dtypes_and_activations(x: str, w: str) -> None:
     for name in ("gelu", "gelu_tanh", "relu"):
-        check(GATHER_UP, up("T", 2, 5, 9, 20, x, w, gated(name), idx="i64", eps=0.01), 3)
-    check(GATHER_DOWN, down("T", 2, 5, 9, 20, x, w, residual="f32"), 3)
+        check(MOE_GATHER_UP, up("T", 2, 5, 9, 20, x, w, gated(name), idx="i64", eps=0.01), 3)
+    check(MOE_GATHER_DOWN, down("T", 2, 5, 9, 20, x, w, residual="f32"), 3)
 
 
 @pytest.mark.parametrize(("w", "bias"), (("bf16", "bf16"), ("f32", "f32"), ("bf16", "f32")))
 def test_biases_and_a_clamped_gate(w: str, bias: str) -> None:
     for t, *rest in SIZES[1:4]:
-        check(GATHER_UP, up(t, *rest, w, w, CLAMPED, bias), t)
-        check(GATHER_UP, up(t, *rest, w, w, CLAMPED, bias, eps=1e-6), t)
-        check(GATHER_DOWN, down(t, *rest, w, w, bias), t)
+        check(MOE_GATHER_UP, up(t, *rest, w, w, CLAMPED, bias), t)
+        check(MOE_GATHER_UP, up(t, *rest, w, w, CLAMPED, bias, eps=1e-6), t)
+        check(MOE_GATHER_DOWN, down(t, *rest, w, w, bias), t)
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
 def test_every_schedule(dtype: str) -> None:
-    check(GATHER_UP, up(1, 2, 3, 6, 2500, dtype, dtype, eps=1e-5), 1, 0.4)
-    check(GATHER_DOWN, down(1, 3, 4, 11, 1300, dtype, dtype), 1, 0.4)
+    check(MOE_GATHER_UP, up(1, 2, 3, 6, 2500, dtype, dtype, eps=1e-5), 1, 0.4)
+    check(MOE_GATHER_DOWN, down(1, 3, 4, 11, 1300, dtype, dtype), 1, 0.4)
 
 
 @pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_binaries(target: Target, tmp_path: Path) -> None:
     graphs = (
-        (GATHER_UP, up(1, 8, 128, 768, 2048, eps=1e-6)),
-        (GATHER_UP, up("T", 4, 32, 2880, 2880, body=CLAMPED, bias="bf16")),
-        (GATHER_DOWN, down(1, 8, 128, 2048, 768)), (GATHER_DOWN, down("T", 4, 32, 2880, 2880, bias="bf16")),
+        (MOE_GATHER_UP, up(1, 8, 128, 768, 2048, eps=1e-6)),
+        (MOE_GATHER_UP, up("T", 4, 32, 2880, 2880, body=CLAMPED, bias="bf16")),
+        (MOE_GATHER_DOWN, down(1, 8, 128, 2048, 768)), (MOE_GATHER_DOWN, down("T", 4, 32, 2880, 2880, bias="bf16")),
     )  # fmt: skip
     sources = []
     for kernel, g in graphs:
@@ -124,4 +124,4 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
 
 def test_rejected_nodes() -> None:
     (node,) = down(1, 2, 4, 8, "T").nodes
-    assert "not constant" in str(GATHER_DOWN.reject(node, sm_90()))
+    assert "not constant" in str(MOE_GATHER_DOWN.reject(node, sm_90()))

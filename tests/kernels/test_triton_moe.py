@@ -12,7 +12,7 @@ from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
-from llmc.codegen.backends.triton.moe import COMBINE, DOWN, ROUTE, UP
+from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_DOWN, MOE_ROUTE, MOE_UP
 from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel
@@ -82,8 +82,8 @@ def check(kernel: Kernel, g: Graph, t: int, k: int, experts: int, schedule: Any 
 def check_routing(g: Graph, idx: np.ndarray) -> None:
     """Run every schedule."""
     (node,) = g.nodes
-    for s in ROUTE.schedules(node, sm_90()):
-        run_case(Case(f"route {idx.shape} {s}", g, ROUTE, s, [idx], sizes={"T": len(idx)}))
+    for s in MOE_ROUTE.schedules(node, sm_90()):
+        run_case(Case(f"route {idx.shape} {s}", g, MOE_ROUTE, s, [idx], sizes={"T": len(idx)}))
 
 
 @pytest.mark.parametrize(("t", "k", "experts"), ROUTINGS)
@@ -103,29 +103,32 @@ def test_routing_of_more_pairs_than_a_chunk() -> None:
 @pytest.mark.parametrize(("t", "k", "experts"), ROUTINGS)
 def test_products(t: int, k: int, experts: int) -> None:
     for size in (t, "T"):
-        check(UP, up(size, k, experts, 10, 37), t, k, experts)
-        check(DOWN, down(size, k, experts, 21, 34), t, k, experts)
+        check(MOE_UP, up(size, k, experts, 10, 37), t, k, experts)
+        check(MOE_DOWN, down(size, k, experts, 21, 34), t, k, experts)
 
 
 @pytest.mark.parametrize(("x", "w"), (("f32", "f32"), ("f16", "f16"), ("f32", "bf16")))
 def test_dtypes_and_activations(x: str, w: str) -> None:
     for name in ("gelu", "gelu_tanh", "relu"):
-        check(UP, up("T", 2, 5, 9, 20, x, w, gated(name)), 6, 2, 5)
-    check(DOWN, down("T", 2, 5, 9, 20, x, w), 6, 2, 5)
+        check(MOE_UP, up("T", 2, 5, 9, 20, x, w, gated(name)), 6, 2, 5)
+    check(MOE_DOWN, down("T", 2, 5, 9, 20, x, w), 6, 2, 5)
 
 
 @pytest.mark.parametrize(("w", "bias"), (("bf16", "bf16"), ("f32", "f32"), ("bf16", "f32")))
 def test_biases_and_a_clamped_gate(w: str, bias: str) -> None:
     """Columns beyond the last block of columns have no bias, and experts without rows none either."""
     for t, k, experts in ROUTINGS[1:4]:
-        check(UP, up("T", k, experts, 21, 20, w, w, CLAMPED, bias), t, k, experts)
-        check(DOWN, down("T", k, experts, 21, 34, w, w, bias), t, k, experts)
+        check(MOE_UP, up("T", k, experts, 21, 20, w, w, CLAMPED, bias), t, k, experts)
+        check(MOE_DOWN, down("T", k, experts, 21, 34, w, w, bias), t, k, experts)
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
 def test_every_schedule(dtype: str) -> None:
     """Of all schedules some. More rows of some experts than a block has, and sizes that are no multiple of anything."""
-    for kernel, g in ((UP, up("T", 2, 3, 70, 150, dtype, dtype)), (DOWN, down("T", 2, 3, 150, 70, dtype, dtype))):
+    for kernel, g in (
+        (MOE_UP, up("T", 2, 3, 70, 150, dtype, dtype)),
+        (MOE_DOWN, down("T", 2, 3, 150, 70, dtype, dtype)),
+    ):
         for s in some(kernel.schedules(next(iter(g.nodes)), sm_90()), 0.4):
             check(kernel, g, 40, 2, 3, s)
 
@@ -135,8 +138,8 @@ def test_skewed_choices(choice: str) -> None:
     """All tokens choose the same experts, or each another one."""
     t, k, experts = 50, 1 if choice == "one each" else 2, 50
     idx = np.arange(t)[:, None] if choice == "one each" else np.tile(generator().permutation(experts)[:k], (t, 1))
-    check(UP, up("T", k, experts, 10, 37), t, k, experts, idx=idx)
-    check(DOWN, down("T", k, experts, 21, 34), t, k, experts, idx=idx)
+    check(MOE_UP, up("T", k, experts, 10, 37), t, k, experts, idx=idx)
+    check(MOE_DOWN, down("T", k, experts, 21, 34), t, k, experts, idx=idx)
 
 
 COMBINED = ((1, 5, "", "bf16"), (8, 300, "bf16", ""), (3, 1100, "f32", ""), (2, 64, "f16", "bf16"))
@@ -149,8 +152,8 @@ def test_sums_of_choices(choices: int, columns: int, residual: str, dtype: str, 
     g = graph("moe_combine", types, {"dtype": dtype})
     (node,) = g.nodes
     drawn = [generator().standard_normal([int(d.subs({"T": 7})) for d in t.shape]).astype(np.float32) for t in types]
-    for s in COMBINE.schedules(node, sm_90()):
-        run_case(Case(f"combine {choices} {columns} {s}", g, COMBINE, s, drawn, sizes={"T": 7}))
+    for s in MOE_COMBINE.schedules(node, sm_90()):
+        run_case(Case(f"combine {choices} {columns} {s}", g, MOE_COMBINE, s, drawn, sizes={"T": 7}))
 
 
 SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"
@@ -196,16 +199,17 @@ def first(kernel: Kernel, node: Node, target: Target, tokens: int) -> dict[str, 
 def test_first_schedules() -> None:
     """Qwen3-30B-A3B: blocks of few rows for few tokens, of many for prompts."""
     (node,) = up("T", 8, 128, 768, 2048).nodes
-    assert [first(UP, node, sm_90(), t)["bm"] for t in (1, 16, 128, 2048)] == [16, 16, 16, 128]
+    assert [first(MOE_UP, node, sm_90(), t)["bm"] for t in (1, 16, 128, 2048)] == [16, 16, 16, 128]
 
 
 @pytest.mark.parametrize("target", ONE_TARGET, ids=lambda t: t.name)
 def test_binaries(target: Target, tmp_path: Path) -> None:
     graphs = (
-        (ROUTE, route("T", 8, 128)), (ROUTE, route(1, 8, 128, "i64")), (UP, up("T", 8, 128, 768, 2048)),
-        (UP, up(1, 8, 128, 768, 2048, body=gated("gelu_tanh"))), (DOWN, down("T", 8, 128, 768, 2048)),
-        (DOWN, down("T", 8, 128, 768, 2048, "f32", "bf16")),
-        (UP, up("T", 4, 32, 2880, 2880, body=CLAMPED, bias="bf16")), (DOWN, down("T", 4, 32, 2880, 2880, bias="bf16")),
+        (MOE_ROUTE, route("T", 8, 128)), (MOE_ROUTE, route(1, 8, 128, "i64")), (MOE_UP, up("T", 8, 128, 768, 2048)),
+        (MOE_UP, up(1, 8, 128, 768, 2048, body=gated("gelu_tanh"))), (MOE_DOWN, down("T", 8, 128, 768, 2048)),
+        (MOE_DOWN, down("T", 8, 128, 768, 2048, "f32", "bf16")),
+        (MOE_UP, up("T", 4, 32, 2880, 2880, body=CLAMPED, bias="bf16")),
+        (MOE_DOWN, down("T", 4, 32, 2880, 2880, bias="bf16")),
     )  # fmt: skip
     sources = []
     for kernel, g in graphs:
@@ -217,4 +221,4 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
 
 def test_rejected_nodes() -> None:
     (node,) = up(1, 1, 5000, 1, 8).nodes
-    assert "5000 experts" in str(UP.reject(node, sm_90()))
+    assert "5000 experts" in str(MOE_UP.reject(node, sm_90()))

@@ -14,7 +14,7 @@ from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, run_case, some
 
-from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_DOWN, QUANTIZED_UP, QuantizedExperts
+from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP, QuantizedExperts
 from llmc.codegen.backends.triton.quantized_problem import scales_factors
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
@@ -95,7 +95,7 @@ def check(
     on: Target = INTERPRETED,
 ) -> None:  # fmt: skip
     size = t if isinstance(t, int) else 40
-    kernel, g = (QUANTIZED_UP if up else QUANTIZED_DOWN), s.graph(up, t, k, experts, rows, columns)
+    kernel, g = (QUANTIZED_MOE_UP if up else QUANTIZED_MOE_DOWN), s.graph(up, t, k, experts, rows, columns)
     rng = generator()
     order, starts = moe_route.ref(chosen(size, k, experts), experts=experts)
     drawn: dict[str, Any] = {"order": order, "starts": starts}
@@ -132,7 +132,7 @@ def test_every_schedule(name: str) -> None:
     """Of all schedules some: more rows of some experts than a block has, and columns of several steps."""
     s, columns = STACKS[name]
     wide = columns if s.half else columns + 128
-    for up, kernel in ((True, QUANTIZED_UP), (False, QUANTIZED_DOWN)):
+    for up, kernel in ((True, QUANTIZED_MOE_UP), (False, QUANTIZED_MOE_DOWN)):
         (node,) = s.graph(up, "T", 2, 3, 150, wide).nodes
         for schedule in some(kernel.schedules(node, sm_90()), 0.1):
             check(s, wide, up, "T", 2, 3, schedule, rows=150)
@@ -147,12 +147,12 @@ def test_packing_keeps_the_product() -> None:
     given = {"order": order, "starts": starts}
     arrays = [given.get(v.name, rng.integers(0, 16, [int(d) for d in v.type.shape])) for v in g.inputs]
     (want,) = run(g, arrays)
-    schedule = QUANTIZED_UP.schedules(node, sm_90())[0]
+    schedule = QUANTIZED_MOE_UP.schedules(node, sm_90())[0]
     turned = "transpose{perm=[0, 2, 1]}"
-    assert QUANTIZED_UP.layouts(node, schedule, sm_90()) == {3: "pack_nibbles{half=64}", 4: turned, 5: turned}
+    assert QUANTIZED_MOE_UP.layouts(node, schedule, sm_90()) == {3: "pack_nibbles{half=64}", 4: turned, 5: turned}
     with pytest.raises(Diagnostic, match="not packed"):
-        check_packed(QUANTIZED_UP, node, schedule, sm_90())
-    QUANTIZED_UP.pack(g, node, schedule, sm_90(), OPS)
+        check_packed(QUANTIZED_MOE_UP, node, schedule, sm_90())
+    QUANTIZED_MOE_UP.pack(g, node, schedule, sm_90(), OPS)
     assert [n.op.name for n in g.nodes] == ["pack_nibbles", "transpose", "transpose", "quantized_moe_up"]
     verify(Module(graphs={"test": g}))
     np.testing.assert_array_equal(run(g, arrays)[0], want)
@@ -180,7 +180,7 @@ def nodes(s: Stack, up: tuple[int, ...], down: tuple[int, ...]) -> tuple[Node, .
 def test_binaries(target: Target, tmp_path: Path) -> None:
     sources = []
     for s, up, down in REAL:
-        for kernel, node in zip((QUANTIZED_UP, QUANTIZED_DOWN), nodes(s, up, down), strict=True):
+        for kernel, node in zip((QUANTIZED_MOE_UP, QUANTIZED_MOE_DOWN), nodes(s, up, down), strict=True):
             if why := kernel.reject(node, target):
                 assert "no instructions for f8e4m3" in why
                 continue
@@ -193,14 +193,14 @@ def test_first_schedules() -> None:
     """Blocks of few rows for few tokens, of many for prompts."""
     for s, up, down in REAL:
         (node, _) = nodes(s, up, down)
-        assert [first(QUANTIZED_UP, node, sm_90(), t)["bm"] for t in (1, 16)] == [16, 16]
-        assert first(QUANTIZED_UP, node, sm_90(), 8192)["bm"] >= 64
+        assert [first(QUANTIZED_MOE_UP, node, sm_90(), t)["bm"] for t in (1, 16)] == [16, 16]
+        assert first(QUANTIZED_MOE_UP, node, sm_90(), 8192)["bm"] >= 64
 
 
 def test_rejected_nodes() -> None:
     def why(s: Stack, target: Target | None = None, columns: int = 128, **options: Any) -> str:
         (node,) = s.graph(True, "T", 2, 3, 6, columns, **options).nodes
-        return str(QUANTIZED_UP.reject(node, target or sm_90()))
+        return str(QUANTIZED_MOE_UP.reject(node, target or sm_90()))
 
     nibbles = Stack("bf16", "u8", "bf16", (1, 64), "8")
     assert why(nibbles) == "None"
@@ -211,9 +211,9 @@ def test_rejected_nodes() -> None:
     assert "blocks of 16" in why(Stack("bf16", "i8", "bf16", (1, 16)))
     assert "no instructions" in why(Stack("bf16", "f8e4m3", "bf16", (1, 0)), sm_80())
     (node,) = nibbles.graph(True, "T", 2, 5000, 2, 64).nodes
-    assert "5000 experts" in str(QUANTIZED_UP.reject(node, sm_90()))
+    assert "5000 experts" in str(QUANTIZED_MOE_UP.reject(node, sm_90()))
     node.attrs["act"] = "i8"
-    assert "rounded to i8" in str(QUANTIZED_UP.reject(node, sm_90()))
+    assert "rounded to i8" in str(QUANTIZED_MOE_UP.reject(node, sm_90()))
 
 
 def test_the_problem_of_packed_and_of_unpacked_codes_is_one() -> None:

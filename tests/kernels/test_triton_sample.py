@@ -12,8 +12,15 @@ from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_case, some
 
-from llmc.codegen.backends.triton.logprobs import LOGPROBS
-from llmc.codegen.backends.triton.sample import BLOCK_MAX, FINISH, MASK, PENALIZE, SAMPLE, SAMPLE_BLOCKS
+from llmc.codegen.backends.triton.logprobs import ROW_LOGPROBS
+from llmc.codegen.backends.triton.sample import (
+    ROW_BLOCK_MAX,
+    ROW_FINISH,
+    ROW_MASK,
+    ROW_PENALIZE,
+    ROW_SAMPLE,
+    ROW_SAMPLE_BLOCKS,
+)
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.triton_kernel import TritonKernel
 from llmc.codegen.backends.triton.triton_toolchain import load_entry
@@ -22,9 +29,9 @@ from llmc.ir.ops import OPS
 from llmc.ir.ops.sample import exponentials, kept, row_exponentials
 
 KERNELS: Mapping[str, TritonKernel] = {
-    "row_penalize": PENALIZE, "row_mask": MASK, "row_block_max": BLOCK_MAX,
-    "row_sample_blocks": SAMPLE_BLOCKS, "row_sample": SAMPLE, "row_logprobs": LOGPROBS,
-    "row_finish": FINISH,
+    "row_penalize": ROW_PENALIZE, "row_mask": ROW_MASK, "row_block_max": ROW_BLOCK_MAX,
+    "row_sample_blocks": ROW_SAMPLE_BLOCKS, "row_sample": ROW_SAMPLE, "row_logprobs": ROW_LOGPROBS,
+    "row_finish": ROW_FINISH,
 }  # fmt: skip
 I32, F32 = np.int32, np.float32
 pytestmark = pytest.mark.drawn

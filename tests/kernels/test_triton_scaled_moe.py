@@ -14,7 +14,7 @@ from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, run_case, some
 
-from llmc.codegen.backends.triton.scaled_moe import SCALED_DOWN, SCALED_UP
+from llmc.codegen.backends.triton.scaled_moe import SCALED_MOE_DOWN, SCALED_MOE_UP
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
@@ -72,7 +72,7 @@ def check(
     on: Target = INTERPRETED,
 ) -> None:  # fmt: skip
     size = t if isinstance(t, int) else 40
-    kernel, g = (SCALED_UP if up else SCALED_DOWN), s.graph(up, t, k, experts, rows, columns)
+    kernel, g = (SCALED_MOE_UP if up else SCALED_MOE_DOWN), s.graph(up, t, k, experts, rows, columns)
     rng = generator()
     order, starts = moe_route.ref(chosen(size, k, experts), experts=experts)
     drawn: dict[str, Any] = {"order": order, "starts": starts}
@@ -105,7 +105,7 @@ def test_every_schedule(name: str) -> None:
     """Of all schedules some: more rows of some experts than a block has, and columns of several steps."""
     s, columns = STACKS[name]
     wide = columns + 256
-    for up, kernel in ((True, SCALED_UP), (False, SCALED_DOWN)):
+    for up, kernel in ((True, SCALED_MOE_UP), (False, SCALED_MOE_DOWN)):
         (node,) = s.graph(up, "T", 2, 3, 150, wide).nodes
         for schedule in some(kernel.schedules(node, sm_90()), 0.2):
             check(s, wide, up, "T", 2, 3, schedule, rows=150)
@@ -124,7 +124,7 @@ def nodes(s: Stack, up: tuple[int, ...], down: tuple[int, ...]) -> tuple[Node, .
 def test_binaries(target: Target, tmp_path: Path) -> None:
     sources = []
     for s, up, down in REAL[::2]:
-        for kernel, node in zip((SCALED_UP, SCALED_DOWN), nodes(s, up, down), strict=True):
+        for kernel, node in zip((SCALED_MOE_UP, SCALED_MOE_DOWN), nodes(s, up, down), strict=True):
             if why := kernel.reject(node, target):
                 assert "no instructions for f8e4m3" in why
                 continue
@@ -137,7 +137,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
 def test_first_schedules(case: Any) -> None:
     """Blocks of few rows for few tokens, of many for prompts."""
     s, up, down = case
-    for kernel, node in zip((SCALED_UP, SCALED_DOWN), nodes(s, up, down), strict=True):
+    for kernel, node in zip((SCALED_MOE_UP, SCALED_MOE_DOWN), nodes(s, up, down), strict=True):
         assert first(kernel, node, sm_90(), 1)["bm"] == 16
         assert first(kernel, node, sm_90(), 8192)["bm"] >= 64
 
@@ -145,7 +145,7 @@ def test_first_schedules(case: Any) -> None:
 def test_rejected_nodes() -> None:
     def why(s: Stack, target: Target | None = None, columns: int = 96, experts: int = 3) -> str:
         (node,) = s.graph(True, "T", 2, experts, 6, columns).nodes
-        return str(SCALED_UP.reject(node, target or sm_90()))
+        return str(SCALED_MOE_UP.reject(node, target or sm_90()))
 
     assert why(Stack("i8")) == why(Stack("i8"), sm_80()) == why(Stack("i8"), gfx942()) == "None"
     assert "groups of 48" in why(Stack("f8e4m3", (1, 48)))
@@ -161,4 +161,4 @@ def test_scales_of_whole_rows_are_no_groups() -> None:
     one, many = (replace(STACKS["fp8-block"][0], block=(1, c)) for c in (0, 128))
     for s, late in ((one, True), (many, False)):
         (node,) = s.graph(True, "T", 2, 3, 6, 256).nodes
-        assert SCALED_UP.experts(node).late == late
+        assert SCALED_MOE_UP.experts(node).late == late

@@ -11,23 +11,23 @@ from kernels.harness import Case
 from kernels.triton_harness import run_case
 
 from llmc.codegen.backends.triton.row_state import (
-    ACCEPT,
-    BEGIN,
-    COMMIT,
-    EXTEND,
-    LAST,
-    OF_TOKENS,
-    PROPOSE,
-    REWIND,
-    SPANS,
+    ROW_ACCEPT,
+    ROW_BEGIN,
+    ROW_COMMIT,
+    ROW_EXTEND,
+    ROW_LAST,
+    ROW_PROPOSE,
+    ROW_REWIND,
+    ROW_SPANS,
+    ROW_TOKENS,
 )
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 
 KERNELS = {
-    "row_spans": SPANS, "row_begin": BEGIN, "row_ids": OF_TOKENS, "row_slots": OF_TOKENS, "row_last": LAST,
-    "row_commit": COMMIT, "row_accept": ACCEPT, "row_propose": PROPOSE, "row_rewind": REWIND,
-    "row_extend": EXTEND,
+    "row_spans": ROW_SPANS, "row_begin": ROW_BEGIN, "row_ids": ROW_TOKENS, "row_slots": ROW_TOKENS,
+    "row_last": ROW_LAST, "row_commit": ROW_COMMIT, "row_accept": ROW_ACCEPT,
+    "row_propose": ROW_PROPOSE, "row_rewind": ROW_REWIND, "row_extend": ROW_EXTEND,
 }  # fmt: skip
 M, LENGTH, PAGE, VOCAB = 400, 900, 16, 50
 I32 = np.int32

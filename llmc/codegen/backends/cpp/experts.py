@@ -155,5 +155,5 @@ def _reject_rounding(p: Stack) -> str | None:
     return None
 
 
-ROUTE = Route("cpu/moe_route", ("moe_route",))
+MOE_ROUTE = Route("cpu/moe_route", ("moe_route",))
 EXPERTS = Experts("cpu/experts", ("moe_up", "moe_down", "quantized_moe_up", "quantized_moe_down"))

@@ -97,6 +97,6 @@ class RowLog(_Recurrent):
         return f"{pointers(node)}\n{step}\nrow_log(ctx, y0, y1, x0, x1, x2, {beta}, step, {numbers});"
 
 
-CONV = RowConv("cpu/row_conv", ("row_conv",))
-RECURRENCE = RowRecurrence("cpu/row_recurrence", ("row_recurrence", "row_recurrence_draft"))
-LOG = RowLog("cpu/row_log", ("row_log",))
+ROW_CONV = RowConv("cpu/row_conv", ("row_conv",))
+ROW_RECURRENCE = RowRecurrence("cpu/row_recurrence", ("row_recurrence", "row_recurrence_draft"))
+ROW_LOG = RowLog("cpu/row_log", ("row_log",))

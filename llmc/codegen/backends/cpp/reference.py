@@ -83,6 +83,6 @@ class Moe(CppKernel):
 
 MATMUL = Matmul("cpu/matmul", ("matmul",))
 HEAD_MATMUL = HeadMatmul("cpu/head_matmul", ("head_matmul",))
-ATTENTION = Attention("cpu/packed_attention", ("attention",))
-ALIBI_ATTENTION = Attention("cpu/packed_alibi_attention", ("alibi_attention",))
+PACKED_ATTENTION = Attention("cpu/packed_attention", ("attention",))
+PACKED_ALIBI_ATTENTION = Attention("cpu/packed_alibi_attention", ("alibi_attention",))
 MOE = Moe("cpu/moe", ("moe",))

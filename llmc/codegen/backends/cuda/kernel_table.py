@@ -1,21 +1,20 @@
-"""The CUDA C++ kernels by name. A kernel's module is imported when its name is first looked up."""
+"""The CUDA C++ kernels by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from llmc.codegen.kernel_table import kernel_table
 
-KERNELS: Mapping[str, str] = MappingProxyType(
+KERNELS = kernel_table(
+    "llmc.codegen.backends.cuda",
+    "cuda",
     {
-        "cuda/decode_attention": "llmc.codegen.backends.cuda.decode_attention:DECODE_ATTENTION",
-        "cuda/gemm_wgmma": "llmc.codegen.backends.cuda.gemm_wgmma:GEMM_WGMMA",
-        "cuda/grouped_codes": "llmc.codegen.backends.cuda.grouped_codes:GROUPED_CODES",
-        "cuda/grouped_wgmma": "llmc.codegen.backends.cuda.grouped_wgmma:GROUPED_WGMMA",
-        "cuda/quantized_wgmma": "llmc.codegen.backends.cuda.quantized_wgmma:QUANTIZED_WGMMA",
-        "cuda/skinny_fixed": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_FIXED",
-        "cuda/skinny_gemm": "llmc.codegen.backends.cuda.skinny_gemm:SKINNY_GEMM",
-        "cuda/skinny_slices": "llmc.codegen.backends.cuda.skinny_slices:SKINNY_SLICES",
-        "cuda/skinny_wgmma": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA",
-        "cuda/skinny_wgmma_bf16": "llmc.codegen.backends.cuda.skinny_wgmma:SKINNY_WGMMA_BF16",
-    }
+        "decode_attention": "decode_attention",
+        "gemm_wgmma": "gemm_wgmma",
+        "grouped_codes": "grouped_codes",
+        "grouped_wgmma": "grouped_wgmma",
+        "quantized_wgmma": "quantized_wgmma",
+        "skinny_gemm": "skinny_fixed skinny_gemm",
+        "skinny_slices": "skinny_slices",
+        "skinny_wgmma": "skinny_wgmma skinny_wgmma_bf16",
+    },
 )

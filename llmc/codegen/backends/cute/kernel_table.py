@@ -1,10 +1,7 @@
-"""The CuTe kernels by name. A kernel's module is imported when its name is first looked up."""
+"""The CuTe kernels by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from llmc.codegen.kernel_table import kernel_table
 
-KERNELS: Mapping[str, str] = MappingProxyType(
-    {"cute/flash_attention": "llmc.codegen.backends.cute.flash_attention:FLASH_ATTENTION"}
-)
+KERNELS = kernel_table("llmc.codegen.backends.cute", "cute", {"flash_attention": "flash_attention"})

@@ -1,8 +1,7 @@
-"""The kernels of FlashInfer by name. A kernel's module is imported when its name is first looked up."""
+"""The kernels of FlashInfer by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from llmc.codegen.kernel_table import kernel_table
 
-KERNELS: Mapping[str, str] = MappingProxyType({"flashinfer/xqa": "llmc.codegen.backends.flashinfer.xqa:XQA"})
+KERNELS = kernel_table("llmc.codegen.backends.flashinfer", "flashinfer", {"xqa": "xqa"})

@@ -1,11 +1,7 @@
-"""The NCCL collectives by name. A kernel's module is imported when its name is first looked up."""
+"""The NCCL collectives by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from llmc.codegen.kernel_table import kernel_table
 
-_HERE = "llmc.codegen.backends.nccl.collectives"
-KERNELS: Mapping[str, str] = MappingProxyType(
-    {"nccl/all_reduce": f"{_HERE}:ALL_REDUCE", "nccl/all_gather": f"{_HERE}:ALL_GATHER"}
-)
+KERNELS = kernel_table("llmc.codegen.backends.nccl", "nccl", {"collectives": "all_reduce all_gather"})

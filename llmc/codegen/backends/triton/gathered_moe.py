@@ -139,5 +139,5 @@ class GatherDown(Gathered):
         )
 
 
-GATHER_UP = GatherUp("triton/moe_gather_up", ("moe_gather_up", "norm_moe_gather_up"), parts=2, tiles=UP)
-GATHER_DOWN = GatherDown("triton/moe_gather_down", ("moe_gather_down",))
+MOE_GATHER_UP = GatherUp("triton/moe_gather_up", ("moe_gather_up", "norm_moe_gather_up"), parts=2, tiles=UP)
+MOE_GATHER_DOWN = GatherDown("triton/moe_gather_down", ("moe_gather_down",))

@@ -62,4 +62,4 @@ class Logprobs(TritonKernel):
         )
 
 
-LOGPROBS = Logprobs("triton/row_logprobs", ("row_logprobs",), "triton")
+ROW_LOGPROBS = Logprobs("triton/row_logprobs", ("row_logprobs",), "triton")

@@ -328,7 +328,7 @@ class Combine(TritonKernel):
         )
 
 
-ROUTE = Route("triton/moe_route", ("moe_route",))
-UP = FloatGrouped("triton/moe_up", ("moe_up",))
-DOWN = FloatGrouped("triton/moe_down", ("moe_down",))
-COMBINE = Combine("triton/moe_combine", ("moe_combine",))
+MOE_ROUTE = Route("triton/moe_route", ("moe_route",))
+MOE_UP = FloatGrouped("triton/moe_up", ("moe_up",))
+MOE_DOWN = FloatGrouped("triton/moe_down", ("moe_down",))
+MOE_COMBINE = Combine("triton/moe_combine", ("moe_combine",))

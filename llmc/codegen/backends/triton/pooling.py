@@ -37,4 +37,4 @@ class Mean(TritonKernel):
         )
 
 
-MEAN = Mean("triton/row_mean", ("row_mean",), "triton")
+ROW_MEAN = Mean("triton/row_mean", ("row_mean",), "triton")

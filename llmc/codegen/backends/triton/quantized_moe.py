@@ -182,5 +182,5 @@ def _reject_others(stack: Stack) -> str | None:
     return None if x.dtype in FLOATS else f"rows of dtype {x.dtype}"
 
 
-QUANTIZED_UP = QuantizedGrouped("triton/quantized_moe_up", ("quantized_moe_up",))
-QUANTIZED_DOWN = QuantizedGrouped("triton/quantized_moe_down", ("quantized_moe_down",))
+QUANTIZED_MOE_UP = QuantizedGrouped("triton/quantized_moe_up", ("quantized_moe_up",))
+QUANTIZED_MOE_DOWN = QuantizedGrouped("triton/quantized_moe_down", ("quantized_moe_down",))

@@ -65,12 +65,12 @@ class RowKernel(TritonKernel):
         )
 
 
-SPANS = RowKernel(
+ROW_SPANS = RowKernel(
     "triton/row_spans", ("row_spans",), operands="rows_ptr counts_ptr length_ptr",
     results="starts_ptr token_row_ptr positions_ptr", items="tokens", per_program=TOKENS, searches=True,
     arguments={"entry_count": "r", "token_count": "tokens", "TOKENS_PER_PROGRAM": TOKENS},
 )  # fmt: skip
-BEGIN = RowKernel(
+ROW_BEGIN = RowKernel(
     "triton/row_begin", ("row_begin",), operands="rows_ptr counts_ptr length_ptr token_ids_ptr page_table_ptr",
     results="starts_ptr token_row_ptr positions_ptr ids_ptr slots_ptr", items="tokens", per_program=TOKENS,
     searches=True, chain=3,
@@ -79,46 +79,46 @@ BEGIN = RowKernel(
         "TOKENS_PER_PROGRAM": TOKENS,
     },
 )  # fmt: skip
-LAST = RowKernel(
+ROW_LAST = RowKernel(
     "triton/row_last", ("row_last",), operands="starts_ptr", items="r-1", chain=1,
     arguments={"entry_count": "r-1", "LANES": LANES},
 )  # fmt: skip
-COMMIT = RowKernel(
+ROW_COMMIT = RowKernel(
     "triton/row_commit", ("row_commit",),
     operands="- - - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr",
     results="token_ids_ptr length_ptr counts_ptr",
     arguments={"entry_count": "r", "max_length": "l", "vocab": "v", "LANES": LANES},
 )  # fmt: skip
-ACCEPT = RowKernel(
+ROW_ACCEPT = RowKernel(
     "triton/row_accept", ("row_accept",), module="row_draft", chain=4,
     operands="- - - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr",
     results="taken_ptr token_ids_ptr length_ptr counts_ptr",
     arguments={"entry_count": "r", "max_length": "l", "vocab": "v", "LIMIT": "limit", "LANES": LANES},
 )  # fmt: skip
-PROPOSE = RowKernel(
+ROW_PROPOSE = RowKernel(
     "triton/row_propose", ("row_propose",), module="row_draft", chain=4, per_program=1,
     operands="- - length_ptr rows_ptr starts_ptr emit_ptr", results="proposed_ptr token_ids_ptr drafts_ptr",
     arguments={"entry_count": "r", "max_length": "l", "BLOCK": BLOCK, "LANES": DRAFT_LANES},
 )  # fmt: skip
-REWIND = RowKernel(
+ROW_REWIND = RowKernel(
     "triton/row_rewind", ("row_rewind",), module="row_draft", operands="- length_ptr rows_ptr", results="reach_ptr",
     arguments={"entry_count": "r", "LANES": LANES},
 )  # fmt: skip
-EXTEND = RowKernel(
+ROW_EXTEND = RowKernel(
     "triton/row_extend", ("row_extend",), module="row_draft",
     operands="- - rows_ptr starts_ptr positions_ptr emit_ptr sampled_ptr", results="token_ids_ptr reach_ptr",
     arguments={"entry_count": "r", "max_length": "l", "LANES": LANES},
 )  # fmt: skip
-FIRST = RowKernel(
+ROW_FIRST = RowKernel(
     "triton/row_first", ("row_first",), module="pooling", operands="starts_ptr", items="r-1", chain=1,
     arguments={"entry_count": "r-1", "LANES": LANES},
 )  # fmt: skip
-REACH = RowKernel(
+ROW_REACH = RowKernel(
     "triton/row_reach", ("row_reach",), module="pooling", operands="starts_ptr positions_ptr", items="t",
     per_program=TOKENS, searches=True,
     arguments={"entry_count": "r-1", "token_count": "t", "TOKENS_PER_PROGRAM": TOKENS},
 )  # fmt: skip
-ADVANCE = RowKernel(
+ROW_ADVANCE = RowKernel(
     "triton/row_advance", ("row_advance",), module="pooling", operands="- rows_ptr starts_ptr positions_ptr",
     results="length_ptr", arguments={"entry_count": "r", "LANES": LANES},
 )  # fmt: skip
@@ -139,4 +139,4 @@ class OfTokens(RowKernel):
         return (IDS if u.node.op.name == "row_ids" else SLOTS).code(u)
 
 
-OF_TOKENS = OfTokens("triton/row_tokens", ("row_ids", "row_slots"))
+ROW_TOKENS = OfTokens("triton/row_tokens", ("row_ids", "row_slots"))

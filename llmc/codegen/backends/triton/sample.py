@@ -238,9 +238,9 @@ class Sample(Draws):
         )
 
 
-PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")
-MASK = Mask("triton/row_mask", ("row_mask",), "triton")
-BLOCK_MAX = BlockMax("triton/row_block_max", ("row_block_max",), "triton")
-SAMPLE_BLOCKS = SampleBlocks("triton/row_sample_blocks", ("row_sample_blocks",), "triton")
-FINISH = Finish("triton/row_finish", ("row_finish",), "triton")
-SAMPLE = Sample("triton/row_sample", ("row_sample",), "triton")
+ROW_PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")
+ROW_MASK = Mask("triton/row_mask", ("row_mask",), "triton")
+ROW_BLOCK_MAX = BlockMax("triton/row_block_max", ("row_block_max",), "triton")
+ROW_SAMPLE_BLOCKS = SampleBlocks("triton/row_sample_blocks", ("row_sample_blocks",), "triton")
+ROW_FINISH = Finish("triton/row_finish", ("row_finish",), "triton")
+ROW_SAMPLE = Sample("triton/row_sample", ("row_sample",), "triton")

@@ -99,5 +99,5 @@ class ScaledGrouped(Grouped):
         )  # fmt: skip
 
 
-SCALED_UP = ScaledGrouped("triton/scaled_moe_up", ("scaled_moe_up",))
-SCALED_DOWN = ScaledGrouped("triton/scaled_moe_down", ("scaled_moe_down",))
+SCALED_MOE_UP = ScaledGrouped("triton/scaled_moe_up", ("scaled_moe_up",))
+SCALED_MOE_DOWN = ScaledGrouped("triton/scaled_moe_down", ("scaled_moe_down",))

@@ -225,7 +225,8 @@ def attend_tile(
     QUERY_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Store the attention of the tile of `row` that begins at token `begin`. Arguments: see `paged_prefill`."""
+    """Store the attention of the tile of `row` that begins with the token `begin`. For the arguments see
+    `paged_prefill`."""
     GROUP: tl.constexpr = attention.HEADS // attention.KV_HEADS
     TILE_TOKENS: tl.constexpr = QUERY_ROWS // GROUP
     HEAD_DIM: tl.constexpr = attention.HEAD_DIM
