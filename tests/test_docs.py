@@ -13,7 +13,7 @@ from llmc.frontend.model_folder import TESTED
 from llmc.ir.dtype import DTYPES
 from llmc.ir.example import op_example
 from llmc.ir.opdef import REQUIRED, Attr, OpDef
-from llmc.ir.ops import GROUPS, OPS
+from llmc.ir.ops import GROUPS, OPS, ops_of
 from llmc.ir.scalar import BINARY, REDUCTIONS, UNARY
 from llmc.ir.text import show_attr
 
@@ -81,9 +81,9 @@ def reference() -> str:
     out = [HEAD]
     for module in GROUPS:
         name = module.__name__.rpartition(".")[2]
-        links = ", ".join(f"[{op.name}](#{op.name})" for op in module.OPS)
+        links = ", ".join(f"[{op.name}](#{op.name})" for op in ops_of(module))
         out.append(f"## {name}\n\n{inspect.getdoc(module)}\n\n{links}\n")
-        out += (line for op in module.OPS for line in lines_of(op))
+        out += (line for op in ops_of(module) for line in lines_of(op))
     return "\n".join(out)
 
 

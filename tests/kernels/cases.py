@@ -14,7 +14,7 @@ from llmc.ir.dtype import DTYPES
 from llmc.ir.example import example_graph, named_operands, node_drawing, op_example
 from llmc.ir.graph import Graph
 from llmc.ir.interp import bind_symbols, run
-from llmc.ir.ops import OPS, quantize
+from llmc.ir.ops import OPS, ops_of, quantize
 from llmc.ir.text import parse
 from llmc.targets.target import Target
 
@@ -30,7 +30,7 @@ UNPAGED = ("latent_attention", "causal_conv", "linear_recurrence")  # `page-atte
 # Of several ranks (tests/codegen/test_collectives.py).
 COLLECTIVES = ("all_reduce", "all_gather")
 # Only in the graph of the stored tensors, which the compiler evaluates (llmc/ir/weight_eval.py), or lowered before.
-DECODING = tuple(op.name for op in quantize.OPS if op.name != "take_columns")
+DECODING = tuple(op.name for op in ops_of(quantize) if op.name != "take_columns")
 # The matrix units multiply bf16 pairs and keep probabilities as bf16; a normed head is rounded before it is rotated.
 ROUGH = (
     "cpu/linear",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops import (
@@ -37,6 +37,11 @@ from llmc.ir.ops import (
 )
 
 
+def ops_of(module: ModuleType) -> tuple[OpDef, ...]:
+    """Return the ops that a module declares, in their order; not those that it imports."""
+    return tuple(v for v in vars(module).values() if isinstance(v, OpDef) and v.ref.__module__ == module.__name__)
+
+
 def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
     """Return an immutable mapping from names to ops; raises ValueError if two ops share a name."""
     out: dict[str, OpDef] = {}
@@ -51,4 +56,4 @@ GROUPS = (
     packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, fragments_moe, scaled_moe, state,
     recurrent, recurrent_chunks, pooling, sample, draft, comm,
 )  # fmt: skip
-OPS = op_set(*(m.OPS for m in GROUPS))
+OPS = op_set(*map(ops_of, GROUPS))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir import contents
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.attention import PAGED, attend, row_spans, unscaled, visible
 
 HOLDS: Mapping[str, contents.Content] = MappingProxyType({**PAGED, "slopes": contents.positive})
@@ -62,6 +62,3 @@ def paged_alibi_attention(
         out[span] = attend(q[span], k, v, visible(pos, keys, True, 0), scale, 0.0, None, _bias(slopes, pos, keys))
         out[span][pos < 0] = 0
     return out
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -14,7 +14,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.contents import Content
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 
 
 def attend(q: Any, k: Any, v: Any, mask: Any, scale: float, softcap: float, sinks: Any, bias: Any = 0) -> Any:
@@ -238,6 +238,3 @@ def attention_combine(partial: Any, lse: Any, sinks: Any = None, *, dtype: str) 
     if sinks is not None:
         total = total + np.exp(sinks - top)
     return np.einsum("ths,thsd->thd", weight, partial) / np.maximum(total, 1e-30)[..., None]
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

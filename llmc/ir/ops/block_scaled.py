@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc.ir.contents import Drawing, Shape, factor, positive
 from llmc.ir.dtype import DTYPES
-from llmc.ir.opdef import Ints, OpDef, op
+from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.linear import epilogue_type, rows_per_part, split_parts
 from llmc.ir.ops.pointwise import expr_shape
@@ -91,6 +91,3 @@ def block_scaled_linear(
     w = code * np.repeat(np.repeat(scale, rows, 0)[: code.shape[0]], columns, 1)
     sums = (x * np.repeat(x_scale, columns, -1)) @ w.T
     return evaluate(parse_expr(body), NUMPY, [*split_parts(sums, parts), *extras])
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops import norm
 from llmc.ir.ops.common import axis_of
 from llmc.ir.signature import Mismatch
@@ -104,5 +104,4 @@ def all_gather(*xs: Any, axis: int, ranks: int) -> Any:
     return np.concatenate(_of_all(xs, ranks), axis)
 
 
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-COLLECTIVES = frozenset(o.name for o in OPS)
+COLLECTIVES = frozenset(o.name for o in (all_reduce, all_reduce_add, all_reduce_norm, all_gather))

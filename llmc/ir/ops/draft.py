@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.contents import Content, Drawing, Shape
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.state import HOLDS, ends, last_entries
 
 
@@ -154,6 +154,3 @@ def lookup(tokens: Any, low: int, high: int) -> int:
             if np.array_equal(tokens[end - n : end], tokens[known - n :]):
                 return end
     return 0
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

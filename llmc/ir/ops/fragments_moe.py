@@ -106,6 +106,3 @@ def fragments_moe_down(
     return quantized_moe_down.ref(
         h, order, starts, code, scale, weights, *extras_of, zeros=zeros, half=0, act="", **attrs
     )
-
-
-OPS = (fragments_moe_up, fragments_moe_down)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir import contents
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.attention import PAGED, attend, visible
 
 _SIZES: Mapping[str, Any] = MappingProxyType(
@@ -102,6 +102,3 @@ def paged_latent_attention_split(
             lse[i, :, z] = top + np.log(np.exp(s - top[:, None]).sum(-1))
             partial[i, :, z] = _attend(q[i : i + 1], rotary[i : i + 1], k, np.ones((1, len(at)), bool), scale)[0]
     return partial, lse
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

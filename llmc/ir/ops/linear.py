@@ -14,7 +14,7 @@ import numpy as np
 from llmc.ir.contents import Content, factor
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.common import NUMPY, broadcast_shapes
 from llmc.ir.scalar import evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
@@ -148,6 +148,3 @@ def _linear_combine_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[
 def linear_combine(partial: Any, *extras: Any, dtype: str, body: str = "a0") -> Any:
     """Sum the parts of linear_split in order, and apply the epilogue of linear_map to the sum a0 and the extras."""
     return evaluate(parse_expr(body), NUMPY, [partial.sum(0), *extras])
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.reduce import row_expr, topk_map
 from llmc.ir.scalar import E, evaluate, parse_expr, walk
@@ -257,6 +257,3 @@ def moe_gather_down(h: Any, idx: Any, down: Any, weights: Any, residual: Any, bi
         y = down[expert] @ h[p] + (0 if bias is None else bias[expert])
         out[p // idx.shape[1]] += weights.reshape(-1)[p] * y
     return out
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.scalar import E, arg, call
 
 
@@ -44,6 +44,3 @@ def layer_norm(x: Any, w: Any, b: Any, *, eps: float) -> Any:
     """(x - mean) / sqrt(var + eps) * w + b, with the biased variance (Ba et al. 2016, arXiv 1607.06450)."""
     centred = x - np.mean(x, -1, keepdims=True)
     return centred / np.sqrt(np.mean(centred * centred, -1, keepdims=True) + eps) * w + b
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -16,7 +16,7 @@ import numpy as np
 from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
 from llmc.ir.dim import Dim
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.linear import epilogue_type, rows_per_part
 from llmc.ir.scalar import evaluate, parse_expr
@@ -142,7 +142,3 @@ def packed_take_part(wp: Any, idx: Any, *, k: int, start: Dim) -> Any:
     """
     at = idx - start
     return packed_take.ref(wp, np.where(at < wp.shape[0] * wp.shape[2], at, -1), k=k)
-
-
-OPS = (pack_panel, packed_linear, packed_take, packed_take_part)
-assert all(isinstance(o, OpDef) for o in OPS)

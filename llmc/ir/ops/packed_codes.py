@@ -96,6 +96,3 @@ def packed_nibbles_linear(x: Any, packed: Any, scale: Any, *extras: Any, half: i
     The scales and the zero points are transposed, so that those of neighbouring rows are neighbours.
     """
     return product_of_codes(x, unpack_nibbles(packed, half), scale, extras, attrs)
-
-
-OPS = (pack_nibbles, packed_nibbles_linear)

@@ -104,6 +104,3 @@ def packed_fragments_linear(x: Any, packed: Any, scale: Any, *extras: Any, **att
 def norm_fragments_linear(x: Any, packed: Any, scale: Any, gain: Any, *extras: Any, eps: float, **attrs: Any) -> Any:
     """packed_fragments_linear of rms_norm(x, gain), with the norm unrounded."""
     return packed_fragments_linear.ref(normed(x, gain, eps), packed, scale, *extras, **attrs)
-
-
-OPS = (pack_fragments, packed_fragments_linear, norm_fragments_linear)

@@ -121,6 +121,3 @@ def packed_quantized_linear(
     blocks = -(-k // block) if block else 1
     entries = [unpack_panel(np.asarray(e), n, blocks, parts) for e in (sp, *extras[:zeros])]
     return quantized_linear.ref(x, code, *entries, *extras[zeros:], block=(1, block), **attrs)
-
-
-OPS = (pack_codes, packed_quantized_linear)

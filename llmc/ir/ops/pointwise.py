@@ -188,8 +188,3 @@ def _broadcast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]
 def broadcast(x: Any, *, shape: Shape) -> Any:
     """Repeat x along new axes and axes of size 1."""
     return np.broadcast_to(x, tuple(map(int, shape)))
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-
-__all__ = ["OPS", "pointwise"]

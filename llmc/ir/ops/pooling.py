@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.state import HOLDS, ends, last_entries
 
 
@@ -55,6 +55,3 @@ def row_advance(length: Any, rows: Any, starts: Any, positions: Any) -> Any:
     for i, row in last_entries(rows, starts):
         length[row] = end[i]
     return length
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -314,9 +314,3 @@ def quantize_code(w: Any, scale: Any, *, code: str, block: Ints, zero_point: int
     np.rint(limited, out=limited)
     limited += zero_point
     return limited
-
-
-OPS = (
-    unpack_bits, take_columns, argsort, bitcast, fnuz_codes, dequantize, quantize, assemble, quantize_scale,
-    quantize_code,
-)  # fmt: skip

@@ -135,6 +135,3 @@ def normed(x: Any, gain: Any, eps: float) -> Any:
 def norm_quantized_linear(x: Any, code: Any, scale: Any, gain: Any, *extras: Any, eps: float, **attrs: Any) -> Any:
     """quantized_linear of rms_norm(x, gain), with the norm unrounded and activations that are not rounded to codes."""
     return quantized_linear.ref(normed(x, gain, eps), code, scale, *extras, **attrs)
-
-
-OPS = (quantized_linear, norm_quantized_linear)

@@ -15,7 +15,7 @@ import numpy as np
 from llmc.ir.contents import Drawing, Shape, integers, positive, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
-from llmc.ir.opdef import Ints, OpDef, op
+from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.packed_codes import nibble_bytes, unpack_nibbles
 from llmc.ir.ops.quantize import VALUES, check_scales, dequantize
@@ -141,6 +141,3 @@ def quantized_moe_down(
     w, bias = _stack(code, scale, extras, attrs)
     h = rounded(h, attrs["act"], attrs["act_block"]) if attrs["act"] else h
     return moe_down.ref(h, order, starts, w, weights, bias)
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef) and v.name.startswith("quantized_moe"))

@@ -18,7 +18,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.contents import Content, Drawing, Shape
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 
 
 def _decay(d: Drawing, shape: Shape) -> Any:
@@ -261,4 +261,3 @@ def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:
 
 
 PROMPT_OPS = (causal_conv.name, linear_recurrence.name)  # which `page-attention` replaces by their forms on device rows
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.dim import Dim
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.recurrent import HOLDS as STEP
 from llmc.ir.ops.recurrent import kept_positions, recur, replay, runs, tokens_of
 from llmc.ir.types import Type
@@ -143,6 +143,3 @@ def chunk_recurrence_draft(
         memory[row] = state
         out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
     return out, memory
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

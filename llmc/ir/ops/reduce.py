@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.dim import Dim
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.common import NUMPY, axis_of
 from llmc.ir.scalar import E, arg, call, evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
@@ -136,6 +136,3 @@ def topk_map(x: Any, *, k: int, before: str = "a0", after: str = "a0", dtype: st
     with np.errstate(all="ignore"):
         values, indices = topk.ref(np.broadcast_to(evaluate(row_expr(before), NUMPY, [x]), x.shape), k=k)
         return np.broadcast_to(evaluate(row_expr(after), NUMPY, [values]), values.shape), indices
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

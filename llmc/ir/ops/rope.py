@@ -12,7 +12,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.dtype import DTYPES
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops import norm, state
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -112,6 +112,3 @@ def rope_append(
 def _round(x: Any, dtype: str) -> Any:
     """Round as the interpreter rounds an op's result; float64 (exact mode) is not rounded."""
     return x if x.dtype == np.float64 else x.astype(DTYPES[dtype].np).astype(x.dtype)
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

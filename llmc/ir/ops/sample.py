@@ -11,7 +11,7 @@ from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS
 
 from llmc.ir import contents
 from llmc.ir.contents import Content, Drawing, Shape
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 from llmc.ir.ops.state import HOLDS, ends, row_commit
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -332,6 +332,3 @@ def row_finish(
     drawn = row_sample_blocks.ref(logits, rows, starts, positions, *states, best, ids, scores, block=block)
     logprobs = row_logprobs.ref(logits, drawn, rows, iparams, k=k)
     return drawn, *logprobs, *row_commit.ref(tokens, length, counts, rows, starts, positions, emit, drawn)
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -15,7 +15,7 @@ import numpy as np
 from llmc.ir.contents import factor, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
-from llmc.ir.opdef import Ints, OpDef, op
+from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.block_scaled import small_scales
 from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.quantize import check_scales, dequantize
@@ -99,6 +99,3 @@ def scaled_moe_down(
     """
     w = dequantize.ref(code, scale, None, block=block, dtype="f32")
     return moe_down.ref(_values(h, x_scale, block), order, starts, w, weights, bias)
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef) and v.name.startswith("scaled_moe"))

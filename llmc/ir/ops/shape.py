@@ -9,7 +9,7 @@ import numpy as np
 
 from llmc.ir.contents import index
 from llmc.ir.dim import Dim, product
-from llmc.ir.opdef import Ints, OpDef, Shape, op
+from llmc.ir.opdef import Ints, Shape, op
 from llmc.ir.ops.common import axis_of
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -137,6 +137,3 @@ def _gather_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
 def gather(x: Any, idx: Any, *, axis: int) -> Any:
     """result[.., i, ..] = x[.., idx[.., i, ..], ..] along one axis; all other axes are shared."""
     return np.take_along_axis(x, idx, axis)
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))

@@ -16,7 +16,7 @@ import numpy as np
 from llmc.ir import contents
 from llmc.ir.contents import Content
 from llmc.ir.dim import Dim
-from llmc.ir.opdef import OpDef, op
+from llmc.ir.opdef import op
 
 # What the operands of ops on device rows hold, by operand name.
 HOLDS: Mapping[str, Content] = MappingProxyType(
@@ -170,7 +170,3 @@ def row_commit(
                 tokens[row, end[i]] = ids[i]
             counts[row, ids[i]] += 1
     return tokens, length, counts
-
-
-OPS = tuple(v for v in globals().values() if isinstance(v, OpDef))
-__all__ = ["HOLDS", "OPS", "ends", "last_entries"]
