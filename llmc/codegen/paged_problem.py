@@ -1,4 +1,4 @@
-"""The sizes of a node of attention over pages, from which the bindings of kernels derive theirs."""
+"""The sizes of a node of attention over pages, from which the bindings of kernels derive theirs, and its types."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Self
 
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
+
+HALVES, F8 = ("bf16", "f16"), "f8e4m3"  # dtypes of queries and of pools; of pools only
+SINKS = ("f32", *HALVES)
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,11 @@ class PagedProblem:
     def group(self) -> int:
         """Query heads of a key head."""
         return self.heads // self.kv_heads
+
+
+def reject_types(node: Node) -> str | None:
+    """Return why a kernel for queries of 16 bits and pools of them or of 8-bit floats does not support a node."""
+    q, kv, sinks = node.operands[0].type, node.operands[1].type, node.operand("sinks")
+    if q.dtype not in HALVES or kv.dtype not in (q.dtype, F8):
+        return f"queries of {q.dtype} and a pool of {kv.dtype}; {' or '.join(HALVES)} for both, or {F8} for the pool"
+    return f"sinks of {sinks.type.dtype}" if sinks and sinks.type.dtype not in SINKS else None

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, HOPPER, STREAMING, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, STREAMING, Binding, CudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, lacks_wgmma
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
-from llmc.codegen.paged_problem import PagedProblem
+from llmc.codegen.paged_problem import F8, PagedProblem, reject_types
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
 KV_TILES = "llmc.codegen.backends.cuda.kernels:kv_tiles.cuh"
-HALVES, F8 = ("bf16", "f16"), "f8e4m3"
 TILE, ROW_BYTES = 16, 128  # tokens of a tile; bytes of a row of a stripe
 STEP = 64  # heads are multiples of so many elements
 SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # of tensor maps, by the bytes of a row
@@ -79,7 +78,7 @@ class DecodeAttention(CudaKernel):
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return lacks_wgmma(target) or _reject_types(node) or _reject_sizes(node, target)
+        return lacks_wgmma(target) or reject_types(node) or _reject_sizes(node, target)
 
     def missing(self) -> str:
         return nvrtc_toolchain.missing()
@@ -158,15 +157,6 @@ def _operands(node: Node) -> str:
         "LSE": "lse" if lse else "((float*)nullptr)",
     }
     return "\n".join(f"#define {name} {text}" for name, text in defined.items())
-
-
-def _reject_types(node: Node) -> str | None:
-    q, kv = node.operands[0].type, node.operands[1].type
-    if q.dtype not in HALVES or kv.dtype not in (q.dtype, F8):
-        return f"queries of {q.dtype} and a pool of {kv.dtype}; {' or '.join(HALVES)} for both, or {F8} for the pool"
-    if (sinks := node.operand("sinks")) and sinks.type.dtype not in FLOATS:
-        return f"sinks of {sinks.type.dtype}"
-    return None
 
 
 def _reject_sizes(node: Node, target: Target) -> str | None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from types import MappingProxyType
+from typing import Self
 
 from llmc.codegen.backends.cute.cute_toolchain import missing, remedy
 from llmc.codegen.emit import Sizes, describe
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
+from llmc.codegen.paged_problem import HALVES, SINKS, PagedProblem
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.passes.split.split_single import in_one_launch
@@ -21,7 +23,6 @@ from llmc.targets.target import PDL, Target
 
 FILE = "flash_attention.py"
 DISTRIBUTION = "flash-attn-4"
-DTYPES = ("bf16", "f16")
 HEADS: Mapping[int, int] = MappingProxyType({64: 128, 128: 128, 256: 64})  # head sizes, and the keys of a tile
 PAGE = 16  # tokens of a page
 HIGH, LOW = 128, 64  # rows of a tile of queries: of two warpgroups, or of one
@@ -35,34 +36,16 @@ _RATE, _READS = 0.78, 0.8  # shares of the peak rate of products and of the band
 
 
 @dataclass(frozen=True)
-class Problem:
-    """The sizes of a paged attention node: query heads, key heads, their size, and those of the page table."""
+class Problem(PagedProblem):
+    """The sizes of a node of paged attention. tokens, rows: of a step."""
 
-    node: Node
+    tokens: Dim
+    rows: Dim
 
-    @property
-    def heads(self) -> int:
-        return int(self.node.operands[0].type.shape[1])
-
-    @property
-    def kv_heads(self) -> int:
-        return int(self.node.operands[1].type.shape[2])
-
-    @property
-    def size(self) -> int:
-        return int(self.node.operands[1].type.shape[4])
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def tokens(self) -> Dim:
-        return self.node.operands[0].type.shape[0]
-
-    @property
-    def rows(self) -> Dim:
-        return self.node.operands[3].type.shape[0]
+    @classmethod
+    def of(cls, node: Node) -> Self:
+        tokens, rows = (node.operands[i].type.shape[0] for i in (0, 3))
+        return cls(**asdict(PagedProblem.of(node)), tokens=tokens, rows=rows)
 
 
 class FlashAttention(Kernel):
@@ -77,24 +60,23 @@ class FlashAttention(Kernel):
         if target.arch != "sm_90" or target.has("interpret"):
             return f"{target.name} is not the architecture of the kernel, sm_90"
         q, kv, pages = (node.operands[i].type for i in range(3))
-        if q.dtype not in DTYPES or kv.dtype != q.dtype:
-            return f"queries of {q.dtype} and a pool of {kv.dtype}; one of {', '.join(DTYPES)} for both is supported"
+        if q.dtype not in HALVES or kv.dtype != q.dtype:
+            return f"queries of {q.dtype} and a pool of {kv.dtype}; one of {', '.join(HALVES)} for both is supported"
         if any(d.const is None for d in (*q.shape[1:], *kv.shape[1:], *pages.shape)):
             return "heads, page, head size and page table must be constant"
-        page, size = int(kv.shape[3]), int(kv.shape[4])
-        if page != PAGE or size not in HEADS:
-            return f"pages of {page} tokens, heads of {size}; {PAGE} and {', '.join(map(str, HEADS))} are supported"
-        group = Problem(node).group
-        if group == 1 or 64 % group:
-            return f"{group} query heads of a key head; 2, 4, 8 and other divisors of 64 are supported"
+        p = Problem.of(node)
+        if p.page != PAGE or p.size not in HEADS:
+            return f"pages of {p.page} tokens, heads of {p.size}; {PAGE} and {', '.join(map(str, HEADS))} are supported"
+        if p.group == 1 or 64 % p.group:
+            return f"{p.group} query heads of a key head; 2, 4, 8 and other divisors of 64 are supported"
         sinks = node.operand("sinks")
-        return f"sinks of {sinks.type.dtype}" if sinks and sinks.type.dtype not in (*DTYPES, "f32") else None
+        return f"sinks of {sinks.type.dtype}" if sinks and sinks.type.dtype not in SINKS else None
 
     def missing(self) -> str:
         return f"{why}; {remedy()}" if (why := missing()) else ""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = Problem(node)
+        p = Problem.of(node)
         if p.tokens == p.rows and p.size != 256:
             return [{"rows": LOW, "packed": 1}, {"rows": HIGH, "packed": 1}]
         # Low tiles were a third slower for prompts. Tiles of one head are a few percent faster for a single prompt, but
@@ -107,7 +89,7 @@ class FlashAttention(Kernel):
         `bench.gpu.attention` compares the kernel with llmc's: it was faster for these, but not for single tokens. Keys
         in f16 may overflow, and numbers that are not finite could reach the next request that uses the page.
         """
-        p, a = Problem(node), node.attrs
+        p, a = Problem.of(node), node.attrs
         plain = not a["window"] and not a["softcap"] and node.operand("sinks") is None
         plain = plain and node.operands[0].type.dtype == "bf16"
         tokens = p.tokens.subs(env).const or 0
@@ -116,7 +98,8 @@ class FlashAttention(Kernel):
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of tiles at a share of the peak, or the bytes of the keys that are seen."""
-        p, rows, keys = Problem(node), schedule["rows"], HEADS[Problem(node).size]
+        p, rows = Problem.of(node), schedule["rows"]
+        keys = HEADS[p.size]
         tokens, count = (d.subs(env).const or 1 for d in (p.tokens, p.rows))
         per_row = -(-tokens // count) * (p.group if schedule["packed"] else 1)
         tiles = count * -(-per_row // rows) * (p.kv_heads if schedule["packed"] else p.heads)
@@ -127,7 +110,8 @@ class FlashAttention(Kernel):
         return max(read, -(-tiles // target.limits.units) * tile_us) + target.launch_us
 
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
-        p, a, keys = Problem(node), node.attrs, HEADS[Problem(node).size]
+        p, a = Problem.of(node), node.attrs
+        keys = HEADS[p.size]
         sinks = node.operand("sinks")
         packed, tile = bool(schedule["packed"]), schedule["rows"]
         constants = {
@@ -155,7 +139,7 @@ def maps(node: Node, tile: int, packed: bool) -> Iterator[Map]:
 
     packed: the rows of a tile of queries are all heads of a group for one token, then those for the next token.
     """
-    p, kv = Problem(node), node.operands[1].type.shape
+    p, kv = Problem.of(node), node.operands[1].type.shape
     if packed:
         shape = (p.tokens, D(p.heads), D(p.size))
         yield Map(0, shape, (tile // p.group, p.group, SWIZZLED), SWIZZLE)
@@ -171,7 +155,7 @@ def maps(node: Node, tile: int, packed: bool) -> Iterator[Map]:
 
 def parameters(node: Node, keys: int, queries: Dim) -> Iterator[Param]:
     """Yield the parameters of the kernel, in its order. keys: of a tile. queries: tokens, times heads if packed."""
-    p, a, last = Problem(node), node.attrs, len(node.operands)
+    p, a, last = Problem.of(node), node.attrs, len(node.operands)
     pages = node.operands[1].type.shape[0]
     starts = Param("tensor", 4, p.rows + 1)
     yield from (Param("size", size=d, type="i32") for d in (p.tokens, pages, pages))

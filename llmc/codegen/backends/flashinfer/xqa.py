@@ -14,7 +14,7 @@ from llmc.codegen.backends.flashinfer.flashinfer_toolchain import missing, remed
 from llmc.codegen.backends.flashinfer.xqa_source import DISTRIBUTION
 from llmc.codegen.emit import Sizes, describe
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Kernel, Param, Schedule, Source
-from llmc.codegen.paged_problem import PagedProblem
+from llmc.codegen.paged_problem import F8, PagedProblem, reject_types
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
@@ -22,7 +22,6 @@ from llmc.targets.target import PDL, Target
 FILE, ENTRY = "xqa.cu", "llmc_xqa"
 WHOLE, SPLIT = "paged_attention", "paged_attention_split"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-HALVES, F8 = ("bf16", "f16"), "f8e4m3"
 PAGES = (16, 32, 64, 128)  # tokens of a page
 MAX_HEAD, HEAD_STEP = 256, 16  # elements of a head
 MAX_QUERY_BYTES = 16 << 10  # bytes of the queries of a key head, in padded heads
@@ -72,7 +71,7 @@ class Xqa(Kernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if target.arch not in ARCHITECTURES or target.has("interpret"):
             return f"{target.name} is not one of the architectures {', '.join(ARCHITECTURES)}"
-        return _reject_types(node) or _reject_sizes(node, target)
+        return reject_types(node) or _reject_sizes(node, target)
 
     def missing(self) -> str:
         return f"{why}; {remedy()}" if (why := missing()) else ""
@@ -108,19 +107,10 @@ class Xqa(Kernel):
         )  # fmt: skip
 
 
-def _reject_types(node: Node) -> str | None:
-    q, kv = node.operands[0].type, node.operands[1].type
-    if q.dtype not in HALVES or kv.dtype not in (q.dtype, F8):
-        return f"queries of {q.dtype} and a pool of {kv.dtype}; {' or '.join(HALVES)} for both, or {F8} for the pool"
-    if (sinks := node.operand("sinks")) and sinks.type.dtype not in CTYPES:
-        return f"sinks of {sinks.type.dtype}"
-    if node.operand("scales") and kv.dtype != F8:
-        return f"scales of a pool of {kv.dtype}; only those of {F8} are supported"
-    return None
-
-
 def _reject_sizes(node: Node, target: Target) -> str | None:
     a, (q, kv, pages, rows) = node.attrs, (node.operands[i].type for i in range(4))
+    if node.operand("scales") and kv.dtype != F8:
+        return f"scales of a pool of {kv.dtype}; only those of {F8} are supported"
     if a.get("least", 1) > 1 or q.shape[0] != rows.shape[0]:
         return "rows of several tokens; one token per row is supported"
     if a["softcap"]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Self
 
 from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import Schedule, roofline_us
-from llmc.ir.dtype import DTYPES
+from llmc.codegen.paged_problem import PagedProblem
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -35,44 +36,29 @@ TILES = (
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
-    """The sizes and constants of paged attention.
+class AttentionProblem(PagedProblem):
+    """The sizes and constants of a node of paged attention."""
 
-    heads, kv_heads: of queries, and of keys and values. page: tokens per page. item_bytes: of an element of the pool.
-    """
-
-    heads: int
-    kv_heads: int
-    page: int
-    head_dim: int
-    item_bytes: int
     scale: float
     window: int
     softcap: float
     dot_dtype: str  # Triton dtype of the factors of tl.dot
 
-    @staticmethod
-    def of(node: Node) -> AttentionProblem:
-        """Read the problem from a paged attention node."""
+    @classmethod
+    def of(cls, node: Node) -> Self:
         q, kv, a = node.operands[0].type, node.operands[1].type, node.attrs
-        kv_heads, page, head_dim = (int(s) for s in kv.shape[2:])
         dot = element(kv) if q.dtype == kv.dtype else "tl.float32"
         if kv.dtype in FLOAT8 and q.dtype != "f32":
             dot = "tl.float16"  # an instruction converts two 8-bit floats to float16; bfloat16 would take five
-        return AttentionProblem(
-            int(q.shape[1]), kv_heads, page, head_dim, DTYPES[kv.dtype].bits // 8, a["scale"],
-            a.get("window", 0), a.get("softcap", 0.0), dot,
+        return cls(
+            **asdict(PagedProblem.of(node)), scale=a["scale"], window=a.get("window", 0), softcap=a.get("softcap", 0.0),
+            dot_dtype=dot,
         )  # fmt: skip
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share a key head."""
-        return self.heads // self.kv_heads
 
     @property
     def padded_dim(self) -> int:
         """Columns of a head, padded for tl.dot."""
-        return max(16, next_power_of_2(self.head_dim))
+        return max(16, next_power_of_2(self.size))
 
     @property
     def min_keys(self) -> int:
@@ -80,17 +66,17 @@ class AttentionProblem:
 
         On an H200, Triton 3.6 counts the 16 rows of a factor twice that was converted from 8-bit floats.
         """
-        return 32 if self.item_bytes == 1 else 16
+        return 32 if self.item == 1 else 16
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values, over all key heads."""
-        return 2 * self.kv_heads * self.head_dim * self.item_bytes
+        return 2 * self.kv_heads * self.size * self.item
 
     def constants(self) -> dict[str, Argument]:
         """Return the fields of `PagedAttention` that describe the problem."""
         return {
-            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.head_dim,
+            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "HEAD_DIM": self.size,
             "HEAD_DIM_PADDED": self.padded_dim, "PAGE": self.page, "SCALE": self.scale, "WINDOW": self.window,
             "SOFTCAP": self.softcap, "DOT_DTYPE": self.dot_dtype,
         }  # fmt: skip
@@ -144,7 +130,7 @@ class DecodeAttention(TritonKernel):
 
     def rows(self, p: AttentionProblem) -> int:
         """Rows of the products: query heads per key head, padded for tl.dot."""
-        return max(16, next_power_of_2(p.group_size))
+        return max(16, next_power_of_2(p.group))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
@@ -155,7 +141,7 @@ class DecodeAttention(TritonKernel):
         for keys, warps, stages in TILES:
             if keys < p.min_keys:
                 continue
-            shared = (2 * keys * (stages - 1) * p.item_bytes + self.rows(p) * 2) * p.padded_dim
+            shared = (2 * keys * (stages - 1) * p.item + self.rows(p) * 2) * p.padded_dim
             if shared <= target.limits.shared * 7 // 8 and keys * p.padded_dim <= 1 << 14:
                 schedules.append({"keys": keys, "warps": warps, "stages": stages})
         return [*schedules, smallest]
@@ -165,7 +151,7 @@ class DecodeAttention(TritonKernel):
         p, splits = AttentionProblem.of(node), node.attrs.get("splits", 1)
         tokens = node.operands[0].type.shape[0].subs(env).const or 1
         seen = min(CONTEXT, p.window or CONTEXT)
-        tile = 2 * schedule["keys"] * p.padded_dim * p.item_bytes
+        tile = 2 * schedule["keys"] * p.padded_dim * p.item
         shared = max(1, schedule["stages"] - 1) * tile
         resident = max(1, min(target.limits.shared // shared, 32 // schedule["warps"]))
         rounds = math.ceil(tokens * p.kv_heads * splits / (target.limits.units * resident))

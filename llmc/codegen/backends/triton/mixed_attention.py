@@ -27,8 +27,8 @@ class MixedAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
-        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
-        schedules = tiles(p.padded_dim, max(2, p.item_bytes), wide, min_rows, target)
+        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group)
+        schedules = tiles(p.padded_dim, max(2, p.item), wide, min_rows, target)
         # Programs of 4 warps and tiles of 32 keys use 168 registers, so that three of them share a multiprocessor.
         small = [s for s in schedules if s["warps"] <= 4 and s["keys"] <= 32]
         return [{**s, "keys": max(s["keys"], p.min_keys), "single": self._single_keys(p, s, target)} for s in small]
@@ -37,7 +37,7 @@ class MixedAttention(TritonKernel):
         """Return the keys of the tiles of a single token: SINGLE_KEYS where a large tile of a prompt fits."""
         if tile["rows"] < LARGE_ROWS:
             return max(tile["keys"], p.min_keys)
-        nbytes = shared(WARP_ROWS, SINGLE_KEYS, tile["stages"], p.padded_dim, max(2, p.item_bytes), target)
+        nbytes = shared(WARP_ROWS, SINGLE_KEYS, tile["stages"], p.padded_dim, max(2, p.item), target)
         return SINGLE_KEYS if nbytes <= target.limits.shared else max(tile["keys"], p.min_keys)
 
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
@@ -54,13 +54,13 @@ class MixedAttention(TritonKernel):
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
         return u.launch(
             Template("mixed_attention", "mixed_attention"),
-            (p.kv_heads, tokens.ceildiv(s["rows"] // p.group_size) + count + 1),
+            (p.kv_heads, tokens.ceildiv(s["rows"] // p.group) + count + 1),
             attention=paged_attention(u),
             out_ptr="y0",
             token_count=u.sizes(tokens),
             QUERY_ROWS=s["rows"],
             KEYS_PER_TILE=s["keys"],
-            SINGLE_ROWS=max(16, next_power_of_2(p.group_size)),
+            SINGLE_ROWS=max(16, next_power_of_2(p.group)),
             SINGLE_KEYS=s["single"],
         )
 

@@ -68,7 +68,7 @@ def blocks_us(node: Node, schedule: Schedule, target: Target, blocks: int, seen:
     A step of a block costs its products at half of the peak plus a latency.
     """
     p, rows, keys = AttentionProblem.of(node), schedule["rows"], schedule["keys"]
-    block_bytes = shared(rows, keys, schedule["stages"], p.padded_dim, max(2, p.item_bytes), target)
+    block_bytes = shared(rows, keys, schedule["stages"], p.padded_dim, max(2, p.item), target)
     resident = max(1, min(target.limits.shared // block_bytes, 16 // schedule["warps"]))
     peak = target.peaks.get(node.operands[0].type.dtype, target.peaks["f32"]) / target.limits.units / 2e6
     share = min(resident, blocks / target.limits.units + 1)  # blocks that share a multiprocessor
@@ -98,21 +98,21 @@ class PrefillAttention(TritonKernel):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)
-        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group_size)
-        schedules = tiles(p.padded_dim, max(2, p.item_bytes), wide, min_rows, target)
+        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group)
+        schedules = tiles(p.padded_dim, max(2, p.item), wide, min_rows, target)
         return without_spills([{**s, "keys": max(s["keys"], p.min_keys)} for s in schedules], node, target)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, rows = AttentionProblem.of(node), schedule["rows"]
         tokens, count = (node.operands[i].type.shape[0].subs(env).const or 1 for i in (0, 3))
-        blocks = (tokens // (rows // p.group_size) + count) * p.kv_heads
+        blocks = (tokens // (rows // p.group) + count) * p.kv_heads
         seen = min(max(CONTEXT, tokens // count // 2), p.window or FAR)
         return blocks_us(node, schedule, target, blocks, seen) + target.launch_us
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
         tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
-        grid = (tokens.ceildiv(s["rows"] // p.group_size) + count + 1, p.kv_heads)
+        grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.kv_heads)
         # Where another kernel computes rows of one token, their tiles are empty. Those of the other rows start first,
         # for all heads: programs start in the order of the first axis.
         skips_single_tokens = n.attrs.get("least", 1) > 1
