@@ -69,12 +69,7 @@ class Tuning:
     name: str = ""
 
     def lookup(
-        self,
-        node: Node,
-        kernel: str,
-        schedules: Sequence[Schedule],
-        target: Target,
-        env: Mapping[str, int] = NO_SIZES,
+        self, node: Node, kernel: str, schedules: Sequence[Schedule], target: Target, env: Mapping[str, int] = NO_SIZES
     ) -> list[float | None]:
         """Return the measured microseconds of a kernel for a node, at sizes `env`, with each schedule, or None.
 

@@ -2,13 +2,4 @@
 
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, INTS, CppKernel, Sizes, ctype, pointers, unsupported
 
-__all__ = [
-    "CTYPES",
-    "FLOATS",
-    "INTS",
-    "CppKernel",
-    "Sizes",
-    "ctype",
-    "pointers",
-    "unsupported",
-]
+__all__ = ["CTYPES", "FLOATS", "INTS", "CppKernel", "Sizes", "ctype", "pointers", "unsupported"]

@@ -2,9 +2,4 @@
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, CudaKernel
 
-__all__ = [
-    "CTYPES",
-    "FLOATS",
-    "Binding",
-    "CudaKernel",
-]
+__all__ = ["CTYPES", "FLOATS", "Binding", "CudaKernel"]

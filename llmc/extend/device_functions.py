@@ -16,13 +16,7 @@ from llmc.codegen.backends.triton.kernels.online_softmax import (
     softmax_start,
     softmax_tile,
 )
-from llmc.codegen.backends.triton.kernels.paged_kv import (
-    KeyPool,
-    head_mask,
-    key_offsets,
-    load_keys_values,
-    load_pages,
-)
+from llmc.codegen.backends.triton.kernels.paged_kv import KeyPool, head_mask, key_offsets, load_keys_values, load_pages
 
 __all__ = [
     "KeyPool",

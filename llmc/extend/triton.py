@@ -12,15 +12,4 @@ from llmc.codegen.backends.triton.triton_kernel import (
     unsupported,
 )
 
-__all__ = [
-    "CODES",
-    "FLOATS",
-    "INTS",
-    "Code",
-    "Template",
-    "TritonKernel",
-    "Unit",
-    "element",
-    "record",
-    "unsupported",
-]
+__all__ = ["CODES", "FLOATS", "INTS", "Code", "Template", "TritonKernel", "Unit", "element", "record", "unsupported"]

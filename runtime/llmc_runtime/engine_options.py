@@ -56,8 +56,7 @@ def _integer(code: str, low: int = 0, high: int = 0) -> Any:
 def _length(name: str, value: Any) -> int | None:
     """Return a number of tokens, None for auto and -1."""
     automatic = isinstance(value, str | int) and value in _AUTO
-    checked: int | None = None if automatic else _integer("E204")(name, value)
-    return checked
+    return None if automatic else _integer("E204")(name, value)
 
 
 def _parse_length(text: str) -> int | None:

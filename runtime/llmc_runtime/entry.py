@@ -24,5 +24,4 @@ def call(module: str, function: str) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     main = getattr(import_module(module), function)
     signal.signal(signal.SIGINT, handler)
-    code: int = main()
-    return code
+    return main()

@@ -14,7 +14,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.opdef import op
-from llmc.ir.ops.attention import PAGED, attend, row_spans, unscaled, visible
+from llmc.ir.ops.attention import PAGED, attend, row_spans, unscaled, visible, visible_in_sequence
 
 HOLDS: Mapping[str, contents.Content] = MappingProxyType({**PAGED, "slopes": contents.positive})
 
@@ -35,9 +35,7 @@ def alibi_attention(q: Any, k: Any, v: Any, pos: Any, slopes: Any, *, layer: int
     Sequences begin as those of `attention` do. Logits are q @ k times `scale`, plus the slope of the head times the
     position of the key minus that of the query.
     """
-    segment = np.cumsum(np.concatenate([[True], np.diff(pos) != 1]))
-    mask = visible(pos, pos, True, 0) & (segment[:, None] == segment[None])
-    return attend(q, k, v, mask, scale, 0.0, None, _bias(slopes, pos, pos))
+    return attend(q, k, v, visible_in_sequence(pos), scale, 0.0, None, _bias(slopes, pos, pos))
 
 
 @op(

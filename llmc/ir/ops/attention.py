@@ -52,6 +52,12 @@ def visible(q_pos: Any, k_pos: Any, causal: bool, window: int) -> Any:
     return mask
 
 
+def visible_in_sequence(pos: Any, causal: bool = True, window: int = 0) -> Any:
+    """Return the mask [t, t] of keys visible to each query of packed prompts (see `attention`)."""
+    sequence = np.cumsum(np.concatenate([[True], np.diff(pos) != 1]))
+    return visible(pos, pos, causal, window) & (sequence[:, None] == sequence[None])
+
+
 @op(
     "(q: f[t, h, d], k: q[t, g, d], v: q[t, g, e], pos: i[t], sinks?: f[h]) -> q[t, h, e]",
     flops="2*t*t*h*d + 2*t*t*h*e", holds={"pos": contents.positions},
@@ -67,10 +73,7 @@ def attention(
     A window counts the query's own position. Logits are q @ k times `scale`; a `softcap` c > 0 bounds them to
     c * tanh(logit / c). A sink is one more logit of its head, which takes part in the softmax but has no value.
     """
-    starts = np.concatenate([[True], np.diff(pos) != 1])
-    segment = np.cumsum(starts)
-    mask = visible(pos, pos, causal, window) & (segment[:, None] == segment[None])
-    return attend(q, k, v, mask, scale, softcap, sinks)
+    return attend(q, k, v, visible_in_sequence(pos, causal, window), scale, softcap, sinks)
 
 
 # What the operands of attention over pages hold, by operand name.

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.opdef import op
-from llmc.ir.ops.attention import PAGED, attend, visible
+from llmc.ir.ops.attention import PAGED, attend, visible, visible_in_sequence
 
 _SIZES: Mapping[str, Any] = MappingProxyType(
     {"t": 7, "h": 4, "l": 8, "c": 4, "p": 6, "page": 4, "rows_max": 3, "m": 3, "r": 3}
@@ -37,9 +37,7 @@ def latent_attention(q: Any, rotary: Any, k: Any, pos: Any, *, layer: int, scale
 
     A query is q followed by its rotated part `rotary`; the value of a token is the first l columns of its key.
     """
-    segment = np.cumsum(np.concatenate([[True], np.diff(pos) != 1]))
-    mask = visible(pos, pos, True, 0) & (segment[:, None] == segment[None])
-    return _attend(q, rotary, k, mask, scale)
+    return _attend(q, rotary, k, visible_in_sequence(pos), scale)
 
 
 def _attend(q: Any, rotary: Any, k: Any, mask: Any, scale: float) -> Any:

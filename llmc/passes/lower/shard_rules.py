@@ -225,6 +225,7 @@ def experts_of(n: Node, ranks: int, unit: int = 1) -> Relation | None:
 
 
 CONVS = ("causal_conv", "row_conv")
+CHANNELS = MappingProxyType({"x": 1, "weight": 0, "bias": 0, "recent": 2})  # the axis of the channels of each operand
 RECURRENCES = ("linear_recurrence", "row_recurrence", "row_recurrence_draft")
 
 
@@ -254,9 +255,8 @@ def _recurrence(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 def _conv(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     """Split by channels."""
-    axes = {"x": 1, "weight": 0, "bias": 0, "recent": 2}
     names = n.op.places([x.type for x in n.operands])
-    channels = [axes.get(name) for name in names] + [1, 2][: len(n.results)]
+    channels = [CHANNELS.get(name) for name in names] + [1, 2][: len(n.results)]
     at = next(axis for axis, x in zip(channels, [*n.operands, *n.results]) if x is v)
     if at != s.axis:
         return None

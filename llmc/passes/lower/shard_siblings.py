@@ -9,7 +9,7 @@ from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.passes.base import Ctx
 from llmc.passes.lower.finer_blocks import can_be_finer, cuttable
-from llmc.passes.lower.shard_rules import CONVS, is_elementwise
+from llmc.passes.lower.shard_rules import CHANNELS, CONVS, is_elementwise
 
 
 class Cut(NamedTuple):
@@ -115,8 +115,7 @@ class _Parts:
         self.b.loc = n.loc
         if n.op.name == "linear":
             x, weight = n.operands
-            part: Value = self.b.linear(x, self._slice(weight, cut._replace(axis=0)))
-            return part
+            return self.b.linear(x, self._slice(weight, cut._replace(axis=0)))
         if n.op.name == "concat":
             operand = _operand_of(n, cut)
             assert operand is not None
@@ -126,13 +125,12 @@ class _Parts:
         parts = dict(_parts_of(n, cut.axis))
         operands = [self.of(x, cut._replace(axis=parts[x])) if x in parts else x for x in n.operands]
         self.b.loc = n.loc
-        whole: Value = self.b.emit(n.op, operands, n.attrs)
-        return whole
+        return self.b.emit(n.op, operands, n.attrs)
 
     def _conv(self, n: Node, cut: Cut) -> Value:
         """Return a part of the channels of a convolution, which has its own state."""
-        along = {"x": 1, "weight": 0, "bias": 0, "recent": 2}
-        at = {i: along[name] for name, i in n.op.places([x.type for x in n.operands]).items() if name in along}
+        places = n.op.places([x.type for x in n.operands])
+        at = {i: CHANNELS[name] for name, i in places.items() if name in CHANNELS}
         operands = list(n.operands)
         for i, axis in at.items():
             x, operand_cut = operands[i], cut._replace(axis=axis)
@@ -140,12 +138,10 @@ class _Parts:
         self.b.loc = n.loc
         out = self.b.emit(n.op, operands, n.attrs)
         if n.op.name == "causal_conv":
-            whole: Value = out
-            return whole
+            return out
         y, ring = out
         self.g.outputs.insert(self.g.outputs.index(n.results[1]), ring)
-        part: Value = y
-        return part
+        return y
 
     def _state(self, v: Value, cut: Cut) -> Value:
         """Return a new state, for a part of the channels of `v`."""
@@ -154,9 +150,7 @@ class _Parts:
         return self.g.input(f"{v.name}.{cut.start}", kind)
 
     def _slice(self, v: Value, cut: Cut) -> Value:
-        v = cuttable(self.b, v, cut.axis, cut.ends)
-        part: Value = self.b.slice(v, **cut._asdict())
-        return part
+        return self.b.slice(cuttable(self.b, v, cut.axis, cut.ends), **cut._asdict())
 
 
 def _erase_unused(g: Graph) -> None:

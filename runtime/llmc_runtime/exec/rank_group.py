@@ -86,7 +86,6 @@ class RankGroup:
         artifact: Artifact,
         threads: int | None,
         verify: bool = True,
-        limit: float = LIMIT_SECONDS,
         ray: bool = False,
         engine: int = 0,
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
@@ -95,7 +94,7 @@ class RankGroup:
         self._artifact, self._verify, self._engine = artifact, verify, engine
         self.threads = threads or max(1, default_threads() // ranks)
         self._memory = memory_file("llmc-ranks", bytes(SHARED_BYTES))
-        self.member = Member(0, ranks, self._memory.fileno(), limit)
+        self.member = Member(0, ranks, self._memory.fileno(), LIMIT_SECONDS)
         self._processes: list[Rank] = []
         self._placement: RayPlacement | None = None
         self.failure_fd, self._end = os.eventfd(0), os.eventfd(0)
@@ -107,10 +106,10 @@ class RankGroup:
                 from llmc_runtime.exec.ray_ranks import RayPlacement
 
                 self._placement = RayPlacement(ranks, self.threads)
-                self._processes += self._placement.ranks(self._memory.fileno(), limit)
+                self._processes += self._placement.ranks(self._memory.fileno(), LIMIT_SECONDS)
             else:
                 for rank in range(1, ranks):
-                    self._processes.append(RankProcess(rank, self._memory.fileno(), limit))
+                    self._processes.append(RankProcess(rank, self._memory.fileno(), LIMIT_SECONDS))
         except BaseException:
             self.close()
             raise

@@ -16,12 +16,7 @@ from llmc.ir.types import Type
 
 # Scalar expressions over single floats; kernels/scalar_math.cuh has the functions.
 FLOAT: Primitives = MappingProxyType(
-    {
-        **VECTOR,
-        "and": ("({0} && {1})", "mm", "m"),
-        "or": ("({0} || {1})", "mm", "m"),
-        "not": ("(!{0})", "m", "m"),
-    }
+    {**VECTOR, "and": ("({0} && {1})", "mm", "m"), "or": ("({0} || {1})", "mm", "m"), "not": ("(!{0})", "m", "m")}
 )
 # The same over two neighbours, in files that include pairs.cuh.
 PAIR: Primitives = MappingProxyType({**FLOAT, "sigmoid": ("fast_sigmoid({0})", "f", "f")})

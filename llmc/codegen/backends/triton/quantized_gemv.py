@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 from llmc.codegen.backends.triton.gemv import MAX_TOKENS, by_tokens, joint_sum
 from llmc.codegen.backends.triton.linear_problem import epilogue, output
-from llmc.codegen.backends.triton.quantized_problem import (
-    QuantizedKernel,
-    QuantizedProduct,
-    weight_codes,
-)
+from llmc.codegen.backends.triton.quantized_problem import QuantizedKernel, QuantizedProduct, weight_codes
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit

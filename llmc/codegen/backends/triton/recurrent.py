@@ -9,14 +9,7 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    element,
-    unsupported,
-)
+from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Node
@@ -232,7 +225,6 @@ class RowLog(TritonKernel):
 ROW_CONV = RowConv("triton/row_conv", ("row_conv",))
 CHUNK_FACTORS = ChunkFactors("triton/chunk_factors", ("chunk_factors",))
 ROW_RECURRENCE = RowRecurrence(
-    "triton/row_recurrence",
-    ("row_recurrence", "row_recurrence_draft", "chunk_recurrence", "chunk_recurrence_draft"),
+    "triton/row_recurrence", ("row_recurrence", "row_recurrence_draft", "chunk_recurrence", "chunk_recurrence_draft")
 )
 ROW_LOG = RowLog("triton/row_log", ("row_log",))

@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver, dotted
+from llmc_runtime.device.gpu.driver import MAP_BYTES, OR_CPU, GpuDriver, dotted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.launch_param import MAPPED
@@ -22,7 +22,6 @@ from llmc_runtime.format.program import Launch
 # programmatic dependent launch inside graphs.
 _MIN_DRIVER = 12030
 _MIN_DRIVER_BY_ARCH: Mapping[str, int] = MappingProxyType({"sm_100": 12080, "sm_103": 12090, "sm_120": 12080})
-_CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _UPGRADE = "upgrade the NVIDIA driver"
 _MAPS_SINCE = 12000  # the driver API version that introduced tensor maps
 _TENSOR_MAP_TYPES: Mapping[str, str] = MappingProxyType(
@@ -77,13 +76,13 @@ class Cuda(GpuDriver):
             status = int(self.cu.cuInit(0)[0])
         except RuntimeError as error:  # raised by the bindings if libcuda cannot be loaded or lacks a function
             cause = f"no NVIDIA driver found ({error})"
-            raise LlmcError("E115", cause, f"install the driver (for containers: --gpus all), {_CPU}") from None
+            raise LlmcError("E115", cause, f"install the driver (for containers: --gpus all), {OR_CPU}") from None
         if status:
             name = self.name(status)
             cause = f"the NVIDIA driver does not start: {name}"
             if name == "CUDA_ERROR_NO_DEVICE":
                 cause = "the NVIDIA driver finds no GPU (CUDA_ERROR_NO_DEVICE)"
-            raise LlmcError("E115", cause, f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {_CPU}")
+            raise LlmcError("E115", cause, f"check nvidia-smi and CUDA_VISIBLE_DEVICES, {OR_CPU}")
 
     def _text(self, status: int) -> str:
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.device.gpu.driver import GpuDriver, dotted
+from llmc_runtime.device.gpu.driver import OR_CPU, GpuDriver, dotted
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.program import Launch
@@ -19,7 +19,6 @@ from llmc_runtime.format.program import Launch
 # The minimum version of ROCm (1000 * major + 10 * minor): that of the oldest bindings, and by architecture where later.
 _MIN_ROCM = 6030
 _MIN_ROCM_BY_ARCH: Mapping[str, int] = MappingProxyType({"gfx950": 7000})
-_CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _CHECK = "check rocminfo, HIP_VISIBLE_DEVICES and the access to /dev/kfd and /dev/dri"
 _FATAL = frozenset(
     "hipError" + name
@@ -71,14 +70,14 @@ class Hip(GpuDriver):
             status = int(self.hip.hipInit(0)[0]) or int(self.hip.hipGetDeviceCount()[0])
         except RuntimeError as error:  # raised by the bindings if libamdhip64 cannot be loaded or lacks a function
             cause = f"no ROCm found ({error})"
-            remedy = f"install ROCm's HIP runtime, and add the folder of libamdhip64.so to LD_LIBRARY_PATH, {_CPU}"
+            remedy = f"install ROCm's HIP runtime, and add the folder of libamdhip64.so to LD_LIBRARY_PATH, {OR_CPU}"
             raise LlmcError("E115", cause, remedy) from None
         if status:
             name = self.name(status)
             cause = f"ROCm does not start: {name}"
             if name in ("hipErrorNoDevice", "hipErrorInvalidDevice"):  # hipInit returns the latter without a GPU
                 cause = f"ROCm finds no AMD GPU ({name})"
-            raise LlmcError("E115", cause, f"{_CHECK}, {_CPU}")
+            raise LlmcError("E115", cause, f"{_CHECK}, {OR_CPU}")
         modes = self.hip.hipStreamCaptureMode
         kinds = self.hip.hipMemcpyKind
         self._in, self._out = kinds.hipMemcpyHostToDevice, kinds.hipMemcpyDeviceToHost

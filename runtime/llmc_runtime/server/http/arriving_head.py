@@ -16,8 +16,8 @@ class HeadBudget:
     Clients are not known by their keys before their heads are complete, so they have no shares of it.
     """
 
-    def __init__(self, maximum: int = MAX_BYTES) -> None:
-        self.maximum, self.used = maximum, 0
+    def __init__(self) -> None:
+        self.maximum, self.used = MAX_BYTES, 0
 
 
 class ArrivingHead:
