@@ -126,9 +126,7 @@ def _model(job: Compilation, traced: Any) -> dict[str, Any]:
 
 
 def _times(built: DryBuild, job: Compilation) -> list[dict[str, Any]]:
-    """Return the predicted microseconds per step of every program at typical sizes, with and without
-    launch overhead.
-    """
+    """Return the predicted microseconds per step of each program at typical sizes, with and without launch overhead."""
     predicted = roofline(built.programs, job.target)["programs"]
     rows = []
     for p in built.programs:

@@ -33,9 +33,7 @@ class _Rows:
 
     @staticmethod
     def fresh(g: Graph, tokens: Array) -> _Rows:
-        """Return rows 0 and 1 with the two prompts before any computation; sampling is greedy, with
-        log-probabilities.
-        """
+        """Return rows 0 and 1 with the two prompts, before any step; sampling is greedy, with log-probabilities."""
         sizes: dict[str, int] = {}
         table = next(v for v in g.inputs if v.name == "row.pages")
         sizes["P"] = int(table.type.numel)

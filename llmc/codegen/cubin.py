@@ -83,9 +83,7 @@ def check_launch(source: Source, binary: bytes, loc: str = "", scratch: int = 0)
 
 
 def _cluster_error(source: Source, compiled: tuple[int, ...]) -> str:
-    """Return the reason why launches cannot use the cluster of the source, or ""; `compiled` is the cluster of the
-    binary.
-    """
+    """Return why launches cannot use the cluster of the source, or ""; `compiled` is the cluster of the binary."""
     cluster = source.cluster
     if compiled and cluster != compiled:
         return f"launches have the cluster {list(cluster)}, the binary was compiled for {list(compiled)}"

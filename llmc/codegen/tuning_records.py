@@ -101,9 +101,7 @@ class Tuning:
         return self._close(re.sub(rf"\b{symbol}\b", other, text), target, {other: size})
 
     def _close(self, text: str, target: Target, env: Mapping[str, int]) -> Mapping[Candidate, float]:
-        """Return the times of the node with this text at the measured sizes nearest to `env`; empty if they are not
-        close.
-        """
+        """Return the node's times at the measured sizes that are nearest to `env`; empty if they are not close."""
         points = self.records.get((machine(target), text))
         if not points:
             return {}

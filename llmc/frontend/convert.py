@@ -58,9 +58,7 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
 
 
 def _needed(nodes: Any) -> set[Any]:
-    """Return the nodes that the output depends on, with in-place ops on them. This drops detection of
-    packed sequences.
-    """
+    """Return the nodes that the output needs, with in-place ops on them. This drops detection of packed sequences."""
     needed: set[Any] = set()
     for n in reversed(nodes):
         if n.op == "output" or _in_place(n):

@@ -76,9 +76,7 @@ def read_head(folder: Path) -> HeadConfig:
 
 
 def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of the layers whose inputs are read. Below eagle_config, SGLang's key names
-    layers by outputs.
-    """
+    """Return the numbers of the layers whose inputs are read. Below eagle_config, layers are named by outputs."""
     nested = config.get("eagle_config")
     nested_numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
     numbers = config.get(_KEY) if nested_numbers is None else nested_numbers

@@ -301,9 +301,7 @@ def export(
 
 
 def _failed(name: str, failure: str, e: Exception, at: tuple[str, str] = ("", "")) -> Diagnostic:
-    """Return the Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is a known
-    one.
-    """
+    """Return Diagnostic E305 for an exception of transformers or torch, with a specific reason if it is known."""
     loc, cls = at
     text = str(e)
     reason = f"{type(e).__name__}: {' '.join(text.split())[:200]}"
@@ -317,9 +315,7 @@ def _failed(name: str, failure: str, e: Exception, at: tuple[str, str] = ("", ""
 
 
 def _where(model: torch.nn.Module, e: BaseException) -> tuple[str, str]:
-    """Return the path and class of the innermost module that was running when `e` was raised; empty if
-    there is none.
-    """
+    """Return the path and class of the innermost module that was running when `e` was raised; empty if none was."""
     paths = {id(m): path for path, m in model.named_modules()}
     innermost = ("", "")
     for frame, _ in traceback.walk_tb(e.__traceback__):
@@ -350,9 +346,7 @@ def _computed_names(model: Any, program: torch.export.ExportedProgram) -> list[s
 
 
 def _owner(model: Any, path: str) -> Any:
-    """Return the innermost model of transformers that contains the module at `path`: each initializes
-    its own modules.
-    """
+    """Return transformers' innermost model that contains the module at `path`: each initializes its own modules."""
     owner = module = model
     for part in filter(None, path.split(".")):
         module = getattr(module, part)

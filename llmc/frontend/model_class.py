@@ -162,9 +162,7 @@ def _has_encoder(source: Source) -> bool:
 
 
 def _same_architecture(config: Mapping[str, Any]) -> str:
-    """Return the remedy if config.json names a class of transformers for a model type that transformers
-    lacks; else "".
-    """
+    """Return the remedy if config.json names a class of transformers for a model type that it lacks; else ""."""
     named = config.get("architectures")
     classes = ((cls, model_type) for model_type, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     match = next(((cls, model_type) for cls, model_type in classes if isinstance(named, list) and cls in named), None)

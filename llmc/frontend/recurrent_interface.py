@@ -50,9 +50,7 @@ def _mamba2(
     dt_bias: Tensor | None = None, dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, torch.inf), **more: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the scan of Mamba-2: hidden_states [1,T,H,E], dt [1,T,H], A and D [H], B and C [1,T,G,D] -> f32
-    [1,T,H,E].
-    """
+    """Compute Mamba-2's scan: hidden_states [1,T,H,E], dt [1,T,H], A, D [H], B, C [1,T,G,D] -> f32 [1,T,H,E]."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.nn.functional.softplus(dt) if dt_softplus else dt
     low, high = dt_limit

@@ -98,9 +98,7 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
 
 
 def _refusal(error: Diagnostic) -> Callable[..., Any]:
-    """Return a forward that raises: a module that does not run for text, such as one of a vision tower, does not
-    matter.
-    """
+    """Return a forward that raises: modules that do not run for text, such as vision towers, do not matter."""
 
     def forward(*_: Any, **__: Any) -> Any:
         raise error

@@ -184,9 +184,7 @@ def _rope(config: Any) -> Mapping[str, Any]:
 
 
 def _longest(source: Source, text: Any, requested: int | None, pooled: PooledModel | None = None) -> int:
-    """Return the longest sequence to compile for; raises Diagnostic E305 if the config does not allow the requested
-    length.
-    """
+    """Return the longest sequence to compile for; raises Diagnostic E305 if the config does not allow it."""
     limit = _limit(text)
     if pooled is not None:
         limit = min(limit - position_offset(text), pooled.max_length or limit)

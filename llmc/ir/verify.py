@@ -37,9 +37,7 @@ def verify_graph(g: Graph, m: Module) -> None:
 
 
 def _described(v: Value) -> str:
-    """Return a value's name, or the op that computes it: values that a pass has made are named when the module is
-    printed.
-    """
+    """Return a value's name, or the op that computes it: new values are named when the module is printed."""
     if v.name or v.node is None:
         return f"%{v.name}"
     return f"the result of {v.node.op.name} ({v.node.loc or 'no loc'})"

@@ -125,9 +125,7 @@ class AutoRound:
         return replace(self.packing.decode(stored, keys), act=_act(stored.module, keys))
 
     def _changes(self, module: str) -> Mapping[str, Any]:
-        """Return the keys that are overridden for a module: under its name, or under the first pattern that occurs in
-        it.
-        """
+        """Return the keys that are overridden for a module, under its name or the first pattern that occurs in it."""
         if module in self.extra:
             return self.extra[module]
         for name, changes in self.extra.items():
@@ -164,9 +162,7 @@ def auto_round(config: Mapping[str, Any]) -> AutoRound:
 
 
 def _old_packing(config: Mapping[str, Any]) -> str:
-    """Return the packing of a configuration that does not name one; raises Diagnostic E307 for a
-    backend with its own.
-    """
+    """Return the packing of a configuration that names none; raises Diagnostic E307 for a backend with its own."""
     if config.get("quant_method") != OLD_METHOD:
         return "auto_gptq"
     backend = str(config.get("backend"))

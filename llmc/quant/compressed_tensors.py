@@ -83,9 +83,7 @@ def _tile(size: Any) -> tuple[int, int]:
 
 
 def _groups(stored: Stored, args: Mapping[str, Any], k: int) -> Groups | None:
-    """Return the group of each column, if groups are not runs of neighbours (`actorder` "group", which
-    old files have).
-    """
+    """Return each column's group, if groups are not runs of neighbours (`actorder` "group", of old files)."""
     size = _columns(args, k)
     if size and str(args.get("actorder")).lower() in ("group", "dynamic", "true"):
         stored.part("weight_g_idx", ("i32",))
@@ -93,9 +91,7 @@ def _groups(stored: Stored, args: Mapping[str, Any], k: int) -> Groups | None:
 
 
 def _blocks(stored: Stored, scale: Value, n: int, k: int, size: tuple[int, int]) -> tuple[Value, tuple[int, int]]:
-    """Like `block_of`, but groups and tiles that the configuration names need scales of their own. Raises Diagnostic
-    E341.
-    """
+    """As `block_of`, but groups and tiles of the configuration need scales of their own. Raises Diagnostic E341."""
     value, block = block_of(stored, scale, n, k, size)
     rows, columns = (-(-length // part) if part else 1 for length, part in zip((n, k), size, strict=True))
     if size != (1, 0) and shape_of(value) != (rows, columns):

@@ -101,9 +101,7 @@ class Decoder:
         return parts_of(codes, self._orders[groups.content] if groups else None, build)
 
     def _joined(self, weight: Value, b: Builder) -> QuantisedWeight | None:
-        """Return the parts of a concatenation of weights in one format, or of a weight with an axis of size
-        1 in front.
-        """
+        """Return the parts of a concatenation of weights in one format, or of a weight whose first axis has size 1."""
         n = weight.node
         if n is None or n.op.name not in ("concat", "reshape"):
             return None

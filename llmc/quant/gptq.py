@@ -89,9 +89,7 @@ def gptq(config: Mapping[str, Any]) -> Gptq:
 
 
 def _rule(key: str, changes: Any, config: Mapping[str, Any]) -> tuple[re.Pattern[str], Gptq | None]:
-    """Return a rule of `dynamic`: "+:pattern" (or a bare one) changes some keys, "-:pattern" leaves modules
-    unquantised.
-    """
+    """Return a rule of `dynamic`: "+:pattern" (or a bare one) changes keys, "-:pattern" leaves modules as they are."""
     try:
         pattern = re.compile(key[2:] if key[:2] in ("+:", "-:") else key)
         settings = None if key.startswith("-:") else {**config, **dict(changes), "dynamic": None}

@@ -121,9 +121,7 @@ def _rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> Rows:
 
 
 def _kernels(a: Opened, b: Opened) -> Rows:
-    """Return the kernels that only one side has, grouped by entry; a kernel's key is a hash of its text
-    and compiler.
-    """
+    """Return the kernels that only one side has, by entry; a kernel's key is a hash of its text and compiler."""
     entries_a, entries_b = ({k.hash: k.entry for k in x.manifest.kernels} for x in (a, b))
     rows: dict[str, dict[str, Any]] = {}
     for side, entries, others in (("a", entries_a, entries_b), ("b", entries_b, entries_a)):

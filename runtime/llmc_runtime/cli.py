@@ -33,9 +33,7 @@ def main_run(argv: Sequence[str] | None = None) -> int:
 
 
 def main_serve(argv: Sequence[str] | None = None, prog: str = "llmc-serve") -> int:
-    """Run the command `llmc-serve`: serve until a signal. Returns the exit code: 0, 1, 2 usage, 3
-    environment, 4, 130.
-    """
+    """Run `llmc-serve`: serve until a signal. Returns the exit code: 0, 1, 2 usage, 3 environment, 4, 130."""
     _open_standard_files()
     return _exit_code(lambda: _serve(sys.argv[1:] if argv is None else argv, prog), f"{prog}: interrupted")
 

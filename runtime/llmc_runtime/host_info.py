@@ -73,9 +73,7 @@ def _plain(feature: str) -> str:
 
 
 def default_threads() -> int:
-    """Return the number of physical cores this process may use, limited by its CPU affinity and its cgroup's CPU
-    quota.
-    """
+    """Return the number of physical cores this process may use, by its CPU affinity and its cgroup's CPU quota."""
     cores = {_read(f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list") or str(c) for c in _affinity()}
     return max(1, min(len(cores), _quota()))
 

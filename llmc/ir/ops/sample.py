@@ -47,9 +47,7 @@ def _mix(z: Any) -> Any:
 
 
 def _block_maximum(result: int) -> Content:
-    """Return a result of row_block_max on the node's other operands; in drawings that need not be
-    exact, one in range.
-    """
+    """Return a result of row_block_max on the node's other operands; in drawings that are not exact, one in range."""
 
     def draw(d: Drawing, shape: Shape) -> Any:
         if not d.exact:
@@ -109,9 +107,7 @@ def row_penalize(
 
 
 def _penalized(x: Any, f: Any, prompted: Any, n: Any) -> Any:
-    """Return a row of logits [v] with penalties; per id: `prompted`, whether the prompt has it, and `n`, its output
-    count.
-    """
+    """Return a row of logits [v] with penalties; per id: whether it is `prompted`, and its count `n` in the output."""
     repeated = prompted | (n > 0)
     repetition = param(f, "repetition_penalty")
     x = np.where(repeated, np.where(x > 0, x / repetition, x * repetition), x)

@@ -72,9 +72,7 @@ def _plain(v: Value) -> tuple[Value, bool]:
 
 
 def _columns(v: Value) -> tuple[Value, int, int, bool] | None:
-    """Return (x, start, stop, swapped) if v is x[:, :, start:stop] of a value of rank 3, whose first axes may be
-    swapped.
-    """
+    """Return (x, start, stop, swapped) if v is x[:, :, start:stop] of rank 3; its first axes may be swapped."""
     v, part_swapped = _plain(v)
     n = made_by(v, "slice")
     if n is None or n.attrs["axis"] % v.type.rank != 2 or v.type.rank != 3 or n.attrs["step"] != 1:
@@ -165,9 +163,7 @@ def _dequantized(b: Any, weight: Value) -> Value:
 
 
 def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
-    """Return the columns start .. stop of queries [T, heads, size]; the operands of a concatenation if it is divided
-    there.
-    """
+    """Return columns start .. stop of queries [T, heads, size]; operands of a concatenation if it is cut there."""
     joined, swapped = _plain(q)
     n, at = made_by(joined, "concat"), 0
     if n is not None and n.attrs["axis"] % 3 == 2:

@@ -129,9 +129,7 @@ def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
 
 
 def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
-    """Return the operand of the replacement, the expression of its rows that topk reads, and the nodes that this
-    replaces.
-    """
+    """Return the replacement's operand, the expression of its rows that topk reads, and the nodes replaced."""
     x = n.operands[0]
     producer = x.node
     if producer is None or len(set(x.uses)) > 1 or x in g.outputs:
@@ -144,9 +142,7 @@ def _before(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
 
 
 def _after(g: Graph, n: Node) -> tuple[Value, E, list[Node]]:
-    """Return the value that the replacement computes, as an expression of the selected ones, and the
-    nodes it replaces.
-    """
+    """Return the value that the replacement computes, as an expression of the selected ones, and the nodes replaced."""
     values = n.results[0]
     users = list(dict.fromkeys(values.uses))
     sums = [u for u in users if _is_row_sum(u)]
@@ -168,9 +164,7 @@ def _is_row_sum(n: Node) -> bool:
 
 
 def _row_expression(n: Node, known: Sequence[Value]) -> E | None:
-    """Return a node as an expression of known[0] and its row sums, the other known values; None if it reads anything
-    else.
-    """
+    """Return a node as an expression of known[0] and its row sums, the other known values; None if it is not one."""
     e = expression(n)
     if e is None:
         return None

@@ -40,9 +40,7 @@ class FuseLinear(Pass):
 
 
 def _split(g: Graph, n: Node, known: set[Value], ctx: Ctx) -> bool:
-    """Split a linear: one read only through slices of its last axis -> one linear per distinct slice (phi3's gate and
-    up).
-    """
+    """Split a linear that is only read through slices of its last axis: one per slice (phi3's gate and up)."""
     product, (x, weight) = n.result, n.operands
     readers = list(dict.fromkeys(product.uses))
     if not readers or product in g.outputs or weight not in known or not ctx.allows(n):

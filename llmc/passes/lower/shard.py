@@ -184,9 +184,7 @@ class _Sharding:
         return self.sliced[key]
 
     def _slice(self, b: Builder, x: Value, s: Split, size: Dim, offset: Dim) -> Value:
-        """Return a rank's part of the `size` elements from `offset` along an axis, and of zeros if they do
-        not divide.
-        """
+        """Return a rank's part of `size` elements from `offset` along an axis, and zeros if they do not divide."""
         width = s.local(size)
         if not s.divides(size):
             x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)

@@ -165,9 +165,7 @@ class _Planner:
             self._accept(region)
 
     def _unit(self, size: int, weight: Value) -> int:
-        """Return the unit of the parts of an MLP's columns: whole groups, if the whole has them and equal
-        parts do not.
-        """
+        """Return the unit of the parts of an MLP's columns: whole groups, if the whole has them and parts do not."""
         uneven = size % self.group == 0 and size % (self.group * self.ranks) != 0
         return self.group if uneven and weight.type.format is None else 1
 

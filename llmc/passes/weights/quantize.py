@@ -124,9 +124,7 @@ def _uneven_groups(w: Value, f: QFormat) -> str | None:
 
 
 def _recipe(name: str, group: int) -> Recipe | None:
-    """Return the recipe of that name, with another group size unless it is 0; raises Diagnostic E421 for an unknown
-    name.
-    """
+    """Return the recipe of that name, with another group size unless it is 0; Diagnostic E421 if it is unknown."""
     if name == NONE:
         return None
     if name not in ROUNDED:

@@ -42,9 +42,7 @@ def fold_experts(layer: Layer, scales: Scales) -> set[str]:
 
 
 def _input_scales(layer: Layer, scales: Scales) -> dict[Slice, Tensor]:
-    """Return the scales of the input channels of each slice that has enough tokens and reads what another stack
-    computes.
-    """
+    """Return the input channels' scales of each slice that has enough tokens and reads what another stack computes."""
     rows = {(e.expert, e.rows) for e in layer.experts.values()}
     factors = {}
     for at, inputs in expert_inputs(layer):

@@ -51,9 +51,7 @@ class Load:
         return chain(list(islice(source, min(_PREPARED_BODIES, mix.num_prompts or _PREPARED_BODIES))), source)
 
     async def warm_up(self, count: int) -> None:
-        """Send requests that are not counted, one after the other. Raises WireError, OSError or ValueError if one
-        fails.
-        """
+        """Send requests that are not counted, in turn. Raises WireError, OSError or ValueError if one fails."""
         source = self._recipe.bodies(self._mixes[0], 0, 1)
         for _ in range(count):
             record = await self._send(Record(0, 0.0), *next(source))

@@ -35,9 +35,7 @@ class Round:
 
 
 def run(args: argparse.Namespace, err: IO[str]) -> dict[str, Any]:
-    """Run the measurement and return the report. Raises LlmcError E670, and the errors of opening a model and of
-    requests.
-    """
+    """Run the measurement and return the report. Raises LlmcError E670 and the errors of models and requests."""
     engine_arguments.counts(args, "num_prompts", "input_len", "output_len", "rounds")
     sizes = Mix("offline", num_prompts=args.num_prompts, input_len=args.input_len, output_len=args.output_len,
                 range_ratio=args.range_ratio, prefix_len=args.prefix_len).sizes(str(args.seed))  # fmt: skip

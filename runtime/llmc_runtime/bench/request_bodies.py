@@ -75,9 +75,7 @@ class Recipe:
         return json.dumps(body | dict(self.extra), separators=(",", ":")).encode()
 
     def _random(self, mix: Mix, i: int, input_len: int) -> tuple[Any, int]:
-        """Return `input_len` random ids for completions, or words for chats; equal for equal seed, mix and request
-        number.
-        """
+        """Return `input_len` random ids (completions) or words (chats); equal for equal seed, mix and number."""
         name = int.from_bytes(mix.name.encode()[:8], "little")
         suffix = np.random.default_rng((self.seed, name, 1, i)).integers(0, 1 << 40, input_len)
         shared = np.random.default_rng((self.seed, name, 2, i % mix.num_prefixes)).integers(0, 1 << 40, mix.prefix_len)

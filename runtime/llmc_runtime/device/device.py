@@ -104,9 +104,7 @@ class Device(ABC):
 
     @abstractmethod
     def repeat(self, memory: Memory, tile: np.ndarray, at: int) -> None:
-        """Fill the memory with repetitions of `tile`, u8[n], starting at its byte `at`. The tile must not change
-        later.
-        """
+        """Fill the memory with repetitions of `tile`, u8[n], from its byte `at`. The tile must not change later."""
 
     @abstractmethod
     def fetch(self, memory: Memory, begin: int, end: int) -> np.ndarray:
@@ -155,9 +153,7 @@ class Device(ABC):
         """
 
     def prepare(self, run: Run) -> None:
-        """Do the one-time work of the first call of `run` with the current symbol values, without running the
-        program.
-        """
+        """Do the one-time work of the first call of `run` with the current symbols, without running the program."""
         return
 
     def group_memory(self, nbytes: int) -> Memory:

@@ -274,9 +274,7 @@ class Executor:
         ticket.event = device.mark()
 
     def _halves(self, bound: Bound) -> list[Run]:
-        """Return the program split before the first launch that reads masks, so that the first half can run without
-        them.
-        """
+        """Return the program split before the first launch that reads masks: the first half can run without them."""
         if not bound.halves:
             program = bound.program
             masks = [i for i, b in enumerate(program.buffers) if b.name == self._masks]

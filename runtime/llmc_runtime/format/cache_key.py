@@ -112,9 +112,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def package_hash(name: str) -> str:
-    """Return one hash over the files of an installed package or module, without importing it; "" if it is not
-    installed.
-    """
+    """Return one hash of the files of an installed package or module, which is not imported; "" without it."""
     try:
         spec = importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):

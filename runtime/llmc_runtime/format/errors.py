@@ -41,9 +41,7 @@ class LlmcError(Exception):
 
     @property
     def of_environment(self) -> bool:
-        """Whether the machine is the cause (installed software, CPU, GPU or driver). Commands then exit with
-        status 3.
-        """
+        """Whether the machine is the cause (installed software, CPU, GPU, driver). Commands then exit with status 3."""
         return self.code in _ENVIRONMENT
 
     def __str__(self) -> str:

@@ -20,9 +20,7 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Folder:
-    """An artifact's folder. Names are relative to it and are opened part by part, so that no file outside can be
-    opened.
-    """
+    """An artifact's folder. Relative names are opened part by part, so that no file outside can be opened."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)

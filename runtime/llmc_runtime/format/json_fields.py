@@ -67,9 +67,7 @@ def _no_constant(text: str) -> float:
 
 
 def check_name(name: str, where: str) -> str:
-    """Return `name` if it is a plain relative path, without empty, hidden, `.` or `..` parts; else raise LlmcError
-    E104.
-    """
+    """Return `name` if it is a relative path without empty, hidden, `.` or `..` parts; else raise LlmcError E104."""
     if not is_safe_name(name):
         cause = f"{where}: {name[:120]!r} is not a safe file name"
         raise LlmcError("E104", cause, "use an artifact written by llmc compile")

@@ -292,9 +292,7 @@ class Manifest(Record):
                 raise damaged(where, f"two {kind} have the same name")
 
     def dump(self) -> bytes:
-        """Serialize to the file's bytes, including the digest. `load(dump())` returns this manifest with `digest`
-        set.
-        """
+        """Serialize to the file's bytes, with the digest. `load(dump())` returns this manifest with `digest` set."""
         body = json.dumps(self.json(), indent=1, allow_nan=False).encode()
         # The digest comes first in the file, at a fixed place: see check_digest.
         text = _HEAD + _ZERO + b'",\n ' + body.removeprefix(b"{\n ") + b"\n"

@@ -167,9 +167,7 @@ class Program(Record):
         return tuple((x.kernel, x.entry) for x in self.launches)
 
     def dump(self) -> bytes:
-        """Serialize to the file's bytes, with one line per buffer and launch, so that programs can be compared as
-        text.
-        """
+        """Serialize to the file's bytes, with one line per buffer and launch: programs can be compared as text."""
         doc = self.json()
         rows = [
             f"  {json.dumps(k)}: {_rows(v) if k in ('buffers', 'launches') else json.dumps(v)}" for k, v in doc.items()

@@ -35,9 +35,7 @@ def plain_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def document(path: Path) -> Any:
-    """Read and parse a JSON file. Raises OSError, ValueError or RecursionError if it is unreadable, too large or
-    invalid.
-    """
+    """Read and parse a JSON file. Raises OSError, ValueError or RecursionError if it is unreadable or invalid."""
     data = plain_bytes(path, MAX_CONFIG)
     if (reason := too_much(data, MAX_CONFIG, MAX_VALUES)) is not None:
         raise ValueError(reason)

@@ -167,9 +167,7 @@ def run_worker(link: socket.socket, definition: int, vocabulary: Any, size: int,
 
 
 def _confine(nice: int) -> None:
-    """Set the priority, limit the memory, redirect the standard streams to /dev/null, and volunteer for the OOM
-    killer.
-    """
+    """Set the priority, limit the memory, silence the standard streams, and volunteer for the OOM killer."""
     os.setpriority(os.PRIO_PROCESS, 0, nice)
     used = int(_read("/proc/self/statm").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))

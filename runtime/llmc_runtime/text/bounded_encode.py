@@ -1,6 +1,4 @@
-"""Tokenization with a limit on the number of tokens: rejecting a far too long text costs about as much as a fitting
-one.
-"""
+"""Tokenization with a limit of tokens: rejecting a far too long text costs about as much as encoding a fitting one."""
 
 from __future__ import annotations
 

@@ -111,9 +111,7 @@ class _ByteLevelDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Detokenizer for all other decoders. A short window of ids is decoded at each push; ids[:done] are already
-    emitted.
-    """
+    """Detokenizer for all other decoders. Each push decodes a short window of ids; ids[:done] are already emitted."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip: frozenset[int], prompt_ids: Sequence[int], kinds: Sequence[str]

@@ -102,9 +102,7 @@ class OutputText:
         return "".join((*self._returned, *self._new))
 
     def new_text(self, *, final: bool = False) -> str:
-        """Return the text not returned before. Unless `final`, text that might become part of a stop string is held
-        back.
-        """
+        """Return the text not returned before. Unless `final`, possible parts of a stop string are held back."""
         text = "".join(self._new)
         self._new.clear()
         if self._stops.hold and not final and self.stopped_by is None:

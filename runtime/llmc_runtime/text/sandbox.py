@@ -136,9 +136,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def join(self, parts: Iterable[Any]) -> str:
-        """Join the parts if the sum of their lengths is within the budget. All output of the generated code passes
-        here.
-        """
+        """Join the parts if all of them together are within the budget. Generated code passes all output here."""
         texts = list(parts)
         self.budget.need(sum(map(len, texts)))
         return str(self.budget.built("".join(texts)))
@@ -187,9 +185,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Generation(jinja2.ext.Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, which marks an assistant's text. The content is kept as it
-    is.
-    """
+    """The tag `{% generation %} ... {% endgeneration %}` around an assistant's text, whose content is kept as it is."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 

@@ -129,9 +129,7 @@ class Tokenizer:
         return str(decode([list(ids)], skip_special_tokens=skip_special_tokens)[0])
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a single id, special or not. Results are cached, as log-probabilities reuse the same
-        ids.
-        """
+        """Return the text of one id, special or not. Results are cached: log-probabilities reuse the same ids."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
@@ -278,9 +276,7 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named special tokens, each a str or an added-token object. special_tokens_map.json is used in old
-    folders.
-    """
+    """Return the named special tokens, each a str or an added-token object. Old folders have a file for them."""
     names = {k: v for k, v in config.items() if k in NAMED or (k.endswith("_token") and _content(v))}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
         names.update(extra)
@@ -309,9 +305,7 @@ def _added(value: Any, *, special: bool) -> tokenizers.AddedToken:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-    """Add tokens that the config declares and tokenizer.json lacks, in transformers' order: config ids, names,
-    extras.
-    """
+    """Add tokens of the config that tokenizer.json lacks, in transformers' order: config ids, names, extras."""
     present = list(backend.get_added_tokens_decoder().values())
     seen = {repr(token) for token in present}
     declared = config.get("added_tokens_decoder")

@@ -195,9 +195,7 @@ def fits(p: Product, t: GemmTile, target: Target, sums: int = _MAX_SUMS) -> bool
 
 
 def tiles_bytes(p: Product, s: Schedule, target: Target) -> int:
-    """Return the bytes of shared memory. Instructions that read their operands from shared memory need
-    one more stage.
-    """
+    """Return the bytes of shared memory. Instructions that read operands from shared memory need a stage more."""
     rows = s["bn"] * (2 if joins(p, s["bn"], s["split"]) else 1)
     direct = target.family == "cuda" and rows >= WARPGROUP and s["bm"] >= 16
     buffers = s["stages"] - (not direct)

@@ -40,9 +40,7 @@ def without_spills(schedules: list[Schedule], node: Node, target: Target) -> lis
 
 
 def shared(rows: int, keys: int, stages: int, width: int, item: int, target: Target) -> int:
-    """Return the bytes of shared memory: queries, and keys and values in flight (wgmma reads from there: one more
-    stage).
-    """
+    """Return the bytes of shared memory: queries, and keys and values in flight (for wgmma, one more stage)."""
     tiles = stages if target.has(PDL) else stages - 1
     return (rows + 2 * keys * max(1, tiles)) * width * item + 2048
 

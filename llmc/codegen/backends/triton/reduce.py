@@ -82,9 +82,7 @@ class Walk:
         return self.outer * self.inner.ceildiv(self.across)
 
     def head(self) -> list[str]:
-        """Return the code that defines `base` (offsets of the program's lines in the operand) and `there` (lines that
-        exist).
-        """
+        """Return the code that defines `base` (offsets of the program's lines) and `there` (lines that exist)."""
         sizes, total = self.u.sizes, self.u.node.operands[0].type.numel
         if self.last:
             lines = [f"line = tl.program_id(0) * {self.across} + tl.arange(0, {self.across})[:, None]"]
@@ -98,9 +96,7 @@ class Walk:
         ]
 
     def along(self, start: str = "at + ") -> list[str]:
-        """Return the code that defines `k` (indices along the axis), `inside` (elements that exist) and `place`
-        (offsets).
-        """
+        """Return the code that defines `k` (indices along the axis), `inside` (which exist) and `place` (offsets)."""
         k = f"k = {start}tl.arange(0, {self.block})[{'None, :' if self.last else ':, None'}]"
         return [k, f"inside = there & (k < {self.u.sizes(self.n)})", f"place = base + {self.step('k')}"]
 

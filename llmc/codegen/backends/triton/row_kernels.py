@@ -145,9 +145,7 @@ class Writer:
         return factored(self.p.space.row, self.u.sizes, self.far)
 
     def coordinates(self) -> list[str]:
-        """Return the code that defines the rows `row`, their coordinates i0, i1, ..., and, without a loop, the columns
-        `col`.
-        """
+        """Return the code that defines `row`, its coordinates i0, i1, ..., and, without a loop, the columns `col`."""
         sp, (rows, cols) = self.p.space, programs(self.p, self.u.schedule)
         lines, at = [], "tl.program_id(0)"
         if cols.const != 1 and rows.const != 1:

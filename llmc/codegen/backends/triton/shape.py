@@ -128,9 +128,7 @@ class Copy(Moving):
         return self.finish(u, [*lines, f"tl.store(y0 + {target}, v{masked(inside)})"])
 
     def _crossed(self, u: Unit, axes: Axes, a: int) -> tuple[list[str], str, list[str], str]:
-        """Return the code of a tile with rows along axis `a` and columns along the last; programs enumerate the other
-        axes.
-        """
+        """Return the code of a tile: rows along axis `a`, columns along the last; programs enumerate the others."""
         rows, cols = u.schedule["rows"], u.schedule["cols"]  # of a tile
         num_rows, num_cols = axes[a][0], axes[-1][0]
         others = [i for i in range(len(axes) - 1) if i != a]  # p0, p1, ... are the program's indices along these

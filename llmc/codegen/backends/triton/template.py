@@ -205,9 +205,7 @@ def _definition(
 
 
 def _with_values(text: str, node: ast.stmt, declared: Mapping[str, Any]) -> str:
-    """Return the text of a constant, with declared numbers and places in declared tuples (`NAMES.index("x")`) as
-    numbers.
-    """
+    """Return the text of a constant. Declared numbers and places in declared tuples (`N.index("x")`) become numbers."""
     for part in ast.walk(node):
         match part:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="index"), args=[ast.Constant(value=entry)]):
@@ -233,9 +231,7 @@ def _closure(module: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _ordered(name: str) -> list[Module]:
-    """Return the module and its imports, direct and indirect, in topological order: a module follows
-    its own imports.
-    """
+    """Return the module and its imports, direct and indirect, in topological order: a module follows its imports."""
     modules: dict[str, Module] = {}
 
     def visit(at: str) -> None:

@@ -155,9 +155,7 @@ def _unsupported_codes(node: Node, target: Target) -> str | None:
 
 
 def float8(target: Target) -> str:
-    """Return the dtype of 8-bit floats, 3 bits of which are mantissa, of the target's instructions; ""
-    if it has none.
-    """
+    """Return the dtype of 8-bit floats with 3 bits of mantissa of the target's instructions; "" if it has none."""
     if target.family == "cuda":
         return "f8e4m3" if capability(target) >= 89 else ""
     return AMD_FLOAT8.get(target.arch, "")

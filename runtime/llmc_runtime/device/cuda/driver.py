@@ -92,9 +92,7 @@ class Cuda(GpuDriver):
         return result[1].decode() if not result[0] and result[1] else "unknown"
 
     def check_driver(self, arch: str) -> str:
-        """Return the driver's CUDA version as text. Raises LlmcError E116 if binaries for `arch` need a newer
-        driver.
-        """
+        """Return the driver's CUDA version as text. Raises LlmcError E116 if binaries for `arch` need a later one."""
         version = int(self.ok(self.cu.cuDriverGetVersion()))
         minimum = max(_MIN_DRIVER, _MIN_DRIVER_BY_ARCH.get(arch.rstrip("af"), 0))
         if version < minimum:

@@ -51,9 +51,7 @@ class NcclGroup(DeviceGroup):
         return _Call(self, NcclCall.load(description, where))
 
     def connect(self, handles: Sequence[bytes]) -> None:
-        """Connect all ranks. Raises LlmcError E119 if the group ends meanwhile, and E143 if NCCL fails or takes too
-        long.
-        """
+        """Connect all ranks. Raises LlmcError E119 if the group ends meanwhile, E143 if NCCL fails or is too slow."""
         failures: list[LlmcError] = []
 
         def init() -> None:

@@ -46,9 +46,7 @@ class DeviceGroup(ABC):
         raise LlmcError("E113", "a program uses the memory of a group of ranks", "recompile the artifact")
 
     def load_call(self, description: bytes, where: str) -> LibraryCall:
-        """Return the call that a kernel file of the convention `abi` describes; raise LlmcError E103 if it is
-        invalid.
-        """
+        """Return the call that a kernel file of the convention `abi` describes; LlmcError E103 if it is invalid."""
         raise NotImplementedError("the group has no library")
 
     @abstractmethod

@@ -45,9 +45,7 @@ class GpuDriver(ABC):
         return getattr(self._bindings, self.prefix + self.renamed.get(name, name))(*args)
 
     def ok(self, result: tuple[Any, ...]) -> Any:
-        """Return the values of a call's result. Raises LlmcError E203 if memory ran out, and E114 for other
-        failures.
-        """
+        """Return the values of a call's result. Raises LlmcError E203 if memory ran out, E114 for other failures."""
         if result[0]:
             raise self.error(int(result[0]))
         return result[1] if len(result) == 2 else result[1:]

@@ -324,9 +324,7 @@ class GpuDevice(Device):
         return self._driver.free_memory()
 
     def close(self) -> None:
-        """Free all resources. Statuses are ignored: after a failure every call reports it, and the GPU is released
-        anyway.
-        """
+        """Free all resources, ignoring statuses: after a failure every call has one; the GPU is released anyway."""
         if not self._started:
             return
         driver = self._driver
@@ -356,9 +354,7 @@ class GpuDevice(Device):
         self._functions.clear()
 
     def describe(self) -> Mapping[str, object]:
-        """Return the GPU's name, architecture and driver, and the throughput of the last upload in 1e9 bytes per
-        second.
-        """
+        """Return the GPU's name, architecture and driver, and the last upload's throughput in 1e9 bytes per second."""
         facts: dict[str, object] = {"name": self.name, "arch": self.arch, "driver": f"{self.api} {self.driver}"}
         if self._upload is not None:
             facts["upload_gb_s"] = round(self._upload.rate / 1e9, 1)

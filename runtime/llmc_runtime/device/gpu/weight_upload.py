@@ -81,9 +81,7 @@ def _count(work: Work, threads: int) -> int:
 
 
 def _run(job: UploadJob, enter: Callable[[], None], method: type[CopyMethod], threads: int) -> str:
-    """Copy all blocks. Returns the driver's reason if it refused, else ""; raises the error of the first failing
-    block.
-    """
+    """Copy all blocks. Returns why the driver refused, or ""; raises the error of the first failing block."""
     work = job.work
     workers = [_Worker(job, enter, method) for _ in range(_count(work, threads))]
     try:

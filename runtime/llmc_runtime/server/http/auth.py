@@ -194,9 +194,7 @@ class Guard:
         scope["llmc.admin"] = True
 
     def _check_host(self, host: str) -> None:
-        """Check the Host header, against DNS rebinding: a web page can point its own name here, but cannot fake the
-        header.
-        """
+        """Check the Host header, against DNS rebinding: a page can point its name here, but cannot fake the header."""
         match = _HOST.fullmatch(host.lower())
         if match is None:
             raise ApiError("the Host header is not of the form NAME or NAME:PORT", code="invalid_host")

@@ -69,9 +69,7 @@ class Body:
 
     @asynccontextmanager
     async def evictable(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """Allow `evict` to end the block, which then raises the refusal. After `seconds` the block raises
-        TimeoutError.
-        """
+        """Let `evict` end the block, which then raises the refusal. After `seconds`, it raises TimeoutError."""
         try:
             async with asyncio.timeout(seconds) as clock:
                 self._clock, self._end = clock, clock.when() or math.inf

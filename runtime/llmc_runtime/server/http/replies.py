@@ -277,9 +277,7 @@ def record_error(scope: Scope, error: ApiError) -> None:
 
 
 def code_location(error: BaseException | None) -> str:
-    """Return where an exception occurred, for the log: types and lines of code, but no messages, which may quote a
-    request.
-    """
+    """Return where an exception occurred, for the log: types and lines, but no messages, which may quote requests."""
     if error is None:
         return ""
     frames = traceback.extract_tb(error.__traceback__)[-4:]

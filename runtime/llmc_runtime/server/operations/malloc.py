@@ -1,6 +1,4 @@
-"""Tunes glibc's allocator to return freed memory: large blocks are mapped individually, and the heap's end is
-trimmed.
-"""
+"""Tunes glibc's allocator to return freed memory: large blocks are mapped separately, the heap's end is trimmed."""
 
 from __future__ import annotations
 

@@ -363,9 +363,7 @@ class CallFormat(ABC):
         return FUNCTION_NAME.fullmatch(name) is not None
 
     def _arguments(self, name: str | None) -> Steps[str]:
-        """Consume the arguments, and emit the call with them if its name is known; else return them. null counts
-        as {}.
-        """
+        """Consume the arguments, and emit the call if its name is known; else return them. null counts as {}."""
         first = yield from self._next()
         if first == "n" and (yield from self._value()) == "null":
             if name is not None:

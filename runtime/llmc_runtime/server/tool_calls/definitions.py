@@ -40,9 +40,7 @@ class Tools:
 
 
 def tools_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> Tools | None:
-    """Parse `tools`, `tool_choice` and `parallel_tool_calls`. Returns None if nothing may be called. Raises ApiError
-    400.
-    """
+    """Parse `tools`, `tool_choice` and `parallel_tool_calls`; None if nothing may be called. Raises ApiError 400."""
     tools = tools or []
     definitions = _definitions(tools)
     known = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in definitions}

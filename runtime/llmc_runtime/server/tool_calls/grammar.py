@@ -1,6 +1,4 @@
-"""Builds the Lark grammar, for llguidance, of a response with enforced calls, or of an output format after
-reasoning.
-"""
+"""Builds the Lark grammar, for llguidance, of a response with enforced calls or of an output format after reasoning."""
 
 from __future__ import annotations
 

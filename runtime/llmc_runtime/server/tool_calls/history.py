@@ -80,9 +80,7 @@ def _calls(value: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[s
 
 
 def _arguments(value: Any, where: str, as_text: bool) -> Any:
-    """Convert arguments to an object, or to JSON if `as_text`. Text that is not an object, as models may write, is
-    kept.
-    """
+    """Convert arguments to an object, or to JSON if `as_text`. Text of models that is not an object is kept."""
     if not isinstance(value, str | dict | None):
         where = f"{where}.function.arguments"
         raise ApiError(f"{where}: the JSON of an object", param=where)

@@ -80,9 +80,7 @@ class PythonText:
         return at
 
     def _step(self, char: str) -> int | None:
-        """Process a character. Returns 1 if it was consumed, 0 if it has to be processed again, and None if it is
-        invalid.
-        """
+        """Process a character. Returns 1 if it was consumed, 0 if it is to be processed again, None if invalid."""
         state = self._state
         if state == _STRING:
             return self._in_string(char)

@@ -110,9 +110,7 @@ class ReasoningParser:
         return self._thought
 
     def push(self, text: str, *, final: bool = False) -> tuple[str, str]:
-        """Append text, and return the reasoning and the answer that are now certain. `final` marks the end of the
-        text.
-        """
+        """Append text, and return the reasoning and answer that are now certain. `final`: the text ends here."""
         self._text += text
         reasoning = ""
         if self._state == _BEFORE and not self._begin(final):
@@ -191,9 +189,7 @@ def _trimmed(text: str) -> str:
 
 
 def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], whole: bool) -> int:
-    """Return how many of `ids`, which start with the reasoning, belong to it, including marks. `whole`: it ends in
-    them.
-    """
+    """Return how many of `ids`, which start with reasoning, belong to it, marks included. `whole`: it ends there."""
     if not whole:
         return len(ids)
     marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}

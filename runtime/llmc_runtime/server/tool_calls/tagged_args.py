@@ -98,9 +98,7 @@ class ArguedFormat(CallFormat):
 
     @classmethod
     def _json(cls, rule: str, schema: dict[str, Any], root: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Return the rule for JSON of this schema, which may be `rule` or a shared one, and the rules that it
-        requires.
-        """
+        """Return the rule for JSON of this schema, which may be `rule` or a shared one, and the rules it requires."""
         if set(schema) == {"type"} and schema["type"] in KINDS:
             return f"any_{schema['type']}", []
         return rule, [f"{rule}: {json_rule(whole(schema, root))}"]

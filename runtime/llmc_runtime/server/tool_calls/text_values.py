@@ -88,9 +88,7 @@ def _declared_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _combined_types(schema: Mapping[str, Any], root: Mapping[str, Any], budget: PartBudget) -> set[str]:
-    """Return the types of `anyOf`, `oneOf` (all alternatives must restrict them), or the first part of `allOf` that
-    does.
-    """
+    """Return the types of `anyOf`, `oneOf` (all parts must restrict them), or the first part of `allOf` that does."""
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             alternatives = [types_of(part, root, budget) for part in schema[key]]
