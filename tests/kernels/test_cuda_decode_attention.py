@@ -28,18 +28,18 @@ from llmc.targets.target import Target
 
 def attention(
     op: str = "paged_attention", q: str = "bf16", pool: str = "", heads: tuple[int, int, int] = (32, 8, 128),
-    page: int = 16, attrs: str = "", tokens: str = "R",
+    page: int = 16, attrs: str = "", tokens: str = "R", rows: str = "R",
 ) -> Node:  # fmt: skip
     """Return a node of one of the ops of paged attention."""
     h, g, d = heads
     types = {
         "q": f"{q}[{tokens}, {h}, {d}]", "kv": f"state {pool or q}[P, 2, {g}, {page}, {d}]",
-        "pages": "state i32[R, 64]", "rows": "i32[R]", "starts": "i32[R+1]", "positions": f"i32[{tokens}]",
+        "pages": "state i32[R, 64]", "rows": f"i32[{rows}]", "starts": "i32[R+1]", "positions": f"i32[{tokens}]",
         "y": f"{q}[{tokens}, {h}, {d}]", "scales": f"f32[{2 * g}]",
     }  # fmt: skip
     split, single = op.endswith("split"), op.endswith("single")
     names = [n for n in types if {"starts": not split, "y": single, "scales": pool == "f8e4m3"}.get(n, True)]
-    results = f"f32[R, {h}, 4, {d}], f32[R, {h}, 4]" if split else types["q"]
+    results = f"f32[{tokens}, {h}, 4, {d}], f32[{tokens}, {h}, 4]" if split else types["q"]
     attrs = f"scale=0.1{', splits=4' * split}{attrs}"
     text = f"""
 sym T in [1, 4096]
@@ -135,6 +135,7 @@ def test_the_rule_takes_single_tokens(rows: int, heads: tuple[int, int, int], po
     ("node", "stages"),
     [
         (attention(), 2), (attention(SPLIT), 2), (attention(SINGLE, tokens="T"), 1), (attention(heads=(8, 2, 256)), 1),
+        (attention(SPLIT, tokens="1", rows="1"), 1),
     ],
 )  # fmt: skip
 def test_the_first_schedule(node: Node, stages: int) -> None:

@@ -137,9 +137,11 @@ class DecodeAttention(CudaKernel):
 
 
 def _stages(node: Node) -> int:
-    """Return the tiles in flight with which an H200 was fastest: one if tiles are large, or beside longer rows, whose
-    blocks need shared memory at the same time."""
-    return 1 if node.op.name == SINGLE or Problem.of(node).tile_bytes >= LARGE_TILE else 2
+    """Return the tiles in flight with which an H200 was fastest: one if tiles are large, beside longer rows, whose
+    blocks need shared memory at the same time, and for a single token, since the registers for a second tile are then
+    better left to the blocks of the next product, which load weights meanwhile."""
+    one_token = node.operands[0].type.shape[0].const == 1
+    return 1 if one_token or node.op.name == SINGLE or Problem.of(node).tile_bytes >= LARGE_TILE else 2
 
 
 def _operands(node: Node) -> str:
