@@ -11,12 +11,13 @@ While one prompt follows the other, no step only decodes, and what decoding take
 prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
 after every PROBE_INTERVAL of them.
 
-Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While
-more prompt tokens are missing than BACKLOG_STEPS steps within the target compute, a step may therefore take up to
-MAX_LONGER times the target, but no more than one step in LONGER_INTERVAL, counted over all steps in which requests
-decode; up to MAX_SAVED unused ones are kept for a burst. Over many steps, fewer than 1 % of the times between two
-tokens of a request are thus that long; the 99th percentile rises slightly, as it also counts ordinary steps that miss
-the target.
+Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While a
+backlog of prompt tokens is missing, a step may therefore take up to MAX_LONGER times the target, but no more than one
+step in LONGER_INTERVAL, counted over all steps in which requests decode; up to MAX_SAVED unused ones are kept for a
+burst. Over many steps, fewer than 1 % of the times between two tokens of a request are thus that long; the 99th
+percentile rises slightly, as it also counts ordinary steps that miss the target. The backlog is measured in steps
+within the target: MIN_BACKLOG of them if MAX_SAVED longer steps are kept, and more the fewer are kept, up to
+MAX_BACKLOG, since the last ones are worth most in the longest bursts.
 
 If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
 FAST_STRETCH times as long as one that only decodes, but at least MIN_TARGET_SHARE times the target.
@@ -34,15 +35,15 @@ MAX_STRETCH = 2.0  # a step may take this many times as long as one that only de
 FAST_STRETCH = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
 MIN_TARGET_SHARE = 0.4  # but at least this share of the target
 MIN_TOKENS = 16  # prompt tokens that every step may compute, but for those that measure decoding
-BACKLOG_STEPS = 10  # if the missing prompt tokens need more than this many steps within the target,
-MAX_LONGER = 3.5  # a step may take this many times the target,
+MIN_BACKLOG, MAX_BACKLOG = 5, 9  # if the missing prompt tokens need more than this many steps within the target,
+MAX_LONGER = 6.0  # a step may take this many times the target,
 LONGER_INTERVAL = 130  # once in this many steps in which requests decode
-MAX_SAVED = 20  # of such longer steps are kept for later
+MAX_SAVED = 10  # of such longer steps are kept for later
 PROBE_INTERVAL = 64  # steps with prompts in a row, after which decoding is measured
 FIRST_TOKENS = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
 _MULTIPLES = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
-_TOLERANCE = 1.05  # steps of a size miss the target if they take this many times as long
+_TOLERANCE = 1.02  # steps of a size miss the target if they take this many times as long
 _LEFT_OUT_FACTOR = 0.999  # of the time of a size each time that it is left out, so that it is tried again later
 _MAX_INCREASE = 1.5  # a measured time of a size counts as at most this many times the known one
 _LONGER_FACTOR = 1.5  # a step with this many times the prompt tokens of one within the target is a longer one
@@ -118,7 +119,7 @@ class StepBudget:
             self._mixed, self._stale = 0, True
             return min(self.limit, rows + 1)  # a step gives the first prompt a token
         prompt = self._prompt_tokens()
-        if self._longer >= 1 and missing > BACKLOG_STEPS * prompt and (longer := self._longer_step()) > prompt:
+        if self._longer >= 1 and missing > self._backlog() * prompt and (longer := self._longer_step()) > prompt:
             self._longer -= 1
             return min(self.limit, _whole_tiles(rows, longer))
         total = _whole_tiles(rows, prompt)
@@ -170,6 +171,10 @@ class StepBudget:
             known.leave_out()
             total -= TILE
         return total
+
+    def _backlog(self) -> float:
+        """Return how many steps within the target the missing prompt tokens must need for a longer one."""
+        return MAX_BACKLOG - (MAX_BACKLOG - MIN_BACKLOG) * self._longer / MAX_SAVED
 
     def _longer_step(self) -> int:
         """Return the prompt tokens of a longer step."""
