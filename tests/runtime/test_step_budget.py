@@ -10,12 +10,13 @@ import pytest
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 from llmc_runtime.sched.step_budget import (
-    BACKLOG_STEPS,
     FIRST_TOKENS,
     LONGER_INTERVAL,
+    MAX_BACKLOG,
     MAX_LONGER,
     MAX_SAVED,
     MAX_STRETCH,
+    MIN_BACKLOG,
     MIN_TOKENS,
     PROBE_INTERVAL,
     StepBudget,
@@ -171,12 +172,27 @@ def test_one_step_in_many_is_longer_while_a_burst_of_prompts_waits(seed: int) ->
     for _ in range(10 * LONGER_INTERVAL):
         step(budget, machine, 4, 0)
     fits = max([step(budget, machine, 4, LIMIT)[0] for _ in range(100)][50:])
-    few = [step(budget, machine, 4, LIMIT, BACKLOG_STEPS * fits // 2)[1] for _ in range(LONGER_INTERVAL)]
+    few = [step(budget, machine, 4, LIMIT, MIN_BACKLOG * fits // 2)[1] for _ in range(LONGER_INTERVAL)]
     assert max(few) < 1.3 * TARGET, "less than a burst waits"
     many = [step(budget, machine, 4, LIMIT, 100 * LIMIT)[1] for _ in range(20 * LONGER_INTERVAL)]
     long = [seconds for seconds in many if seconds > 1.5 * TARGET]
     assert MAX_SAVED // 2 < len(long) <= MAX_SAVED + len(many) / LONGER_INTERVAL
     assert max(long) < 1.1 * MAX_LONGER * TARGET
+
+
+@pytest.mark.parametrize(("saved", "backlog"), [(1, MAX_BACKLOG), (MAX_SAVED, MIN_BACKLOG)])
+def test_the_last_longer_steps_are_kept_for_large_bursts(saved: int, backlog: int) -> None:
+    random.seed(saved)
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(5e-3, 0.0, 2e-5)
+    for _ in range(20):
+        step(budget, machine, 4, LIMIT)
+    for _ in range(saved * LONGER_INTERVAL - 10):
+        step(budget, machine, 4, 0)
+    fits = budget.tokens(decoding(4), 1)
+    assert budget.tokens(decoding(4), int(0.9 * backlog * fits)) == fits
+    assert budget.tokens(decoding(4), int(1.2 * (backlog + 0.5) * fits)) > 3 * fits, (
+        "750 tokens fit, 640 are whole tiles"
+    )
 
 
 def test_a_longer_step_on_a_slow_machine_has_tokens() -> None:
