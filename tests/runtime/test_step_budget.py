@@ -195,6 +195,14 @@ def test_the_last_longer_steps_are_kept_for_large_bursts(saved: int, backlog: in
     )
 
 
+def test_no_step_is_longer_where_decoding_takes_longer_than_the_target() -> None:
+    budget, machine = StepBudget(TARGET, LIMIT), Machine(0.1, 0.0, 1e-3)
+    for i in range(2 * LONGER_INTERVAL):
+        step(budget, machine, 4, 200 * (i % 2))
+    seconds = [step(budget, machine, 4, LIMIT, 100 * LIMIT)[1] for _ in range(LONGER_INTERVAL)]
+    assert max(seconds) < 1.2 * MAX_STRETCH * machine.decode, "6 times the target are less than twice of decoding"
+
+
 def test_a_longer_step_on_a_slow_machine_has_tokens() -> None:
     budget, machine = StepBudget(TARGET, LIMIT), Machine(1e-3, 0.0, 5e-4)
     assert all(step(budget, machine, 4, LIMIT, 100 * LIMIT)[0] > 0 for _ in range(5 * LONGER_INTERVAL))

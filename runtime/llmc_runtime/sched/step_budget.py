@@ -178,10 +178,11 @@ class StepBudget:
 
     def _longer_step(self) -> int:
         """Return the prompt tokens of a longer step."""
+        ordinary = step_seconds(self.target, self._decode.value)
+        seconds = MAX_LONGER * min(self.target, ordinary)
         if not self._long_token.value:
-            return int(MAX_LONGER * self._prompt_tokens())
-        seconds = MAX_LONGER * step_seconds(self.target, self._decode.value) - self._decode.value
-        return int(seconds / self._long_token.value)
+            return int(seconds / ordinary * self._prompt_tokens())
+        return int((seconds - self._decode.value) / self._long_token.value)
 
     def _is_longer(self, prompt: int) -> bool:
         """Whether a step with decoding requests and `prompt` prompt tokens is a longer one."""
