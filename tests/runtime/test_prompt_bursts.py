@@ -19,12 +19,13 @@ from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import StepOutput
-from llmc_runtime.sched.step_budget import LONGER_INTERVAL, MAX_LONGER
+from llmc_runtime.sched.step_budget import LONGER_INTERVAL, MAX_LONGER, MAX_SAVED
 
 TARGET = 0.02
 STREAMS, PROMPT, RATE, SECONDS = 64, 2000, 8.0, 30.0
 SEEDS = (0, 1)  # more than one, so that a result is not that of one draw
 DECODE_MS = 7.0  # a step without prompts
+START = 1.1e-3 * DECODE_MS * MAX_SAVED * LONGER_INTERVAL  # seconds without prompts, which save up longer steps
 # Milliseconds of a step by its tokens; linear in between, but for the jumps after 512, 640, 768 and 1,024 tokens.
 STEP_MS = (
     (64, 7.0), (65, 11.0), (448, 14.5), (512, 15.5), (513, 18.5), (640, 18.8), (641, 22.0), (768, 21.8), (769, 25.5),
@@ -41,7 +42,7 @@ def step_seconds(tokens: int) -> float:
 
 @dataclass
 class Run:
-    """Seconds from a prompt's arrival to its first token, and the seconds of the steps in which streams decode."""
+    """Seconds from a prompt's arrival to its first token, and the seconds of the steps after START."""
 
     ttft: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
@@ -52,10 +53,10 @@ def percentile(values: list[float], percent: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
 
 
-def poisson(seed: int) -> Iterator[float]:
-    """Yield arrival times of prompts."""
-    now, rng = 0.0, random.Random(seed)
-    while (now := now + rng.expovariate(RATE)) < SECONDS:
+def poisson(seed: int, rate: float = RATE) -> Iterator[float]:
+    """Yield arrival times of `rate` prompts per second."""
+    now, rng = START, random.Random(seed)
+    while (now := now + rng.expovariate(rate)) < START + SECONDS:
         yield now
 
 
@@ -63,7 +64,7 @@ def prompts_beside_streams(arrivals: Iterator[float]) -> Run:
     """Plan and commit steps, two in flight, until all prompts have their first token."""
     now, due = 0.0, list(arrivals)[::-1]
     config = SchedulerConfig(
-        num_pages=20_000, page_size=16, max_model_len=16_384, max_num_seqs=128, max_num_batched_tokens=8192,
+        num_pages=200_000, page_size=16, max_model_len=50_000, max_num_seqs=128, max_num_batched_tokens=8192,
         vocab_size=100, target_itl=TARGET, prefix_caching=False,
     )  # fmt: skip
     scheduler, run, open_prompts = Scheduler(config, lambda: 7, lambda: now), Run(), {}
@@ -74,7 +75,7 @@ def prompts_beside_streams(arrivals: Iterator[float]) -> Run:
         scheduler.add(Request(name, [1] * length, params))
 
     for i in range(STREAMS):
-        add(f"stream {i}", 2, 16_000)
+        add(f"stream {i}", 2, 40_000)
     in_flight: deque[tuple[float, int]] = deque()  # the end of each step, and its rows
     while due or open_prompts:
         while due and due[-1] <= now:
@@ -86,7 +87,8 @@ def prompts_beside_streams(arrivals: Iterator[float]) -> Run:
             mixed = any(item.num_tokens > 1 for item in work)
             seconds = step_seconds(sum(item.num_tokens for item in work)) if mixed else DECODE_MS / 1e3
             in_flight.append(((in_flight[-1][0] if in_flight else now) + seconds, len(work)))
-            run.steps.append(seconds)
+            if now > START:
+                run.steps.append(seconds)
         now, rows = in_flight.popleft()
         for delta in scheduler.commit(StepOutput([5] * rows, [None] * rows)):
             if delta.id in open_prompts:
@@ -109,8 +111,9 @@ def test_longer_steps_shorten_the_tail_of_bursts(runs: list[Run], monkeypatch: p
 
 
 def test_longer_steps_leave_decoding_requests_their_pace(runs: list[Run]) -> None:
-    for run in runs:
+    crowded = prompts_beside_streams(poisson(0, 1.5 * RATE))  # a load that uses nearly all longer steps
+    for run in (*runs, crowded):
         longer = [seconds for seconds in run.steps if seconds > 1.3 * TARGET]
-        assert 5 <= len(longer) <= len(run.steps) / LONGER_INTERVAL
+        assert 5 <= len(longer) < 0.01 * len(run.steps), "those that were saved may be used in half a minute, too"
         assert max(longer) < 1.1 * MAX_LONGER * TARGET
-        assert percentile(run.steps, 99) < 1.1 * TARGET
+        assert percentile(run.steps, 98) < 1.1 * TARGET
