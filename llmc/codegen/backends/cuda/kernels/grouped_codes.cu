@@ -146,6 +146,11 @@ struct Consumer {
   Constants constants;
 
   __device__ Weights weights(int i) const { return weights_of(memory + ring.offset(), consumer * BLOCKS + i); }
+  // Releases a buffer whose codes every thread of the warp has read.
+  __device__ void done(unsigned freed) const {
+    __syncwarp();
+    release(freed);
+  }
   __device__ unsigned rows(int chunk) const {
     return (unsigned)matrix(ring.buffer()) + chunk * (TILE_M * BLOCK * 2 / 16);
   }
@@ -163,7 +168,7 @@ struct Consumer {
       for (int u = 0; u < UNITS; u++) {
         const int chunk = u / BLOCKS, block = u % BLOCKS;
         wait_products<RUNNING>();
-        if (u == RUNNING && i > 0) release(previous);
+        if (u == RUNNING && i > 0) done(previous);
         convert<true, E2M1>(a[u % (1 + RUNNING)], weights(block), chunk, constants);
         pin(sums);
         begin_products();
@@ -177,7 +182,7 @@ struct Consumer {
     }
     wait_products<0>();
     pin(sums);
-    release(previous);
+    done(previous);
   }
 
   // Scaled sums: a step has separate sums, `fresh`. With OVERLAP, its products run while the codes of the next step are
@@ -235,7 +240,7 @@ struct Consumer {
     if (more) convert_step(next);
     wait_products<0>();
     pin(fresh);
-    release(current);
+    done(current);
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++)
 #pragma unroll

@@ -152,9 +152,10 @@ struct Consumer {
     return (unsigned)matrix(p.buffers + ring.stage * STAGE_BYTES) + at * (TOKENS * BLOCK * 2 / 16);
   }
 
-  // Releases the buffer before the current one, if there is one.
+  // Releases the buffer before the current one, if there is one: every thread of the warp has read its codes.
   __device__ void release_previous() const {
     const int previous = ring.stage == 0 ? STAGES - 1 : ring.stage - 1;
+    __syncwarp();
     if (threadIdx.x % 32 == 0 && ring.steps > 0) barrier_arrive(p.empty + 8 * previous);
   }
 

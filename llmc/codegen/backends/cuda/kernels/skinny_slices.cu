@@ -291,10 +291,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (threadIdx.x == 0) {
     for (int i = 0; i < SLICES * TOKEN_STEPS + 1; i++) barrier_init(shared_address(barriers + i), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if (SPLIT > 1) barrier_expect(complete, (SPLIT - 1) * PEER_BYTES);
   }
   __syncthreads();
-  if (SPLIT > 1) cluster_arrive();
+  if (SPLIT > 1) {
+    if (threadIdx.x == 0) barrier_expect(complete, (SPLIT - 1) * PEER_BYTES);
+    cluster_arrive();
+  }
   const auto copy_tokens = [&](int step, int slot) {
     barrier_expect(arrived + 8 * slot, CHUNKS * BOX_BYTES);
     for (int c = 0; c < CHUNKS; c++)

@@ -1,0 +1,167 @@
+"""Each kernel that is one of several for an op, forced in turn, on a GPU: greedy tokens and log-probabilities beside a
+CPU, one request at a time and in batches of rows of different lengths with chunks of prompts.
+
+By default, one trial for each kernel, and one of each of a few families, are drawn from SEED; --every runs all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from draw import SEED, generator
+from gpu.error_ratio import excess
+from gpu.forced_cases import (
+    EXCLUDED,
+    FAMILIES,
+    WIDE,
+    Model,
+    Trial,
+    compile_all,
+    cpu_path,
+    drawn_trials,
+    missing,
+    one_of_each,
+    op_of,
+    ran,
+    rivals,
+    supporting,
+)
+from gpu.test_models import LOGPROBS, ROUTED, compare, errors
+from llmc_runtime import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+STEPS = 10
+PROMPTS = 24
+DRAWN = 8  # families
+NEAR_TIES = ("moe", "quantized_moe", "row_recurrence", "chunk_")  # ops of models where rounding can change a lot
+WAYS = ("alone", "batched")
+Answers = dict[str, list[Any]]  # way -> completions
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every = metafunc.config.getoption("--every", default=False)
+    if "trial" in metafunc.fixturenames:
+        trials = WIDE if every else one_of_each(WIDE, SEED)
+        metafunc.parametrize("trial", trials, ids=lambda t: t.name)
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES if every else Random(SEED).sample(sorted(FAMILIES), DRAWN))
+
+
+@pytest.fixture(scope="session")
+def of_families(request: Any) -> dict[str, list[Trial]]:
+    """The trials of the selected tests, by family."""
+    selected = [p["family"] for p in _parameters(request) if "family" in p]
+    found: dict[str, list[Trial]] = {name: [] for name in selected}
+    for trial in drawn_trials(selected, request.config.getoption("--every", default=False), SEED, _jobs()):
+        found[trial.model.name].append(trial)
+    return found
+
+
+@pytest.fixture(scope="session")
+def failed(request: Any, of_families: dict[str, list[Trial]]) -> dict[str, str]:
+    """Compile the artifacts of the selected tests; return the error of each one that failed."""
+    trials = [p["trial"] for p in _parameters(request) if "trial" in p]
+    found = compile_all([*trials, *(t for of_family in of_families.values() for t in of_family)], _jobs())
+    return {why.partition(":")[0]: why for why in found}
+
+
+def _parameters(request: Any) -> list[dict[str, Any]]:
+    return [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+
+
+def _jobs() -> int:
+    return os.cpu_count() or 1
+
+
+@lru_cache(maxsize=8)
+def answers(path: Path, length: int) -> Answers:
+    """Return the greedy completions of prompts of 1 token to the most, one at a time and in batches."""
+    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=LOGPROBS)
+    llm = LLM(path, say=lambda text: None)
+    try:
+        found = {}
+        for way in WAYS:
+            groups = [[p] for p in prompts(length)] if way == "alone" else [prompts(length)]
+            found[way] = [out.outputs[0] for g in groups for out in llm.generate(g, params, use_tqdm=False)]
+        return found
+    finally:
+        llm.close()
+
+
+@lru_cache(maxsize=8)
+def prompts(length: int) -> list[list[int]]:
+    """Draw prompts, the first of the most tokens, the second of one; the fourth begins as the third does."""
+    rng, most = generator(), length - STEPS
+    drawn = [rng.integers(3, 320, n).tolist() for n in (most, 1, 45, *rng.integers(1, most, PROMPTS - 4))]
+    return [*drawn[:3], [*drawn[2][:32], 5, 6, 7], *drawn[3:]]
+
+
+def check_choices(trial: Trial) -> None:
+    """Check that every node that a forced kernel supports has it, and that each of them has a node."""
+    choices, ops = trial.choices, rivals()
+    for row in choices:
+        able = [k for k in supporting(row, ops.get(op_of(row), ())) if k in trial.kernels]
+        assert not able or row["kernel"] in able, f"@{row['graph']}: {row['node']} has {row['kernel']}, not {able}"
+    idle = set(trial.kernels) - {kernel for _, kernel in ran(choices)}
+    assert not idle, f"no node has {', '.join(idle)}"
+
+
+def check_answers(trial: Trial) -> None:
+    """Compare tokens and log-probabilities with a CPU in float32, by errors relative to those of another device.
+
+    This is a CPU in bfloat16, or, of a model with values that only a GPU rounds, the GPU with the kernels that `select`
+    chooses.
+    """
+    model = trial.model
+    exact = answers(cpu_path(model, "float32"), model.length)
+    other = answers(Trial(model).path if model.rounded else cpu_path(model, "bfloat16"), model.length)
+    found = answers(trial.path, model.length)
+    routed = ROUTED if any(op_of(row).startswith(NEAR_TIES) for row in trial.choices) else 0.0
+    for way in WAYS:
+        ours, theirs = (errors(x[way], exact[way]) for x in (found, other))
+        assert not (reason := excess(ours, theirs)), f"{way}: {reason}"
+        compare(found[way], exact[way], 4 * max(x.max() for x in theirs), routed)
+
+
+def check(trials: Sequence[Trial], failed: dict[str, str]) -> None:
+    for trial in trials:
+        if why := missing(trial):
+            if not (trial.path / "manifest.json").is_file():
+                pytest.skip(why)
+        print(trial.name)
+        assert trial.path.stem not in failed, failed[trial.path.stem]
+        assert trial.path.is_dir(), f"an artifact of {trial.model.name} failed: {failed}"
+        check_choices(trial)
+        check_answers(trial)
+
+
+def test_kernel_beside_cpu(trial: Trial, failed: dict[str, str]) -> None:
+    check([trial], failed)
+
+
+def test_family_beside_cpu(family: str, of_families: dict[str, list[Trial]], failed: dict[str, str]) -> None:
+    """With the kernels of one of its trials forced."""
+    assert of_families[family], f"no op of {family} has several kernels"
+    check(of_families[family], failed)
+
+
+def test_every_candidate_is_forced() -> None:
+    """Some trial forces each kernel that is one of several for an op."""
+    declared = {k for t in WIDE for k in t.kernels}
+    assert {k for op, kernels in rivals().items() for k in kernels} - declared == set()
+
+
+def test_every_candidate_runs(request: Any, failed: dict[str, str]) -> None:
+    """With --every, each of them computes each of its ops in some trial."""
+    if not request.config.getoption("--every", default=False):
+        pytest.skip("only with --every")
+    found = {pair for t in WIDE if t.path.is_dir() for pair in ran(t.choices)}
+    absent = {t.kernels for t in WIDE if not t.path.is_dir()}  # skipped for lack of a package
+    expected = {(op, k) for op, kernels in rivals().items() for k in kernels} - EXCLUDED.keys()
+    assert {(op, k) for op, k in expected - found if (k,) not in absent} == set()
