@@ -39,6 +39,7 @@ from llmc.extension import load  # noqa: E402
 
 FOLDER = ROOT / "build" / "gpu" / "forced"
 GPU, CPU = "cuda:sm_90", "cpu:x86-64-v3"
+CPU_DTYPES = ("float32", "bfloat16")
 SEED = 11
 ROWS, TOKENS = 20, 96  # more than 16 rows, so that programs for all ranges of rows exist; prompts have several chunks
 LENGTH = 256
@@ -78,11 +79,15 @@ EXCLUDED: Mapping[tuple[str, str], str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration, compiled in bf16. quant: the recipe of its weights. kv: the dtype of its cache."""
+    """A configuration, compiled in bf16.
+
+    quant: the recipe of its weights. kv: the dtype of its cache. tokens: the maximum of a step.
+    """
 
     case: Case
     quant: str = "none"
     kv: str = "auto"
+    tokens: int = TOKENS
 
     @property
     def name(self) -> str:
@@ -95,7 +100,7 @@ class Model:
 
     @property
     def length(self) -> int:
-        return min(int(self.case.trace.get("max_positions", LENGTH)), LENGTH)
+        return int(self.case.trace.get("max_positions", LENGTH))
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Trial:
 
 
 def cpu_path(model: Model, dtype: str) -> Path:
-    """The artifact for a CPU; dtype: "float32" or "bfloat16"."""
+    """The artifact for a CPU; dtype: one of CPU_DTYPES."""
     return FOLDER / f"{model.name}-cpu-{dtype}.llmc"
 
 
@@ -139,6 +144,8 @@ EXPERTS = DENSE | {
     "num_experts_per_tok": 3,
 }  # fmt: skip
 LLAMA, MIXTRAL = Case("wide", "llama", DENSE), Case("wide-experts", "mixtral", EXPERTS)
+# Steps of so many tokens have optional kernels if their packages are installed.
+LONG = Model(Case("long", "llama", DENSE | {"max_position_embeddings": 700}, trace={"max_positions": 700}), tokens=1024)
 DECODE, SINGLE, CUDA = "triton/decode_attention", "triton/single_token_attention", "cuda/decode_attention"
 PREFILL, MIXED = "triton/prefill_attention", "triton/mixed_attention"
 FLASH, XQA = "cute/flash_attention", "flashinfer/xqa"
@@ -223,15 +230,27 @@ def derived(model: Model) -> Iterator[Trial]:
             yield Trial(model, variant, tuple(k for k in together if k))
 
 
+def save_model(model: Model, folder: Path) -> None:
+    """Save a checkpoint in bf16. Sums of a product are as large as those of 64 columns are in the parity tests."""
+    import torch
+    import transformers
+    from models.kit import build
+
+    network = build(model.case, SEED)
+    for p in network.parameters():
+        if p.dim() > 1:
+            p.data.mul_((64 / p.shape[-1]) ** 0.5)
+    transformers.utils.logging.disable_progress_bar()
+    network.to(torch.bfloat16).save_pretrained(folder)
+
+
 def select_only(trial: Trial) -> list[dict[str, Any]]:
     """Return the rows of `select` (see `Choices`) without compiling a kernel."""
-    from models.kit import save
-
     from llmc.console import Quiet
     from llmc.driver import start
 
     with tempfile.TemporaryDirectory() as folder:
-        save(trial.model.case, Path(folder) / "model", SEED)
+        save_model(trial.model, Path(folder) / "model")
         options = replace(_options(trial.model), pipeline=trial.pipeline, weights="none")
         job = start(Path(folder) / "model", Path(os.devnull), options, False, Quiet())
         traced = job.trace()
@@ -243,8 +262,9 @@ def _options(model: Model) -> Any:
     from llmc.options import Options
 
     return Options(
-        target=GPU, dtype="bfloat16", max_model_len=model.length, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
-        cache=FOLDER.parent / "cache", reuse=False, quant=model.quant, kv_cache_dtype=model.kv,
+        target=GPU, dtype="bfloat16", max_model_len=model.length, max_num_seqs=ROWS,
+        max_num_batched_tokens=model.tokens, cache=FOLDER.parent / "cache", reuse=False, quant=model.quant,
+        kv_cache_dtype=model.kv,
     )  # fmt: skip
 
 
@@ -257,7 +277,7 @@ def compile_trial(trial: Trial, weights: str = "packed") -> str:
 def compile_for_cpu(model: Model) -> str:
     """Compile the missing artifacts of a model for a CPU, whose products read codes without rounding activations."""
     exact = "serve, without lower-quantized, before select: lower-quantized" if model.quant != "none" else "serve"
-    for dtype in ("float32", "bfloat16"):
+    for dtype in CPU_DTYPES:
         options = replace(_options(model), target=CPU, dtype=dtype, pipeline=exact, kv_cache_dtype="auto")
         if why := _compile(model, cpu_path(model, dtype), options):
             return why
@@ -265,16 +285,13 @@ def compile_for_cpu(model: Model) -> str:
 
 
 def _compile(model: Model, path: Path, options: Any) -> str:
-    if (path / "manifest.json").is_file():
+    if made(path):
         return ""
-    import torch
-    from models.kit import save
-
     from llmc.diagnostics import Diagnostic
     from llmc.driver import compile_model
 
     with tempfile.TemporaryDirectory() as folder:
-        save(model.case, Path(folder) / "model", SEED, torch.bfloat16)
+        save_model(model, Path(folder) / "model")
         try:
             compile_model(Path(folder) / "model", path, options, force=True)
         except Diagnostic as e:
@@ -282,22 +299,49 @@ def _compile(model: Model, path: Path, options: Any) -> str:
     return ""
 
 
+def made(path: Path) -> bool:
+    return (path / "manifest.json").is_file()
+
+
 def compile_all(trials: Sequence[Trial], jobs: int) -> list[str]:
     """Compile the missing artifacts of trials and their models in `jobs` processes; return the errors."""
-    models = {t.model: None for t in trials}
-    plain = [Trial(m) for m in models if m.rounded]
-    found = [t for t in (*plain, *trials) if not missing(t)]
-    with alone(FOLDER), ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        why = [*pool.map(compile_for_cpu, models), *pool.map(compile_trial, found)]
+    models = list({t.model.name: t.model for t in trials}.values())
+    wanted = [t for t in (*(Trial(m) for m in models if m.rounded), *trials) if not missing(t)]
+    with alone(FOLDER):
+        models = [m for m in models if not all(made(cpu_path(m, dtype)) for dtype in CPU_DTYPES)]
+        wanted = [t for t in wanted if not made(t.path)]
+        if not models and not wanted:
+            return []
+        with _pool(jobs) as pool:
+            why = [*pool.map(compile_for_cpu, models), *pool.map(compile_trial, wanted)]
     return [x for x in why if x]
 
 
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
 def drawn_trials(families: Sequence[str], every: bool, seed: int, jobs: int) -> list[Trial]:
-    """Return a trial of each family, drawn from its kernels; every: all of them."""
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = [*pool.map(_derived, families)]
-    rng = Random(seed)
-    return [t for trials in found for t in (trials if every else rng.sample(trials, min(1, len(trials))))]
+    """Return a trial of each family, drawn from those that are derived from it; every: all of them.
+
+    The lists of derived trials are in the folder of the artifacts.
+    """
+    with alone(FOLDER):
+        new = [name for name in families if not _list_of(name).is_file()]
+        if new:
+            with _pool(jobs) as pool:
+                for name, trials in zip(new, pool.map(_derived, new), strict=True):
+                    _list_of(name).write_text(json.dumps([(t.variant, t.kernels) for t in trials]))
+    rng, found = Random(seed), list[Trial]()
+    for name in families:
+        listed = json.loads(_list_of(name).read_text())
+        trials = [Trial(FAMILIES[name], variant, tuple(kernels)) for variant, kernels in listed]
+        found += trials if every else rng.sample(trials, min(1, len(trials)))
+    return found
+
+
+def _list_of(family: str) -> Path:
+    return FOLDER / f"{family}.json"
 
 
 def _derived(family: str) -> list[Trial]:

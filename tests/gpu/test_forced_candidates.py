@@ -6,25 +6,29 @@ By default, one trial for each kernel, and one of each of a few families, are dr
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
-from draw import SEED, generator
+from draw import SEED
 from gpu.error_ratio import excess
 from gpu.forced_cases import (
+    CPU_DTYPES,
     EXCLUDED,
     FAMILIES,
+    FLASH,
+    LONG,
     WIDE,
-    Model,
     Trial,
     compile_all,
     cpu_path,
     drawn_trials,
+    made,
     missing,
     one_of_each,
     op_of,
@@ -66,9 +70,9 @@ def of_families(request: Any) -> dict[str, list[Trial]]:
 @pytest.fixture(scope="session")
 def failed(request: Any, of_families: dict[str, list[Trial]]) -> dict[str, str]:
     """Compile the artifacts of the selected tests; return the error of each one that failed."""
-    trials = [p["trial"] for p in _parameters(request) if "trial" in p]
+    trials = [p[name] for p in _parameters(request) for name in ("trial", "plain") if name in p]
     found = compile_all([*trials, *(t for of_family in of_families.values() for t in of_family)], _jobs())
-    return {why.partition(":")[0]: why for why in found}
+    return {why.partition(": ")[0]: why for why in found}  # by the stem of the path
 
 
 def _parameters(request: Any) -> list[dict[str, Any]]:
@@ -94,10 +98,9 @@ def answers(path: Path, length: int) -> Answers:
         llm.close()
 
 
-@lru_cache(maxsize=8)
 def prompts(length: int) -> list[list[int]]:
     """Draw prompts, the first of the most tokens, the second of one; the fourth begins as the third does."""
-    rng, most = generator(), length - STEPS
+    rng, most = np.random.default_rng(SEED), length - STEPS
     drawn = [rng.integers(3, 320, n).tolist() for n in (most, 1, 45, *rng.integers(1, most, PROMPTS - 4))]
     return [*drawn[:3], [*drawn[2][:32], 5, 6, 7], *drawn[3:]]
 
@@ -129,26 +132,38 @@ def check_answers(trial: Trial) -> None:
         compare(found[way], exact[way], 4 * max(x.max() for x in theirs), routed)
 
 
-def check(trials: Sequence[Trial], failed: dict[str, str]) -> None:
-    for trial in trials:
-        if why := missing(trial):
-            if not (trial.path / "manifest.json").is_file():
-                pytest.skip(why)
-        print(trial.name)
-        assert trial.path.stem not in failed, failed[trial.path.stem]
-        assert trial.path.is_dir(), f"an artifact of {trial.model.name} failed: {failed}"
-        check_choices(trial)
-        check_answers(trial)
+def check(trial: Trial, failed: dict[str, str]) -> None:
+    if not made(trial.path) and (why := missing(trial)):
+        pytest.skip(why)
+    print(f"{trial.name}, SEED={SEED}")
+    needed = (trial.path, Trial(trial.model).path, *(cpu_path(trial.model, dtype) for dtype in CPU_DTYPES))
+    why = [failed[path.stem] for path in needed if path.stem in failed]
+    assert not why, why
+    check_choices(trial)
+    check_answers(trial)
 
 
 def test_kernel_beside_cpu(trial: Trial, failed: dict[str, str]) -> None:
-    check([trial], failed)
+    check(trial, failed)
 
 
 def test_family_beside_cpu(family: str, of_families: dict[str, list[Trial]], failed: dict[str, str]) -> None:
     """With the kernels of one of its trials forced."""
     assert of_families[family], f"no op of {family} has several kernels"
-    check(of_families[family], failed)
+    for trial in of_families[family]:
+        check(trial, failed)
+
+
+@pytest.mark.parametrize("plain", [Trial(LONG)], ids=lambda t: t.name)
+def test_without_optional_packages(plain: Trial, failed: dict[str, str]) -> None:
+    """An artifact that was compiled without them says so, and answers as a CPU does."""
+    assert plain.path.stem not in failed, failed[plain.path.stem]
+    notes = json.loads((plain.path / "report" / "compile.json").read_text())["notes"]
+    if not missing(Trial(LONG, kernels=(FLASH,))) and not any("without the kernel" in n for n in notes):
+        pytest.skip("the extra `flash` is installed")
+    assert [n for n in notes if n.startswith(f"compiled without the kernel {FLASH}: ") and "[flash]" in n]
+    assert FLASH not in {kernel for _, kernel in ran(plain.choices)}
+    check_answers(plain)
 
 
 def test_every_candidate_is_forced() -> None:
@@ -161,7 +176,7 @@ def test_every_candidate_runs(request: Any, failed: dict[str, str]) -> None:
     """With --every, each of them computes each of its ops in some trial."""
     if not request.config.getoption("--every", default=False):
         pytest.skip("only with --every")
-    found = {pair for t in WIDE if t.path.is_dir() for pair in ran(t.choices)}
-    absent = {t.kernels for t in WIDE if not t.path.is_dir()}  # skipped for lack of a package
+    found = {pair for t in WIDE if made(t.path) for pair in ran(t.choices)}
+    absent = {t.kernels for t in WIDE if not made(t.path)}  # skipped for lack of a package
     expected = {(op, k) for op, kernels in rivals().items() for k in kernels} - EXCLUDED.keys()
     assert {(op, k) for op, k in expected - found if (k,) not in absent} == set()
