@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exact-buffers", action="store_true", help="one allocation per buffer, for compute-sanitizer")
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run only every Nth kernel case")
-    parser.addoption("--every", action="store_true", help="all models with forced kernels, not a sample of them")
+    parser.addoption("--all-trials", action="store_true", help="all models with forced kernels, not a sample of them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -214,6 +214,17 @@ def ran(choices: Sequence[Mapping[str, Any]]) -> set[tuple[str, str]]:
     return {(op_of(row), str(row["kernel"])) for row in choices}
 
 
+def not_forced(trial: Trial, choices: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is not forced: nodes that a kernel of the trial supports and another one runs, and idle kernels."""
+    ops, found = rivals(), list[str]()
+    for row in choices:
+        able = [k for k in supporting(row, ops.get(op_of(row), ())) if k in trial.kernels]
+        if able and row["kernel"] not in able:
+            found.append(f"@{row['graph']}: {row['node']} has {row['kernel']}, not {', '.join(able)}")
+    idle = set(trial.kernels) - {kernel for _, kernel in ran(choices)}
+    return [*found, *(f"no node has {k}" for k in sorted(idle))]
+
+
 def derived(model: Model) -> Iterator[Trial]:
     """Yield trials in which each kernel that supports a node of the model is forced, in all variants.
 

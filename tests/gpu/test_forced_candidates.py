@@ -1,7 +1,7 @@
 """Each kernel that is one of several for an op, forced in turn, on a GPU: greedy tokens and log-probabilities beside a
 CPU, one request at a time and in batches of rows of different lengths with chunks of prompts.
 
-By default, one trial for each kernel, and one of each of a few families, are drawn from SEED; --every runs all.
+By default, one trial for each kernel, and one of each of a few families, are drawn from SEED; --all-trials runs all.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpu.forced_cases import (
     drawn_trials,
     made,
     missing,
+    not_forced,
     one_of_each,
     op_of,
     ran,
     rivals,
-    supporting,
 )
 from gpu.test_models import LOGPROBS, ROUTED, compare, errors
 from llmc_runtime import LLM, SamplingParams
@@ -49,7 +49,7 @@ Answers = dict[str, list[Any]]  # way -> completions
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--every", default=False)
+    every = metafunc.config.getoption("--all-trials", default=False)
     if "trial" in metafunc.fixturenames:
         trials = WIDE if every else one_of_each(WIDE, SEED)
         metafunc.parametrize("trial", trials, ids=lambda t: t.name)
@@ -62,7 +62,7 @@ def of_families(request: Any) -> dict[str, list[Trial]]:
     """The trials of the selected tests, by family."""
     selected = [p["family"] for p in _parameters(request) if "family" in p]
     found: dict[str, list[Trial]] = {name: [] for name in selected}
-    for trial in drawn_trials(selected, request.config.getoption("--every", default=False), SEED, _jobs()):
+    for trial in drawn_trials(selected, request.config.getoption("--all-trials", default=False), SEED, _jobs()):
         found[trial.model.name].append(trial)
     return found
 
@@ -105,16 +105,6 @@ def prompts(length: int) -> list[list[int]]:
     return [*drawn[:3], [*drawn[2][:32], 5, 6, 7], *drawn[3:]]
 
 
-def check_choices(trial: Trial) -> None:
-    """Check that every node that a forced kernel supports has it, and that each of them has a node."""
-    choices, ops = trial.choices, rivals()
-    for row in choices:
-        able = [k for k in supporting(row, ops.get(op_of(row), ())) if k in trial.kernels]
-        assert not able or row["kernel"] in able, f"@{row['graph']}: {row['node']} has {row['kernel']}, not {able}"
-    idle = set(trial.kernels) - {kernel for _, kernel in ran(choices)}
-    assert not idle, f"no node has {', '.join(idle)}"
-
-
 def check_answers(trial: Trial) -> None:
     """Compare tokens and log-probabilities with a CPU in float32, by errors relative to those of another device.
 
@@ -139,7 +129,7 @@ def check(trial: Trial, failed: dict[str, str]) -> None:
     needed = (trial.path, Trial(trial.model).path, *(cpu_path(trial.model, dtype) for dtype in CPU_DTYPES))
     why = [failed[path.stem] for path in needed if path.stem in failed]
     assert not why, why
-    check_choices(trial)
+    assert not not_forced(trial, trial.choices)
     check_answers(trial)
 
 
@@ -166,16 +156,10 @@ def test_without_optional_packages(plain: Trial, failed: dict[str, str]) -> None
     check_answers(plain)
 
 
-def test_every_candidate_is_forced() -> None:
-    """Some trial forces each kernel that is one of several for an op."""
-    declared = {k for t in WIDE for k in t.kernels}
-    assert {k for op, kernels in rivals().items() for k in kernels} - declared == set()
-
-
 def test_every_candidate_runs(request: Any, failed: dict[str, str]) -> None:
-    """With --every, each of them computes each of its ops in some trial."""
-    if not request.config.getoption("--every", default=False):
-        pytest.skip("only with --every")
+    """With --all-trials, each of them computes each of its ops in some trial."""
+    if not request.config.getoption("--all-trials", default=False):
+        pytest.skip("only with --all-trials")
     found = {pair for t in WIDE if made(t.path) for pair in ran(t.choices)}
     absent = {t.kernels for t in WIDE if not made(t.path)}  # skipped for lack of a package
     expected = {(op, k) for op, kernels in rivals().items() for k in kernels} - EXCLUDED.keys()

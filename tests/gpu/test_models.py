@@ -123,9 +123,9 @@ def check_outputs(pair: Pair, outputs: Mapping[str, Sequence[Any]], routed: floa
 
 
 def random_prompts(longest: int, count: int = PROMPTS) -> list[list[int]]:
-    """Draw `count` prompts of at most `longest` tokens; the fourth shares a prefix of pages with the third."""
+    """Draw `count` prompts of 1 to `longest` tokens; the fourth shares a prefix of pages with the third."""
     rng = generator()
-    lengths = [*LENGTHS, *rng.integers(1, longest, count - len(LENGTHS) - 1)]
+    lengths = [*LENGTHS, longest, *rng.integers(1, longest, count - len(LENGTHS) - 2)]
     drawn = [rng.integers(3, 320, n).tolist() for n in lengths]
     return [*drawn[:3], [*drawn[2][:32], 5, 6, 7], *drawn[3:]]
 
