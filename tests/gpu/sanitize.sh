@@ -24,7 +24,7 @@ group() { # NAME FILE EXPRESSION SAMPLE-OF-MEMCHECK SAMPLE-OF-OTHERS
   name=$1
   echo "$name: compute-sanitizer, every ${4}th and ${5}th case of a test, SEED=$SEED" >&2
   tool memcheck "$4" "$2" "$3" --padding 32 >"$logs/$name-memcheck" 2>&1 & memory=$!
-  tool racecheck "$5" "$2" "$3" --racecheck-indirect-barrier-dependency yes >"$logs/$name-racecheck" 2>&1 & races=$!
+  tool racecheck "$5" "$2" "$3" --racecheck-indirect-barrier-dependency >"$logs/$name-racecheck" 2>&1 & races=$!
   tool synccheck "$5" "$2" "$3" >"$logs/$name-synccheck" 2>&1 & barriers=$!
   for job in "memcheck $memory" "racecheck $races" "synccheck $barriers"; do
     status=0
