@@ -57,7 +57,7 @@ test: $(VENV)/.stamp-dev
 	@echo "make: running the test suite (two cores: about ten minutes); SEED=$(SEED) repeats what it draws" >&2
 	SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q $(SLOWEST) $(PYTEST_ARGS)
 
-# On a machine with an NVIDIA GPU: about five minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
+# On a machine with an NVIDIA GPU and 16 cores: about eight minutes; SAMPLE=N takes every Nth case under compute-sanitizer.
 test-gpu: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest tests/gpu --confcutdir tests/gpu -n 8 -q $(PYTEST_ARGS)
 	PYTHON=$(BIN)/python tests/gpu/sanitize.sh $(or $(SAMPLE),20)

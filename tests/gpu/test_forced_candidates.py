@@ -44,6 +44,9 @@ STEPS = 10
 PROMPTS = 24
 DRAWN = 8  # families
 NEAR_TIES = ("moe", "quantized_moe", "row_recurrence", "chunk_")  # ops of models where rounding can change a lot
+# The largest median error of models with values that only a GPU rounds. It is 0.03 if a model of this size in float32
+# rounds its activations to 8-bit floats.
+MOST_ROUNDED = 0.08
 WAYS = ("alone", "batched")
 Answers = dict[str, list[Any]]  # way -> completions
 
@@ -122,8 +125,9 @@ def check_answers(trial: Trial) -> None:
     routed = ROUTED if any(op_of(row).startswith(NEAR_TIES) for row in trial.choices) else 0.0
     for way in WAYS:
         ours, theirs = (errors(x[way], exact[way]) for x in (found, other))
-        medians = [f"{np.median(np.concatenate(x)):.2g}" for x in (ours, theirs)]
-        print(f"{way}: the median error is {medians[0]}, that of the other device {medians[1]}")
+        medians = [float(np.median(np.concatenate(x))) for x in (ours, theirs)]
+        print(f"{way}: the median error is {medians[0]:.2g}, that of the other device {medians[1]:.2g}")
+        assert not model.rounded or max(medians) < MOST_ROUNDED
         assert not (reason := excess(ours, theirs)), f"{way}: {reason}"
         compare(found[way], exact[way], 4 * max(x.max() for x in theirs), routed)
 
