@@ -22,6 +22,7 @@ from kernels.test_triton_moe import down, up
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
+from llmc.codegen.backends.cuda.quantized_tiles import QUANTIZED_TILES
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.backends.cuda.skinny_slices import SKINNY_SLICES, TOKENS
@@ -111,6 +112,18 @@ SLICED = (
     (16, 4032, 2048, 2, 128, True, SILU, "f16"),
     (12, 1088, 14336, 1, 128, False, "add(a1, a0)", "bf16"),
     (16, 6144, 512, 1, 512, False, "a0", "bf16"),
+)
+
+# The same of many tokens: few that fill less than a tile, tiles that are halved, last tokens that fill half a tile, more
+# tiles than multiprocessors, odd numbers of tiles for pairs, several scales in a step, and one for several steps.
+MANY = (
+    (100, 128, 128, 1, 128, False, "a0", "bf16"),
+    (300, 384, 512, 1, 128, True, "add(a1, a0)", "bf16"),
+    (300, 192, 1024, 2, 64, False, SILU, "f16"),
+    (640, 1536, 256, 2, 128, False, SILU, "bf16"),
+    (700, 640, 1152, 1, 384, True, "add(mul(a0, a2), a1)", "bf16"),
+    (2100, 2304, 256, 1, 16, True, "add(a1, a0)", "f16"),
+    (4096, 1024, 384, 2, 32, False, SILU, "bf16"),
 )
 
 
@@ -311,6 +324,18 @@ def test_4_bit_codes(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> No
         for s, unrounded in zip(found, exact, strict=True)
     ]
     check(cases, card, tmp_path)
+
+
+@pytest.mark.parametrize("problem", MANY, ids=str)
+def test_4_bit_codes_of_many_tokens(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
+    case = fragments(*problem)
+    assert QUANTIZED_TILES.reject(case.node, sm_90()) is None
+    found = QUANTIZED_TILES.schedules(case.node, sm_90())
+    tolerance = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2  # as of `test_4_bit_codes`
+    check(
+        [replace(case, kernel=QUANTIZED_TILES, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
+        card, tmp_path,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", [SKINNY_GEMM, SKINNY_FIXED], ids=lambda k: k.name)

@@ -12,6 +12,7 @@ KERNELS = kernel_table(
         "gemm_wgmma": "gemm_wgmma",
         "grouped_codes": "grouped_codes",
         "grouped_wgmma": "grouped_wgmma",
+        "quantized_tiles": "quantized_tiles",
         "quantized_wgmma": "quantized_wgmma",
         "skinny_gemm": "skinny_fixed skinny_gemm",
         "skinny_slices": "skinny_slices",

@@ -1,0 +1,293 @@
+// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) in bf16 with f32 sums, for many tokens on Hopper
+// (sm_90a). w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP
+// columns of a row.
+//
+// The grid is as large as the GPU, and a block computes one tile after another: ROWS columns of y for TOKENS tokens. One
+// thread of its first warpgroup (the producer) issues bulk copies of x, codes, scales and zero points into a ring of STAGES
+// buffers in shared memory, those of the next tile while the current one is written. Every other warpgroup (a consumer)
+// converts 64 rows of one part of w in registers, from which wgmma takes its left factor, and multiplies them by the
+// tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
+// when every consumer warp has finished reading it. Sums are written by way of shared memory, STAGED tokens at a time.
+//
+// ALONG_N = 2: the blocks of a cluster compute tiles of the same tokens and neighbouring columns of y. They copy the tokens
+// of every other step, each into the buffers of both, so a block may write to a buffer when the consumers of both have
+// read it.
+//
+// With TOKENS = 256, the last tiles may be halved into tiles of 128 tokens, if whole tiles would leave multiprocessors idle.
+//
+// Constants: WARPGROUP, BLOCK, N, PARTS, K (a multiple of 128), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS
+// has one for each), TOKENS (128 or 256), ROWS (PARTS * ROWS is 128, or with 128 tokens 192), CHUNKS (1 or 2, of BLOCK
+// columns that a buffer has), STAGES, ALONG_N (1 or 2),
+// SHARING (tiles of tokens that are processed together, so that they share tiles of w in the L2 cache), and the types SCALE
+// (bf16 or f16) and OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS,
+// Loaded, load_others and epilogue.
+
+constexpr int CONSUMERS = PARTS * ROWS / BLOCK;  // consumer warpgroups
+constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP, WRITERS = CONSUMERS * WARPGROUP;
+constexpr int GIVEN = 40, TAKEN = CONSUMERS == 2 ? 232 : 152;  // registers of a thread of the producer and of a consumer
+constexpr int STEP = CHUNKS * BLOCK, STEPS = K / STEP;  // columns of a buffer; buffers of a tile
+constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // of a row in a step
+constexpr int WIDTH = 128, WIDTHS = TOKENS / WIDTH;  // tokens of an instruction
+constexpr int COLUMNS = N / ROWS / ALONG_N;      // tiles of a cluster along the columns
+
+// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [CONSUMERS][CHUNKS][BLOCK * BLOCK / 2], scales
+// [CONSUMERS][SCALES][BLOCK], zero points [CONSUMERS][SCALES][BLOCK].
+constexpr int X_BYTES = TOKENS * STEP * 2, CODE_BYTES = STEP * BLOCK / 2, SCALE_BYTES = BLOCK * 2;
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + CONSUMERS * CODE_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + CONSUMERS * SCALES * SCALE_BYTES;
+constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? CONSUMERS * SCALES * BLOCK : 0);
+constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
+
+// Staged sums: [2][STAGED][SUMS_STRIDE], behind the buffers. A thread writes QUADS groups of four columns of y from them.
+constexpr int STAGED = 32, SUMS_STRIDE = PARTS * ROWS + 4;  // without bank conflicts
+constexpr int QUADS = STAGED * ROWS / 4 / WRITERS;
+static_assert(QUADS * WRITERS * 4 == STAGED * ROWS, "the threads have equal numbers of quads");
+
+using Ring = BufferRing<STAGES, STAGE_BYTES>;
+
+// The first token and column of a tile, and its number of instructions along the tokens.
+struct Tile { int token, column, widths; };
+
+// The tiles of clusters: first the whole ones, of which those of SHARING * TOKENS tokens follow each other column by
+// column, then halved ones, then those of the last tokens if at most WIDTH are left.
+struct Tiles {
+  int heights, whole, halved, last;  // whole tiles along the tokens; tiles of the three kinds
+
+  __device__ explicit Tiles(int m) {
+    const int clusters = gridDim.x / ALONG_N, rest = m % TOKENS;
+    const bool narrow = WIDTHS == 2 && 0 < rest && rest <= WIDTH;
+    heights = (m + TOKENS - 1) / TOKENS - narrow;
+    last = narrow ? COLUMNS : 0;
+    const int left = heights * COLUMNS % clusters;
+    const bool halves = WIDTHS == 2 && (narrow || 2 * left <= clusters);
+    whole = heights * COLUMNS - (halves ? left : 0);
+    halved = halves ? 2 * left : 0;
+  }
+
+  __device__ int count() const { return whole + halved + last; }
+
+  __device__ Tile find(int i) const {
+    if (i < whole) return place(i, 0, WIDTHS);
+    const int half = i - whole;
+    if (half < halved) return place(whole + half / 2, half % 2 * WIDTH, 1);
+    return {heights * TOKENS, column(half - halved), 1};
+  }
+
+ private:
+  __device__ static int column(int i) { return (i * ALONG_N + (ALONG_N > 1 ? blockIdx.x % ALONG_N : 0)) * ROWS; }
+
+  __device__ Tile place(int i, int token, int widths) const {
+    const int group = i / (SHARING * COLUMNS), inside = i % (SHARING * COLUMNS);
+    const int height = min(SHARING, heights - group * SHARING);
+    return {(group * SHARING + inside % height) * TOKENS + token, column(inside / height), widths};
+  }
+};
+
+// The weights.
+struct Codes {
+  const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
+  const SCALE* scales;          // [K / GROUP][PARTS * N]
+  const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
+};
+
+// Copies codes, scales and zero points of one step.
+__device__ inline void copy_weights(const Ring& ring, const Codes& w, const Tile& tile, int step) {
+  barrier_expect(ring.arrived(), USED_BYTES - (WIDTHS - tile.widths) * WIDTH * STEP * 2);
+#pragma unroll
+  for (int b = 0; b < CONSUMERS; b++) {
+    const int row = b / (ROWS / BLOCK) * N + tile.column + b % (ROWS / BLOCK) * BLOCK;
+    const long long block = (long long)(row / BLOCK) * STEPS + step;  // of CHUNKS
+    copy_bytes(ring.buffer() + CODES_AT + b * CODE_BYTES, w.codes + block * CODE_BYTES, CODE_BYTES, ring.arrived());
+#pragma unroll
+    for (int s = 0; s < SCALES; s++) {
+      const long long entry = (long long)((step * STEP + s * GROUP) / GROUP) * (PARTS * N) + row;
+      const int to = b * SCALES + s;
+      copy_bytes(ring.buffer() + SCALES_AT + to * SCALE_BYTES, w.scales + entry, SCALE_BYTES, ring.arrived());
+      if (HAS_ZEROS) copy_bytes(ring.buffer() + ZEROS_AT + to * BLOCK, w.zeros + entry, BLOCK, ring.arrived());
+    }
+  }
+}
+
+// Copies the tokens of one step, if this block copies those of the step.
+__device__ inline void copy_tokens(const Ring& ring, const TensorMap& x, const Tile& tile, int step) {
+  if (ALONG_N > 1 && step % ALONG_N != blockIdx.x % ALONG_N) return;
+  for (int i = 0; i < CHUNKS * tile.widths; i++) {
+    const int chunk = i % CHUNKS, width = i / CHUNKS;
+    const unsigned to = ring.buffer() + (chunk * TOKENS + width * WIDTH) * BLOCK * 2;
+    const int token = tile.token + width * WIDTH, column = step * STEP + chunk * BLOCK;
+    if (ALONG_N == 1) {
+      copy_box(to, x, token, column, ring.arrived());
+    } else {
+      copy_box_to_blocks(to, x, token, column, ring.arrived(), (1 << ALONG_N) - 1);
+    }
+  }
+}
+
+// The producer: one thread issues the copies of all tiles, each when its buffer is free. The weights of the first steps
+// are copied before the previous kernel has completed.
+__device__ inline void produce(Ring ring, const Tiles& tiles, const TensorMap& x, const Codes& w) {
+  const int first = blockIdx.x / ALONG_N, count = tiles.count();
+  int early = 0;  // steps whose weights have been requested
+  if (first < count) {
+    const Tile tile = tiles.find(first);
+    Ring ahead = ring;
+    for (; early < min(STAGES, STEPS); early++, ahead.advance()) copy_weights(ahead, w, tile, early);
+  }
+  begin_launch();
+  for (int i = first; i < count; i += gridDim.x / ALONG_N) {
+    const Tile tile = tiles.find(i);
+    for (int step = 0; step < STEPS; step++, ring.advance()) {
+      if (early > 0) {
+        early--;
+      } else {
+        barrier_wait(ring.freed(), ring.parity ^ 1);
+        copy_weights(ring, w, tile, step);
+      }
+      copy_tokens(ring, x, tile, step);
+    }
+  }
+}
+
+// Tells the producers that write to a buffer that this warp has read it.
+__device__ inline void release(unsigned empty) {
+  const int lane = threadIdx.x % 32;
+  if (ALONG_N == 1) {
+    if (lane == 0) barrier_arrive(empty);
+  } else if (lane < ALONG_N) {
+    barrier_arrive_at(empty, lane);
+  }
+}
+
+// The products of a tile of W * WIDTH tokens by a consumer warpgroup; sums[w] is 64 rows times the tokens from 128 w on.
+// Those of a chunk run while the codes of the next are converted; a buffer is released two chunks after its last one.
+template <int W>
+__device__ inline void add_steps(float (&sums)[WIDTHS][WIDTH / 2], Ring& ring, const unsigned char* memory, int consumer,
+                                 const Constants& constants) {
+  unsigned a[2][4][4], previous[2] = {};
+  clear(sums);
+#pragma unroll 1
+  for (int i = 0; i < STEPS * CHUNKS; i += 2) {
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      const int chunk = c % CHUNKS;
+      const bool last = chunk == CHUNKS - 1;  // of its buffer
+      const unsigned char* const buffer = memory + ring.offset();
+      if (chunk == 0) barrier_wait(ring.arrived(), ring.parity);
+      wait_products<1>();
+      if (last && i > 0) release(previous[c]);
+      const Weights from = {buffer + CODES_AT + consumer * CODE_BYTES, buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES,
+                            buffer + ZEROS_AT + consumer * SCALES * BLOCK};
+      convert<true>(a[c], from, chunk, constants);
+      pin(sums);
+      begin_products();
+#pragma unroll
+      for (int w = 0; w < W; w++)
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+          const unsigned x = ring.buffer() + (chunk * TOKENS + w * WIDTH) * BLOCK * 2 + 32 * s;
+          multiply(sums[w], a[c][s], (unsigned)matrix(x), true);
+        }
+      end_products();
+      if (last) {
+        previous[c] = ring.freed();
+        ring.advance();
+      }
+    }
+  }
+  wait_products<0>();
+  pin(sums);
+  if (CHUNKS == 1) release(previous[0]);
+  release(previous[1]);
+}
+
+// Writes y of the tokens from STAGED * PLACE on of a tile. Two places in turn have shared memory of their own, so that one
+// is written while the other is read.
+template <int PLACE>
+__device__ inline void finish(const float (&sums)[WIDTHS][WIDTH / 2], float* staged, const Tile& tile, int consumer,
+                              int m OTHER_ARGUMENTS, OUT* y) {
+  constexpr int FIRST = PLACE * STAGED % WIDTH / 2;  // of the sums of a thread
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, token = tile.token + PLACE * STAGED;
+  staged += PLACE % 2 * (STAGED * SUMS_STRIDE);
+  Loaded loaded[QUADS][2];
+#pragma unroll
+  for (int i = 0; i < QUADS; i++) {
+    const int at = i * WRITERS + threadIdx.x - WARPGROUP, t = token + at / (ROWS / 4), c = tile.column + at % (ROWS / 4) * 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      if (t < m) load_others(loaded[i][half], t, c + 2 * half OTHERS);
+  }
+  float* const to = staged + lane % 4 * 2 * SUMS_STRIDE + consumer * BLOCK + warp * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < STAGED / 2; i++)  // 4 j + 2 half + pair
+    to[(i / 4 * 8 + i % 2) * SUMS_STRIDE + i / 2 % 2 * 8] = sums[PLACE * STAGED / WIDTH][FIRST + i];
+  asm volatile("bar.sync 1, %0;" ::"n"(WRITERS) : "memory");
+#pragma unroll
+  for (int i = 0; i < QUADS; i++) {
+    const int at = i * WRITERS + threadIdx.x - WARPGROUP, t = at / (ROWS / 4), c = at % (ROWS / 4) * 4;
+    float four[PARTS][4];
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+      const float4 v = *(const float4*)(staged + t * SUMS_STRIDE + p * ROWS + c);
+      four[p][0] = v.x, four[p][1] = v.y, four[p][2] = v.z, four[p][3] = v.w;
+    }
+    if (token + t < m) *(Four*)(y + (long long)(token + t) * N + tile.column + c) = four_columns(four, loaded[i]);
+  }
+}
+
+// A tile of W * WIDTH tokens by a consumer warpgroup.
+template <int W>
+__device__ inline void compute(Ring& ring, const unsigned char* memory, const Tile& tile, int consumer,
+                               const Constants& constants, int m OTHER_ARGUMENTS, OUT* y) {
+  float sums[WIDTHS][WIDTH / 2];
+  add_steps<W>(sums, ring, memory, consumer, constants);
+  float* const staged = (float*)(memory + STAGES * STAGE_BYTES);
+  finish<0>(sums, staged, tile, consumer, m OTHERS, y);
+  finish<1>(sums, staged, tile, consumer, m OTHERS, y);
+  finish<2>(sums, staged, tile, consumer, m OTHERS, y);
+  finish<3>(sums, staged, tile, consumer, m OTHERS, y);
+  if constexpr (W > 1) {
+    finish<4>(sums, staged, tile, consumer, m OTHERS, y);
+    finish<5>(sums, staged, tile, consumer, m OTHERS, y);
+    finish<6>(sums, staged, tile, consumer, m OTHERS, y);
+    finish<7>(sums, staged, tile, consumer, m OTHERS, y);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    llmc_quantized_tiles(const __grid_constant__ TensorMap x, const unsigned char* codes, const SCALE* scales,
+                         OTHER_PARAMETERS OUT* y, int m) {
+  extern __shared__ unsigned char dynamic_memory[];
+  __shared__ unsigned long long barriers[2 * STAGES];
+  const unsigned buffers = (shared_address(dynamic_memory) + 1023) & ~1023u;  // a swizzled box begins at such a multiple
+  const unsigned char* const memory = dynamic_memory + (buffers - shared_address(dynamic_memory));
+  const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
+  init_ring(full, empty, STAGES, ALONG_N * WRITERS / 32);
+  if (ALONG_N > 1) cluster_wait();  // the other block's barriers are initialized
+
+  Ring ring(buffers, full, empty);
+  const Tiles tiles(m);
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GIVEN));
+    if (threadIdx.x == 0) {
+      produce(ring, tiles, x, {codes, scales, ZEROS});
+    } else {
+      begin_launch();
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TAKEN));
+    begin_launch();
+    const Constants constants;
+    const int count = tiles.count();
+    for (int i = blockIdx.x / ALONG_N; i < count; i += gridDim.x / ALONG_N) {
+      const Tile tile = tiles.find(i);
+      if (WIDTHS == 1 || tile.widths == WIDTHS) {
+        compute<WIDTHS>(ring, memory, tile, warpgroup - 1, constants, m OTHERS, y);
+      } else {
+        compute<1>(ring, memory, tile, warpgroup - 1, constants, m OTHERS, y);
+      }
+    }
+  }
+  if (ALONG_N > 1) cluster_wait();  // no block of the cluster accesses this one's memory any more
+}

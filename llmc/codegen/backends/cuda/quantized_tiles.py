@@ -1,0 +1,135 @@
+"""The binding of `kernels/quantized_tiles.cu`: products of many tokens and weights of 4 bits on Hopper's tensor cores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
+from llmc.codegen.backends.cuda.cuda_kernel import (
+    CODE_FACTORS,
+    CTYPES,
+    FOUR_COLUMNS,
+    HOPPER,
+    INT4_TO_BF16,
+    PAIRS,
+    RING,
+    SCALAR_MATH,
+    TRANSPOSED_SUMS,
+    WGMMA_REGISTERS,
+    Binding,
+)
+from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
+from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP
+from llmc.codegen.kernel import Map, Schedule
+from llmc.ir.dim import D
+from llmc.ir.graph import Node
+from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.targets.target import Target
+
+TOKENS = (256, 128)  # of a tile
+WIDTH = 128  # tokens of a box and of an instruction
+ROWS = (128, 192)  # of w in a tile; 192 are for 128 tokens and one part
+CLUSTERS = (1, 2)  # blocks of a cluster, which share tokens
+TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
+MOST_STAGES, STAGED, PADDING = 8, 64, 4  # buffers; tokens whose sums are staged, and floats after each
+FEWEST_TOKENS = 129  # of a product; fewer do not fill two instructions
+_SHARE, _TILE_US, _START_US, _CLUSTER_US = 0.8, 1.5, 5.0, 1.0
+
+
+@dataclass(frozen=True)
+class TiledProduct(FragmentProduct):
+    """A product in tiles of tokens and columns."""
+
+    def columns(self, s: Schedule) -> int:
+        """Columns of y in a tile."""
+        return int(s["rows"]) // self.parts
+
+    def chunks(self, s: Schedule) -> int:
+        """Blocks of columns in a buffer of the ring."""
+        return 2 * WIDTH // int(s["tokens"])
+
+    def stage(self, s: Schedule) -> int:
+        """Bytes of a buffer of the ring."""
+        step = self.chunks(s) * BLOCK
+        scales = max(1, step // self.group) * (2 + bool(self.node.attrs["zeros"])) * s["rows"]
+        return int(-(-(2 * s["tokens"] * step + s["rows"] * step // 2 + scales) // ALIGN) * ALIGN)
+
+    def staged(self, s: Schedule) -> int:
+        """Bytes of the staged sums."""
+        return int(STAGED * (s["rows"] + PADDING) * 4)
+
+    def stages(self, s: Schedule, target: Target) -> int:
+        """Buffers that fit into shared memory."""
+        return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED - self.staged(s)) // self.stage(s))
+
+
+@dataclass(frozen=True)
+class QuantizedTiles(FragmentKernel):
+    """Products of many tokens: quantized_linear over codes of 4 bits, on sm_90."""
+
+    waits_first = True
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        p = TiledProduct.of(node)
+        if BLOCK % p.group and p.group % (2 * BLOCK):
+            return f"{p.group} columns that share a scale; divisors of {BLOCK} and multiples of {2 * BLOCK} are supported"
+        if p.k % (2 * BLOCK) or not list(_schedules(p)):
+            return f"{p.parts} parts of {p.n} x {p.k}; multiples of {ROWS[0] // p.parts} x {2 * BLOCK} are supported"
+        if p.m.const and p.m.const < FEWEST_TOKENS:
+            return f"{p.m.const} tokens; at least {FEWEST_TOKENS} are supported"
+        return None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return list(_schedules(TiledProduct.of(node)))
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: rounds of tiles on all multiprocessors, the last of which may be halved."""
+        p, s, units = TiledProduct.of(node), schedule, target.limits.units
+        tiles, halves = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // p.columns(s)), s["tokens"] > WIDTH
+        whole, left = divmod(tiles, units)
+        rounds = whole + (0.5 if halves and 2 * left <= units else 1.0) * (left > 0)
+        flops = 2.0 * s["tokens"] * s["rows"] * p.k * units
+        tile = flops / (target.peaks["bf16"] * _SHARE) * 1e6 + _TILE_US
+        return rounds * tile + _START_US + _CLUSTER_US * (s["along_n"] > 1) + target.launch_us
+
+    def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
+        p, s = TiledProduct.of(node), schedule
+        stages, blocks = p.stages(s, target), s["along_n"]
+        return Binding(
+            grid=(target.limits.units // blocks * blocks,),
+            threads=(s["rows"] // BLOCK + 1) * WARPGROUP,
+            constants={
+                "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
+                "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": p.columns(s), "CHUNKS": p.chunks(s), "STAGES": stages,
+                "ALONG_N": blocks, "SHARING": TOGETHER // s["tokens"], "SCALE": p.scale,
+                "OUT": CTYPES[node.result.type.dtype],
+            },
+            shared=stages * p.stage(s) + p.staged(s) + ALIGN,
+            sizes=(p.m,),
+            maps=(Map(0, (p.m, D(p.k)), (WIDTH, BLOCK), SWIZZLE),),
+            cluster=(blocks, 1, 1) if blocks > 1 else (),
+            text=p.epilogue(pair_epilogue),
+        )  # fmt: skip
+
+
+def _schedules(p: TiledProduct) -> Iterator[Schedule]:
+    """Yield the tiles that divide the columns of y, alone and in pairs that share tokens."""
+    for tokens, rows, blocks in itertools.product(TOKENS, ROWS, CLUSTERS):
+        s = {"tokens": tokens, "rows": rows, "along_n": blocks}
+        if (rows == ROWS[0] or (tokens == WIDTH and p.parts == 1)) and p.n % (p.columns(s) * blocks) == 0:
+            yield s
+
+
+QUANTIZED_TILES = QuantizedTiles(
+    "cuda/quantized_tiles",
+    (PLAIN, PACKED),
+    fills_multiprocessors=True,
+    file="llmc.codegen.backends.cuda.kernels:quantized_tiles.cu",
+    entry="llmc_quantized_tiles",
+    headers=(HOPPER, RING, WGMMA_REGISTERS, SCALAR_MATH, PAIRS, INT4_TO_BF16),
+    before=(CODE_FACTORS, TRANSPOSED_SUMS, FOUR_COLUMNS),
+)
