@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain  # noqa: E402
+from llmc.codegen.backends.cuda.quantized_tiles import QUANTIZED_TILES  # noqa: E402
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA  # noqa: E402
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM  # noqa: E402
 from llmc.codegen.backends.cuda.skinny_slices import SKINNY_SLICES  # noqa: E402
@@ -56,6 +57,7 @@ FORMATS = {
 FRAGMENTS, EPS = ("wgmma", "normed", "residual"), 1e-5
 SHAPES_OF = {"normed": ("qkv", "up"), "residual": ("o", "down")}  # which products these forms are of
 BANDWIDTH = 4.6e12
+MOST_TOKENS = 8192
 SPREAD = 320 << 20  # bytes through which weights are cycled
 SECONDS = 0.002
 WRONG = 2e-2
@@ -159,7 +161,7 @@ def ways(
 
 def _ours(shape: str, form: str, m: int, node: Node, count: int, target: Target) -> Iterator[Way]:
     if form in FRAGMENTS:
-        for kernel in (QUANTIZED_WGMMA, SKINNY_SLICES, SKINNY_GEMM, SKINNY_FIXED):
+        for kernel in (QUANTIZED_TILES, QUANTIZED_WGMMA, SKINNY_SLICES, SKINNY_GEMM, SKINNY_FIXED):
             if kernel.reject(node, target) is None:
                 schedules = sorted(kernel.schedules(node, target), key=lambda s: kernel.cost_us(node, s, target, {}))
                 for schedule in schedules[: 2 * count]:
@@ -208,9 +210,9 @@ class Bench:
         self.zeros = torch.randint(0, 16, (32 << 20,), dtype=torch.uint8, device="cuda", generator=make)
         self.plain = torch.randn((SPREAD // 2 + (128 << 20),), device="cuda", generator=make).to(torch.bfloat16)
         self.gain = torch.rand((1 << 14,), device="cuda", generator=make).to(torch.bfloat16) + 0.5
-        self.x = torch.randn((2048 * 14336,), device="cuda", generator=make).to(torch.bfloat16)
-        self.out = torch.empty((2048 * 14336,), dtype=torch.bfloat16, device="cuda")
-        self.residual = torch.randn((2048 * 4096,), device="cuda", generator=make).to(torch.bfloat16)
+        self.x = torch.randn((MOST_TOKENS * 14336,), device="cuda", generator=make).to(torch.bfloat16)
+        self.out = torch.empty((MOST_TOKENS * 14336,), dtype=torch.bfloat16, device="cuda")
+        self.residual = torch.randn((MOST_TOKENS * 4096,), device="cuda", generator=make).to(torch.bfloat16)
         torch.cuda.synchronize()
 
     def arguments(self, way: Way, i: int) -> list[int]:

@@ -33,3 +33,8 @@ def test_one_graph_for_all_steps_is_as_before() -> None:
 
 def test_a_range_of_rows_stands() -> None:
     assert sizes(" where R in [3, 4]")[1]["R"] == 4
+
+
+def test_the_last_range_is_represented_by_whole_tiles() -> None:
+    assert sizes(" where T in [2049, 8192]")[0]["T"] == 4096
+    assert sizes(" where R in [129, 256]")[1]["R"] == 256
