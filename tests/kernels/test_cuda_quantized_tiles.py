@@ -111,7 +111,7 @@ def test_schedules_become_binaries_of_sm_90(tmp_path: Path) -> None:
             command = [str(dump), "-c", str(tmp_path / "kernel.cubin")]
             code = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             products, begins = code.count("HGMMA"), code.count("WARPGROUP.ARRIVE")
-            assert (products, begins) == ((24, 4) if s["tokens"] == 256 else (8, 2)), s
+            assert (products, begins) == ((16, 4) if s["tokens"] == 256 else (8, 2)), s
             assert "LDL" not in code, s
 
 

@@ -17,11 +17,10 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     RING,
     SCALAR_MATH,
     TRANSPOSED_SUMS,
-    WGMMA_REGISTERS,
     Binding,
 )
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
-from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP
+from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, multiply_registers
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
@@ -112,7 +111,9 @@ class QuantizedTiles(FragmentKernel):
             sizes=(p.m,),
             maps=(Map(0, (p.m, D(p.k)), (WIDTH, BLOCK), SWIZZLE),),
             cluster=(blocks, 1, 1) if blocks > 1 else (),
-            text=p.epilogue(pair_epilogue),
+            text="\n\n".join(
+                (*(multiply_registers(n) for n in TOKENS if n <= s["tokens"]), p.epilogue(pair_epilogue))
+            ),
         )  # fmt: skip
 
 
@@ -130,6 +131,6 @@ QUANTIZED_TILES = QuantizedTiles(
     fills_multiprocessors=True,
     file="llmc.codegen.backends.cuda.kernels:quantized_tiles.cu",
     entry="llmc_quantized_tiles",
-    headers=(HOPPER, RING, WGMMA_REGISTERS, SCALAR_MATH, PAIRS, INT4_TO_BF16),
+    headers=(HOPPER, RING, SCALAR_MATH, PAIRS, INT4_TO_BF16),
     before=(CODE_FACTORS, TRANSPOSED_SUMS, FOUR_COLUMNS),
 )

@@ -27,7 +27,7 @@ constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP, WRITERS = CONSUMERS * WARPG
 constexpr int GIVEN = 40, TAKEN = CONSUMERS == 2 ? 232 : 152;  // registers of a thread of the producer and of a consumer
 constexpr int STEP = CHUNKS * BLOCK, STEPS = K / STEP;  // columns of a buffer; buffers of a tile
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // of a row in a step
-constexpr int WIDTH = 128, WIDTHS = TOKENS / WIDTH;  // tokens of an instruction
+constexpr int WIDTH = 128, WIDTHS = TOKENS / WIDTH;  // tokens of a copy, and of a halved tile
 constexpr int COLUMNS = N / ROWS / ALONG_N;      // tiles of a cluster along the columns
 
 // A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [CONSUMERS][CHUNKS][BLOCK * BLOCK / 2], scales
@@ -45,7 +45,7 @@ static_assert(QUADS * WRITERS * 4 == STAGED * ROWS, "the threads have equal numb
 
 using Ring = BufferRing<STAGES, STAGE_BYTES>;
 
-// The first token and column of a tile, and its number of instructions along the tokens.
+// The first token and column of a tile, and its tokens divided by WIDTH.
 struct Tile { int token, column, widths; };
 
 // The tiles of clusters: first the whole ones, of which those of SHARING * TOKENS tokens follow each other column by
@@ -158,41 +158,38 @@ __device__ inline void release(unsigned empty) {
   }
 }
 
-// The products of a tile of W * WIDTH tokens by a consumer warpgroup; sums[w] is 64 rows times the tokens from 128 w on.
+// The products of a tile of W * WIDTH tokens by a consumer warpgroup, whose sums are 64 rows times the tokens.
 // Those of a chunk run while the codes of the next are converted; a buffer is released two chunks after its last one.
 template <int W>
-__device__ inline void add_steps(float (&sums)[WIDTHS][WIDTH / 2], Ring& ring, const unsigned char* memory, int consumer,
+__device__ inline void add_steps(float (&sums)[1][W * WIDTH / 2], Ring& ring, const unsigned char* memory, int consumer,
                                  const Constants& constants) {
   unsigned a[2][4][4], previous[2] = {};
   clear(sums);
 #pragma unroll 1
   for (int i = 0; i < STEPS * CHUNKS; i += 2) {
+    Ring at[2] = {ring, ring};  // of both chunks
+    if (CHUNKS == 1) at[1].advance();
+    barrier_wait(at[0].arrived(), at[0].parity);  // NVCC would wait for all products if a branch were between two of them
+    if (CHUNKS == 1) barrier_wait(at[1].arrived(), at[1].parity);
 #pragma unroll
     for (int c = 0; c < 2; c++) {
       const int chunk = c % CHUNKS;
-      const bool last = chunk == CHUNKS - 1;  // of its buffer
-      const unsigned char* const buffer = memory + ring.offset();
-      if (chunk == 0) barrier_wait(ring.arrived(), ring.parity);
+      const unsigned char* const buffer = memory + at[c].offset();
       wait_products<1>();
-      if (last && i > 0) release(previous[c]);
+      if ((CHUNKS == 1 || c == 1) && i > 0) release(previous[c]);
       const Weights from = {buffer + CODES_AT + consumer * CODE_BYTES, buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES,
                             buffer + ZEROS_AT + consumer * SCALES * BLOCK};
       convert<true>(a[c], from, chunk, constants);
       pin(sums);
       begin_products();
 #pragma unroll
-      for (int w = 0; w < W; w++)
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-          const unsigned x = ring.buffer() + (chunk * TOKENS + w * WIDTH) * BLOCK * 2 + 32 * s;
-          multiply(sums[w], a[c][s], (unsigned)matrix(x), true);
-        }
+      for (int s = 0; s < 4; s++)
+        multiply(sums[0], a[c][s], (unsigned)matrix(at[c].buffer() + chunk * TOKENS * BLOCK * 2 + 32 * s), true);
       end_products();
-      if (last) {
-        previous[c] = ring.freed();
-        ring.advance();
-      }
+      previous[c] = at[c].freed();
     }
+    ring = at[1];
+    ring.advance();
   }
   wait_products<0>();
   pin(sums);
@@ -202,10 +199,9 @@ __device__ inline void add_steps(float (&sums)[WIDTHS][WIDTH / 2], Ring& ring, c
 
 // Writes y of the tokens from STAGED * PLACE on of a tile. Two places in turn have shared memory of their own, so that one
 // is written while the other is read.
-template <int PLACE>
-__device__ inline void finish(const float (&sums)[WIDTHS][WIDTH / 2], float* staged, const Tile& tile, int consumer,
+template <int PLACE, int count>
+__device__ inline void finish(const float (&sums)[count], float* staged, const Tile& tile, int consumer,
                               int m OTHER_ARGUMENTS, OUT* y) {
-  constexpr int FIRST = PLACE * STAGED % WIDTH / 2;  // of the sums of a thread
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, token = tile.token + PLACE * STAGED;
   staged += PLACE % 2 * (STAGED * SUMS_STRIDE);
   Loaded loaded[QUADS][2];
@@ -219,7 +215,7 @@ __device__ inline void finish(const float (&sums)[WIDTHS][WIDTH / 2], float* sta
   float* const to = staged + lane % 4 * 2 * SUMS_STRIDE + consumer * BLOCK + warp * 16 + lane / 4;
 #pragma unroll
   for (int i = 0; i < STAGED / 2; i++)  // 4 j + 2 half + pair
-    to[(i / 4 * 8 + i % 2) * SUMS_STRIDE + i / 2 % 2 * 8] = sums[PLACE * STAGED / WIDTH][FIRST + i];
+    to[(i / 4 * 8 + i % 2) * SUMS_STRIDE + i / 2 % 2 * 8] = sums[PLACE * STAGED / 2 + i];
   asm volatile("bar.sync 1, %0;" ::"n"(WRITERS) : "memory");
 #pragma unroll
   for (int i = 0; i < QUADS; i++) {
@@ -238,18 +234,18 @@ __device__ inline void finish(const float (&sums)[WIDTHS][WIDTH / 2], float* sta
 template <int W>
 __device__ inline void compute(Ring& ring, const unsigned char* memory, const Tile& tile, int consumer,
                                const Constants& constants, int m OTHER_ARGUMENTS, OUT* y) {
-  float sums[WIDTHS][WIDTH / 2];
+  float sums[1][W * WIDTH / 2];
   add_steps<W>(sums, ring, memory, consumer, constants);
   float* const staged = (float*)(memory + STAGES * STAGE_BYTES);
-  finish<0>(sums, staged, tile, consumer, m OTHERS, y);
-  finish<1>(sums, staged, tile, consumer, m OTHERS, y);
-  finish<2>(sums, staged, tile, consumer, m OTHERS, y);
-  finish<3>(sums, staged, tile, consumer, m OTHERS, y);
+  finish<0>(sums[0], staged, tile, consumer, m OTHERS, y);
+  finish<1>(sums[0], staged, tile, consumer, m OTHERS, y);
+  finish<2>(sums[0], staged, tile, consumer, m OTHERS, y);
+  finish<3>(sums[0], staged, tile, consumer, m OTHERS, y);
   if constexpr (W > 1) {
-    finish<4>(sums, staged, tile, consumer, m OTHERS, y);
-    finish<5>(sums, staged, tile, consumer, m OTHERS, y);
-    finish<6>(sums, staged, tile, consumer, m OTHERS, y);
-    finish<7>(sums, staged, tile, consumer, m OTHERS, y);
+    finish<4>(sums[0], staged, tile, consumer, m OTHERS, y);
+    finish<5>(sums[0], staged, tile, consumer, m OTHERS, y);
+    finish<6>(sums[0], staged, tile, consumer, m OTHERS, y);
+    finish<7>(sums[0], staged, tile, consumer, m OTHERS, y);
   }
 }
 
