@@ -27,13 +27,13 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
-TOKENS = (256, 128)  # of a tile
-WIDTH = 128  # tokens of a box and of an instruction
-ROWS = (128, 192)  # of w in a tile; 192 are for 128 tokens and one part
+# Tokens and rows of w of a tile; 256 tokens can be halved.
+TILES = ((256, 128), (128, 256), (128, 192), (192, 128), (160, 128), (128, 128))
+MOST_TOKENS, FEWEST_ROWS = 256, 128
 CLUSTERS = (1, 2)  # blocks of a cluster, which share tokens
 TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
-MOST_STAGES, STAGED, PADDING = 8, 64, 4  # buffers; tokens whose sums are staged, and floats after each
-FEWEST_TOKENS = 129  # of a product; fewer do not fill two instructions
+MOST_STAGES, PADDING = 8, 4  # buffers; floats after the sums of a token
+FEWEST_TOKENS = 129  # of a product
 _SHARE, _TILE_US, _START_US, _CLUSTER_US = 0.8, 1.5, 5.0, 1.0
 
 
@@ -47,7 +47,15 @@ class TiledProduct(FragmentProduct):
 
     def chunks(self, s: Schedule) -> int:
         """Blocks of columns in a buffer of the ring."""
-        return 2 * WIDTH // int(s["tokens"])
+        return 2 if s["tokens"] == 128 else 1
+
+    def width(self, s: Schedule) -> int:
+        """Tokens of a copy, and of a halved tile."""
+        return int(s["tokens"]) // (2 if s["tokens"] == MOST_TOKENS else 1)
+
+    def blocks(self, s: Schedule) -> int:
+        """Blocks of 64 rows of w that a consumer warpgroup multiplies."""
+        return 2 if s["rows"] == 256 else 1
 
     def stage(self, s: Schedule) -> int:
         """Bytes of a buffer of the ring."""
@@ -56,12 +64,16 @@ class TiledProduct(FragmentProduct):
         return int(-(-(2 * s["tokens"] * step + s["rows"] * step // 2 + scales) // ALIGN) * ALIGN)
 
     def staged(self, s: Schedule) -> int:
+        """Tokens whose sums are staged, of which there are two sets."""
+        return 16 if s["rows"] == 256 else 32
+
+    def sum_bytes(self, s: Schedule) -> int:
         """Bytes of the staged sums."""
-        return int(STAGED * (s["rows"] + PADDING) * 4)
+        return int(2 * self.staged(s) * (s["rows"] + PADDING) * 4)
 
     def stages(self, s: Schedule, target: Target) -> int:
         """Buffers that fit into shared memory."""
-        return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED - self.staged(s)) // self.stage(s))
+        return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED - self.sum_bytes(s)) // self.stage(s))
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ class QuantizedTiles(FragmentKernel):
         if BLOCK % p.group and p.group % (2 * BLOCK):
             return f"{p.group} columns that share a scale; divisors of {BLOCK} and multiples of {2 * BLOCK} are supported"
         if p.k % (2 * BLOCK) or not list(_schedules(p)):
-            return f"{p.parts} parts of {p.n} x {p.k}; multiples of {ROWS[0] // p.parts} x {2 * BLOCK} are supported"
+            return f"{p.parts} parts of {p.n} x {p.k}; multiples of {FEWEST_ROWS // p.parts} x {2 * BLOCK} are supported"
         if p.m.const and p.m.const < FEWEST_TOKENS:
             return f"{p.m.const} tokens; at least {FEWEST_TOKENS} are supported"
         return None
@@ -88,7 +100,7 @@ class QuantizedTiles(FragmentKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: rounds of tiles on all multiprocessors, the last of which may be halved."""
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
-        tiles, halves = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // p.columns(s)), s["tokens"] > WIDTH
+        tiles, halves = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // p.columns(s)), p.width(s) < s["tokens"]
         whole, left = divmod(tiles, units)
         rounds = whole + (0.5 if halves and 2 * left <= units else 1.0) * (left > 0)
         flops = 2.0 * s["tokens"] * s["rows"] * p.k * units
@@ -100,29 +112,29 @@ class QuantizedTiles(FragmentKernel):
         stages, blocks = p.stages(s, target), s["along_n"]
         return Binding(
             grid=(target.limits.units // blocks * blocks,),
-            threads=(s["rows"] // BLOCK + 1) * WARPGROUP,
+            threads=(s["rows"] // BLOCK // p.blocks(s) + 1) * WARPGROUP,
             constants={
                 "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
-                "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "ROWS": p.columns(s), "CHUNKS": p.chunks(s), "STAGES": stages,
+                "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "WIDTH": p.width(s), "STAGED": p.staged(s), "ROWS": p.columns(s), "BLOCKS": p.blocks(s), "CHUNKS": p.chunks(s), "STAGES": stages,
                 "ALONG_N": blocks, "SHARING": TOGETHER // s["tokens"], "SCALE": p.scale,
                 "OUT": CTYPES[node.result.type.dtype],
             },
-            shared=stages * p.stage(s) + p.staged(s) + ALIGN,
+            shared=stages * p.stage(s) + p.sum_bytes(s) + ALIGN,
             sizes=(p.m,),
-            maps=(Map(0, (p.m, D(p.k)), (WIDTH, BLOCK), SWIZZLE),),
+            maps=(Map(0, (p.m, D(p.k)), (p.width(s), BLOCK), SWIZZLE),),
             cluster=(blocks, 1, 1) if blocks > 1 else (),
             text="\n\n".join(
-                (*(multiply_registers(n) for n in TOKENS if n <= s["tokens"]), p.epilogue(pair_epilogue))
+                (*(multiply_registers(n) for n in sorted({p.width(s), s["tokens"]})), p.epilogue(pair_epilogue))
             ),
         )  # fmt: skip
 
 
 def _schedules(p: TiledProduct) -> Iterator[Schedule]:
     """Yield the tiles that divide the columns of y, alone and in pairs that share tokens."""
-    for tokens, rows, blocks in itertools.product(TOKENS, ROWS, CLUSTERS):
-        s = {"tokens": tokens, "rows": rows, "along_n": blocks}
-        if (rows == ROWS[0] or (tokens == WIDTH and p.parts == 1)) and p.n % (p.columns(s) * blocks) == 0:
-            yield s
+    for (tokens, rows), blocks in itertools.product(TILES, CLUSTERS):
+        columns = rows // p.parts
+        if columns % BLOCK == 0 and p.n % (columns * blocks) == 0:
+            yield {"tokens": tokens, "rows": rows, "along_n": blocks}
 
 
 QUANTIZED_TILES = QuantizedTiles(

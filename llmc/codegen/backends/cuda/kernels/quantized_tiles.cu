@@ -5,7 +5,7 @@
 // The grid is as large as the GPU, and a block computes one tile after another: ROWS columns of y for TOKENS tokens. One
 // thread of its first warpgroup (the producer) issues bulk copies of x, codes, scales and zero points into a ring of STAGES
 // buffers in shared memory, those of the next tile while the current one is written. Every other warpgroup (a consumer)
-// converts 64 rows of one part of w in registers, from which wgmma takes its left factor, and multiplies them by the
+// converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left factor, and multiplies them by the
 // tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
 // when every consumer warp has finished reading it. Sums are written by way of shared memory, STAGED tokens at a time.
 //
@@ -13,33 +13,34 @@
 // of every other step, each into the buffers of both, so a block may write to a buffer when the consumers of both have
 // read it.
 //
-// With TOKENS = 256, the last tiles may be halved into tiles of 128 tokens, if whole tiles would leave multiprocessors idle.
+// With WIDTH = TOKENS / 2, the last tiles may be halved into tiles of WIDTH tokens, if whole tiles would leave
+// multiprocessors idle.
 //
 // Constants: WARPGROUP, BLOCK, N, PARTS, K (a multiple of 128), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS
-// has one for each), TOKENS (128 or 256), ROWS (PARTS * ROWS is 128, or with 128 tokens 192), CHUNKS (1 or 2, of BLOCK
-// columns that a buffer has), STAGES, ALONG_N (1 or 2),
+// has one for each), TOKENS (a multiple of STAGED, at most 256), WIDTH (TOKENS or half of it; tokens of a copy), ROWS (PARTS
+// * ROWS is 128, 192 or 256), BLOCKS (1, or 2 with 256 rows), CHUNKS (1 or 2, of BLOCK columns that a buffer has), STAGES, STAGED, ALONG_N (1 or 2),
 // SHARING (tiles of tokens that are processed together, so that they share tiles of w in the L2 cache), and the types SCALE
 // (bf16 or f16) and OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS,
 // Loaded, load_others and epilogue.
 
-constexpr int CONSUMERS = PARTS * ROWS / BLOCK;  // consumer warpgroups
+constexpr int TALL = PARTS * ROWS / BLOCK, CONSUMERS = TALL / BLOCKS;  // blocks of 64 rows of w; consumer warpgroups
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP, WRITERS = CONSUMERS * WARPGROUP;
 constexpr int GIVEN = 40, TAKEN = CONSUMERS == 2 ? 232 : 152;  // registers of a thread of the producer and of a consumer
 constexpr int STEP = CHUNKS * BLOCK, STEPS = K / STEP;  // columns of a buffer; buffers of a tile
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // of a row in a step
-constexpr int WIDTH = 128, WIDTHS = TOKENS / WIDTH;  // tokens of a copy, and of a halved tile
+constexpr int WIDTHS = TOKENS / WIDTH;
 constexpr int COLUMNS = N / ROWS / ALONG_N;      // tiles of a cluster along the columns
 
-// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [CONSUMERS][CHUNKS][BLOCK * BLOCK / 2], scales
-// [CONSUMERS][SCALES][BLOCK], zero points [CONSUMERS][SCALES][BLOCK].
+// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TALL][CHUNKS][BLOCK * BLOCK / 2], scales [TALL][SCALES][BLOCK],
+// zero points [TALL][SCALES][BLOCK].
 constexpr int X_BYTES = TOKENS * STEP * 2, CODE_BYTES = STEP * BLOCK / 2, SCALE_BYTES = BLOCK * 2;
-constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + CONSUMERS * CODE_BYTES;
-constexpr int ZEROS_AT = SCALES_AT + CONSUMERS * SCALES * SCALE_BYTES;
-constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? CONSUMERS * SCALES * BLOCK : 0);
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + TALL * CODE_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + TALL * SCALES * SCALE_BYTES;
+constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? TALL * SCALES * BLOCK : 0);
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
 
 // Staged sums: [2][STAGED][SUMS_STRIDE], behind the buffers. A thread writes QUADS groups of four columns of y from them.
-constexpr int STAGED = 32, SUMS_STRIDE = PARTS * ROWS + 4;  // without bank conflicts
+constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // without bank conflicts
 constexpr int QUADS = STAGED * ROWS / 4 / WRITERS;
 static_assert(QUADS * WRITERS * 4 == STAGED * ROWS, "the threads have equal numbers of quads");
 
@@ -94,7 +95,7 @@ struct Codes {
 __device__ inline void copy_weights(const Ring& ring, const Codes& w, const Tile& tile, int step) {
   barrier_expect(ring.arrived(), USED_BYTES - (WIDTHS - tile.widths) * WIDTH * STEP * 2);
 #pragma unroll
-  for (int b = 0; b < CONSUMERS; b++) {
+  for (int b = 0; b < TALL; b++) {
     const int row = b / (ROWS / BLOCK) * N + tile.column + b % (ROWS / BLOCK) * BLOCK;
     const long long block = (long long)(row / BLOCK) * STEPS + step;  // of CHUNKS
     copy_bytes(ring.buffer() + CODES_AT + b * CODE_BYTES, w.codes + block * CODE_BYTES, CODE_BYTES, ring.arrived());
@@ -158,10 +159,10 @@ __device__ inline void release(unsigned empty) {
   }
 }
 
-// The products of a tile of W * WIDTH tokens by a consumer warpgroup, whose sums are 64 rows times the tokens.
-// Those of a chunk run while the codes of the next are converted; a buffer is released two chunks after its last one.
+// The products of a tile of W * WIDTH tokens by a consumer warpgroup; sums[b] is a block of 64 rows times the tokens.
+// Those of a block and chunk run while the codes of the next are converted; a buffer is released two chunks after its last.
 template <int W>
-__device__ inline void add_steps(float (&sums)[1][W * WIDTH / 2], Ring& ring, const unsigned char* memory, int consumer,
+__device__ inline void add_steps(float (&sums)[BLOCKS][W * WIDTH / 2], Ring& ring, const unsigned char* memory, int consumer,
                                  const Constants& constants) {
   unsigned a[2][4][4], previous[2] = {};
   clear(sums);
@@ -172,19 +173,19 @@ __device__ inline void add_steps(float (&sums)[1][W * WIDTH / 2], Ring& ring, co
     barrier_wait(at[0].arrived(), at[0].parity);  // NVCC would wait for all products if a branch were between two of them
     if (CHUNKS == 1) barrier_wait(at[1].arrived(), at[1].parity);
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      const int chunk = c % CHUNKS;
+    for (int u = 0; u < 2 * BLOCKS; u++) {
+      const int c = u / BLOCKS, b = u % BLOCKS, chunk = c % CHUNKS, block = consumer * BLOCKS + b;
       const unsigned char* const buffer = memory + at[c].offset();
       wait_products<1>();
-      if ((CHUNKS == 1 || c == 1) && i > 0) release(previous[c]);
-      const Weights from = {buffer + CODES_AT + consumer * CODE_BYTES, buffer + SCALES_AT + consumer * SCALES * SCALE_BYTES,
-                            buffer + ZEROS_AT + consumer * SCALES * BLOCK};
-      convert<true>(a[c], from, chunk, constants);
+      if (b == 0 && (CHUNKS == 1 || c == 1) && i > 0) release(previous[c]);
+      const Weights from = {buffer + CODES_AT + block * CODE_BYTES, buffer + SCALES_AT + block * SCALES * SCALE_BYTES,
+                            buffer + ZEROS_AT + block * SCALES * BLOCK};
+      convert<true>(a[u % 2], from, chunk, constants);
       pin(sums);
       begin_products();
 #pragma unroll
       for (int s = 0; s < 4; s++)
-        multiply(sums[0], a[c][s], (unsigned)matrix(at[c].buffer() + chunk * TOKENS * BLOCK * 2 + 32 * s), true);
+        multiply(sums[b], a[u % 2][s], (unsigned)matrix(at[c].buffer() + chunk * TOKENS * BLOCK * 2 + 32 * s), true);
       end_products();
       previous[c] = at[c].freed();
     }
@@ -200,7 +201,7 @@ __device__ inline void add_steps(float (&sums)[1][W * WIDTH / 2], Ring& ring, co
 // Writes y of the tokens from STAGED * PLACE on of a tile. Two places in turn have shared memory of their own, so that one
 // is written while the other is read.
 template <int PLACE, int count>
-__device__ inline void finish(const float (&sums)[count], float* staged, const Tile& tile, int consumer,
+__device__ inline void finish(const float (&sums)[BLOCKS][count], float* staged, const Tile& tile, int consumer,
                               int m OTHER_ARGUMENTS, OUT* y) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, token = tile.token + PLACE * STAGED;
   staged += PLACE % 2 * (STAGED * SUMS_STRIDE);
@@ -212,10 +213,12 @@ __device__ inline void finish(const float (&sums)[count], float* staged, const T
     for (int half = 0; half < 2; half++)
       if (t < m) load_others(loaded[i][half], t, c + 2 * half OTHERS);
   }
-  float* const to = staged + lane % 4 * 2 * SUMS_STRIDE + consumer * BLOCK + warp * 16 + lane / 4;
+  float* const to = staged + lane % 4 * 2 * SUMS_STRIDE + consumer * BLOCKS * BLOCK + warp * 16 + lane / 4;
 #pragma unroll
-  for (int i = 0; i < STAGED / 2; i++)  // 4 j + 2 half + pair
-    to[(i / 4 * 8 + i % 2) * SUMS_STRIDE + i / 2 % 2 * 8] = sums[PLACE * STAGED / 2 + i];
+  for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+    for (int i = 0; i < STAGED / 2; i++)  // 4 j + 2 half + pair
+      to[(i / 4 * 8 + i % 2) * SUMS_STRIDE + b * BLOCK + i / 2 % 2 * 8] = sums[b][PLACE * STAGED / 2 + i];
   asm volatile("bar.sync 1, %0;" ::"n"(WRITERS) : "memory");
 #pragma unroll
   for (int i = 0; i < QUADS; i++) {
@@ -230,23 +233,22 @@ __device__ inline void finish(const float (&sums)[count], float* staged, const T
   }
 }
 
+// The same from PLACE to the last one.
+template <int PLACE, int count>
+__device__ inline void finish_from(const float (&sums)[BLOCKS][count], float* staged, const Tile& tile, int consumer,
+                                   int m OTHER_ARGUMENTS, OUT* y) {
+  finish<PLACE>(sums, staged, tile, consumer, m OTHERS, y);
+  if constexpr ((PLACE + 1) * STAGED / 2 < count) finish_from<PLACE + 1>(sums, staged, tile, consumer, m OTHERS, y);
+}
+
 // A tile of W * WIDTH tokens by a consumer warpgroup.
 template <int W>
 __device__ inline void compute(Ring& ring, const unsigned char* memory, const Tile& tile, int consumer,
                                const Constants& constants, int m OTHER_ARGUMENTS, OUT* y) {
-  float sums[1][W * WIDTH / 2];
+  float sums[BLOCKS][W * WIDTH / 2];
   add_steps<W>(sums, ring, memory, consumer, constants);
   float* const staged = (float*)(memory + STAGES * STAGE_BYTES);
-  finish<0>(sums[0], staged, tile, consumer, m OTHERS, y);
-  finish<1>(sums[0], staged, tile, consumer, m OTHERS, y);
-  finish<2>(sums[0], staged, tile, consumer, m OTHERS, y);
-  finish<3>(sums[0], staged, tile, consumer, m OTHERS, y);
-  if constexpr (W > 1) {
-    finish<4>(sums[0], staged, tile, consumer, m OTHERS, y);
-    finish<5>(sums[0], staged, tile, consumer, m OTHERS, y);
-    finish<6>(sums[0], staged, tile, consumer, m OTHERS, y);
-    finish<7>(sums[0], staged, tile, consumer, m OTHERS, y);
-  }
+  finish_from<0>(sums, staged, tile, consumer, m OTHERS, y);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
