@@ -114,8 +114,8 @@ SLICED = (
     (16, 6144, 512, 1, 512, False, "a0", "bf16"),
 )
 
-# The same of many tokens: few that fill less than a tile, tiles that are halved, last tokens that fill half a tile, more
-# tiles than multiprocessors, odd numbers of tiles for pairs, several scales in a step, and one for several steps.
+# The same of many tokens: fewer than a tile has, tiles that are halved, last tokens that fill half a tile, more tiles
+# than multiprocessors, odd numbers of tiles for pairs, several scales in a step, and one for several steps.
 MANY = (
     (100, 128, 128, 1, 128, False, "a0", "bf16"),
     (300, 384, 512, 1, 128, True, "add(a1, a0)", "bf16"),

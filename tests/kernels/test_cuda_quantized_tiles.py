@@ -34,7 +34,9 @@ def product(n: int = 4096, k: int = 4096, parts: int = 1, group: int = 128, toke
     attrs = f'block=[1, {group}], parts={parts}, zero_point=8, body="{body}"'
     text = f"""
 sym T in [1, 8192]
-graph @main(%x: bf16[{tokens}, {k}], %w: weight u8[{rows}, {k // 2}], %s: weight bf16[{k // group}, {rows}]{residual}) {{
+graph @main(
+  %x: bf16[{tokens}, {k}], %w: weight u8[{rows}, {k // 2}], %s: weight bf16[{k // group}, {rows}]{residual}
+) {{
   %y = packed_fragments_linear(%x, %w, %s{", %r" * bool(residual)}) {{{attrs}}} : bf16[{tokens}, {n}]
   return %y
 }}

@@ -1,4 +1,4 @@
-"""The binding of `kernels/quantized_tiles.cu`: products of many tokens and weights of 4 bits on Hopper's tensor cores."""
+"""The binding of `kernels/quantized_tiles.cu`: many tokens times weights of 4 bits on Hopper's tensor cores."""
 
 from __future__ import annotations
 
@@ -87,9 +87,10 @@ class QuantizedTiles(FragmentKernel):
             return why
         p = TiledProduct.of(node)
         if BLOCK % p.group and p.group % (2 * BLOCK):
-            return f"{p.group} columns that share a scale; divisors of {BLOCK} and multiples of {2 * BLOCK} are supported"
+            return f"{p.group} columns that share a scale; divisors of {BLOCK}, multiples of {2 * BLOCK} are supported"
         if p.k % (2 * BLOCK) or not list(_schedules(p)):
-            return f"{p.parts} parts of {p.n} x {p.k}; multiples of {FEWEST_ROWS // p.parts} x {2 * BLOCK} are supported"
+            multiples = f"{FEWEST_ROWS // p.parts} x {2 * BLOCK}"
+            return f"{p.parts} parts of {p.n} x {p.k}; multiples of {multiples} are supported"
         if p.m.const and p.m.const < FEWEST_TOKENS:
             return f"{p.m.const} tokens; at least {FEWEST_TOKENS} are supported"
         return None
@@ -115,9 +116,9 @@ class QuantizedTiles(FragmentKernel):
             threads=(s["rows"] // BLOCK // p.blocks(s) + 1) * WARPGROUP,
             constants={
                 "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
-                "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "WIDTH": p.width(s), "STAGED": p.staged(s), "ROWS": p.columns(s), "BLOCKS": p.blocks(s), "CHUNKS": p.chunks(s), "STAGES": stages,
-                "ALONG_N": blocks, "SHARING": TOGETHER // s["tokens"], "SCALE": p.scale,
-                "OUT": CTYPES[node.result.type.dtype],
+                "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "WIDTH": p.width(s), "STAGED": p.staged(s),
+                "ROWS": p.columns(s), "BLOCKS": p.blocks(s), "CHUNKS": p.chunks(s), "STAGES": stages, "ALONG_N": blocks,
+                "SHARING": TOGETHER // s["tokens"], "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=stages * p.stage(s) + p.sum_bytes(s) + ALIGN,
             sizes=(p.m,),

@@ -1,45 +1,47 @@
 // y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) in bf16 with f32 sums, for many tokens on Hopper
-// (sm_90a). w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP
-// columns of a row.
+// (sm_90a). w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each
+// GROUP columns of a row.
 //
-// The grid is as large as the GPU, and a block computes one tile after another: ROWS columns of y for TOKENS tokens. One
-// thread of its first warpgroup (the producer) issues bulk copies of x, codes, scales and zero points into a ring of STAGES
-// buffers in shared memory, those of the next tile while the current one is written. Every other warpgroup (a consumer)
-// converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left factor, and multiplies them by the
-// tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
-// when every consumer warp has finished reading it. Sums are written by way of shared memory, STAGED tokens at a time.
+// The grid is as large as the GPU, and a block computes one tile after another: ROWS columns of y for TOKENS tokens.
+// One thread of its first warpgroup (the producer) issues bulk copies of x, codes, scales and zero points into a ring
+// of STAGES buffers in shared memory, those of the next tile while the current one is written. Every other warpgroup (a
+// consumer) converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left factor, and multiplies
+// them by the tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have
+// arrived, `empty` when every consumer warp has finished reading it. Sums are written by way of shared memory, STAGED
+// tokens at a time.
 //
-// ALONG_N = 2: the blocks of a cluster compute tiles of the same tokens and neighbouring columns of y. They copy the tokens
-// of every other step, each into the buffers of both, so a block may write to a buffer when the consumers of both have
-// read it.
+// ALONG_N = 2: the blocks of a cluster compute tiles of the same tokens and neighbouring columns of y. They copy the
+// tokens of every other step, each into the buffers of both, so a block may write to a buffer when the consumers of
+// both have read it.
 //
 // With WIDTH = TOKENS / 2, the last tiles may be halved into tiles of WIDTH tokens, if whole tiles would leave
 // multiprocessors idle.
 //
-// Constants: WARPGROUP, BLOCK, N, PARTS, K (a multiple of 128), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS
-// has one for each), TOKENS (a multiple of STAGED, at most 256), WIDTH (TOKENS or half of it; tokens of a copy), ROWS (PARTS
-// * ROWS is 128, 192 or 256), BLOCKS (1, or 2 with 256 rows), CHUNKS (1 or 2, of BLOCK columns that a buffer has), STAGES, STAGED, ALONG_N (1 or 2),
-// SHARING (tiles of tokens that are processed together, so that they share tiles of w in the L2 cache), and the types SCALE
-// (bf16 or f16) and OUT. The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS,
-// Loaded, load_others and epilogue.
+// Constants: WARPGROUP, BLOCK, N, PARTS, K (a multiple of 128), GROUP, ZERO_POINT (of all groups, or -1: the pointer
+// ZEROS has one for each), TOKENS (a multiple of STAGED, at most 256), WIDTH (TOKENS or half of it; tokens of a copy),
+// ROWS (PARTS * ROWS is 128, 192 or 256), BLOCKS (1, or 2 with 256 rows), CHUNKS (1 or 2, of BLOCK columns that a
+// buffer has), STAGES, STAGED, ALONG_N (1 or 2), SHARING (tiles of tokens that are processed together, so that they
+// share tiles of w in the L2 cache), and the types SCALE (bf16 or f16) and OUT. The generated text before this file
+// defines `multiply` for TOKENS and WIDTH columns, OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded,
+// load_others and epilogue.
 
 constexpr int TALL = PARTS * ROWS / BLOCK, CONSUMERS = TALL / BLOCKS;  // blocks of 64 rows of w; consumer warpgroups
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP, WRITERS = CONSUMERS * WARPGROUP;
-constexpr int GIVEN = 40, TAKEN = CONSUMERS == 2 ? 232 : 152;  // registers of a thread of the producer and of a consumer
+constexpr int GIVEN = 40, TAKEN = CONSUMERS == 2 ? 232 : 152;  // registers of a producer's and of a consumer's thread
 constexpr int STEP = CHUNKS * BLOCK, STEPS = K / STEP;  // columns of a buffer; buffers of a tile
 constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // of a row in a step
 constexpr int WIDTHS = TOKENS / WIDTH;
 constexpr int COLUMNS = N / ROWS / ALONG_N;      // tiles of a cluster along the columns
 
-// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TALL][CHUNKS][BLOCK * BLOCK / 2], scales [TALL][SCALES][BLOCK],
-// zero points [TALL][SCALES][BLOCK].
+// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TALL][CHUNKS][BLOCK * BLOCK / 2], scales
+// [TALL][SCALES][BLOCK], zero points [TALL][SCALES][BLOCK].
 constexpr int X_BYTES = TOKENS * STEP * 2, CODE_BYTES = STEP * BLOCK / 2, SCALE_BYTES = BLOCK * 2;
 constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + TALL * CODE_BYTES;
 constexpr int ZEROS_AT = SCALES_AT + TALL * SCALES * SCALE_BYTES;
 constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? TALL * SCALES * BLOCK : 0);
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
 
-// Staged sums: [2][STAGED][SUMS_STRIDE], behind the buffers. A thread writes QUADS groups of four columns of y from them.
+// Staged sums: [2][STAGED][SUMS_STRIDE], behind the buffers. A thread writes QUADS groups of four columns of one.
 constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // without bank conflicts
 constexpr int QUADS = STAGED * ROWS / 4 / WRITERS;
 static_assert(QUADS * WRITERS * 4 == STAGED * ROWS, "the threads have equal numbers of quads");
@@ -160,17 +162,18 @@ __device__ inline void release(unsigned empty) {
 }
 
 // The products of a tile of W * WIDTH tokens by a consumer warpgroup; sums[b] is a block of 64 rows times the tokens.
-// Those of a block and chunk run while the codes of the next are converted; a buffer is released two chunks after its last.
+// Those of a block and chunk run while the codes of the next are converted; a buffer is released two chunks later.
 template <int W>
-__device__ inline void add_steps(float (&sums)[BLOCKS][W * WIDTH / 2], Ring& ring, const unsigned char* memory, int consumer,
-                                 const Constants& constants) {
+__device__ inline void add_steps(float (&sums)[BLOCKS][W * WIDTH / 2], Ring& ring, const unsigned char* memory,
+                                 int consumer, const Constants& constants) {
   unsigned a[2][4][4], previous[2] = {};
   clear(sums);
 #pragma unroll 1
   for (int i = 0; i < STEPS * CHUNKS; i += 2) {
     Ring at[2] = {ring, ring};  // of both chunks
     if (CHUNKS == 1) at[1].advance();
-    barrier_wait(at[0].arrived(), at[0].parity);  // NVCC would wait for all products if a branch were between two of them
+    // Before both: NVCC would wait for all products if a branch were between them.
+    barrier_wait(at[0].arrived(), at[0].parity);
     if (CHUNKS == 1) barrier_wait(at[1].arrived(), at[1].parity);
 #pragma unroll
     for (int u = 0; u < 2 * BLOCKS; u++) {
@@ -198,8 +201,8 @@ __device__ inline void add_steps(float (&sums)[BLOCKS][W * WIDTH / 2], Ring& rin
   release(previous[1]);
 }
 
-// Writes y of the tokens from STAGED * PLACE on of a tile. Two places in turn have shared memory of their own, so that one
-// is written while the other is read.
+// Writes y of STAGED tokens of a tile, from STAGED * PLACE on. Two places in turn have shared memory of their own, so
+// that one is written while the other is read.
 template <int PLACE, int count>
 __device__ inline void finish(const float (&sums)[BLOCKS][count], float* staged, const Tile& tile, int consumer,
                               int m OTHER_ARGUMENTS, OUT* y) {
@@ -208,7 +211,8 @@ __device__ inline void finish(const float (&sums)[BLOCKS][count], float* staged,
   Loaded loaded[QUADS][2];
 #pragma unroll
   for (int i = 0; i < QUADS; i++) {
-    const int at = i * WRITERS + threadIdx.x - WARPGROUP, t = token + at / (ROWS / 4), c = tile.column + at % (ROWS / 4) * 4;
+    const int at = i * WRITERS + threadIdx.x - WARPGROUP, t = token + at / (ROWS / 4);
+    const int c = tile.column + at % (ROWS / 4) * 4;
 #pragma unroll
     for (int half = 0; half < 2; half++)
       if (t < m) load_others(loaded[i][half], t, c + 2 * half OTHERS);
@@ -256,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                          OTHER_PARAMETERS OUT* y, int m) {
   extern __shared__ unsigned char dynamic_memory[];
   __shared__ unsigned long long barriers[2 * STAGES];
-  const unsigned buffers = (shared_address(dynamic_memory) + 1023) & ~1023u;  // a swizzled box begins at such a multiple
+  const unsigned buffers = (shared_address(dynamic_memory) + 1023) & ~1023u;  // swizzled boxes begin at multiples
   const unsigned char* const memory = dynamic_memory + (buffers - shared_address(dynamic_memory));
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
   init_ring(full, empty, STAGES, ALONG_N * WRITERS / 32);
