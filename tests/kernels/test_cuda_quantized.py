@@ -98,7 +98,7 @@ def test_entry_points_share_the_layout_that_suits_them_together() -> None:
     ]
     m = packed(Select(), *large, (" : bf16[1, 128]", " : bf16[1, 14336]"))
     chosen = {name: the_product(g).choice["kernel"] for name, g in m.graphs.items()}
-    assert chosen == {"main": "cuda/quantized_wgmma", "one": "cuda/skinny_fixed"}
+    assert chosen == {"main": "cuda/quantized_tiles", "one": "cuda/skinny_fixed"}
     for g in m.graphs.values():
         assert [n.op.name for n in g.nodes] == ["pack_fragments", "transpose", "transpose", "packed_fragments_linear"]
     small = packed(Select())
