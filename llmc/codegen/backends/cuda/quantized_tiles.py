@@ -34,7 +34,7 @@ CLUSTERS = (1, 2)  # blocks of a cluster, which share tokens
 TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
 MOST_STAGES, PADDING = 8, 4  # buffers; floats after the sums of a token
 FEWEST_TOKENS = 129  # of a product
-# Fitted to 600 measurements on an H200 (bursts of 2 ms): the share of the peak that instructions reach; in microseconds,
+# Fitted to 600 measurements on an H200 (bursts of 2 ms): the share of the peak that instructions reach; in us,
 # the end of a tile, a launch, and a cluster; a round of halved tiles, relative to one of whole tiles.
 _SHARE, _TILE_US, _START_US, _CLUSTER_US, _HALF = 1.0, 1.5, 5.0, 1.0, 0.85
 
