@@ -237,6 +237,19 @@ class DraftCount:
         more_drafting = self.drafting.seconds(rows, proposed) - self.drafting.seconds(rows, verified)
         return (with_verified + more_drafting) / plain
 
+    def gross_duration(self, rows: int, verified: float, proposed: float, seconds: float | None, fills: bool) -> float:
+        """Return the duration of a step that took `seconds`, relative to one without drafts; 1 if that is unknown.
+
+        seconds: None if it had a prompt, too: the expected duration is returned. fills: it computed KV that a draft
+        model lacked. Otherwise an outlier counts as far as it is _MAX_DEVIATION from the expected duration, as for the
+        running means.
+        """
+        plain, expected = self.costs.seconds(rows, 0), self.relative_duration(rows, verified, proposed)
+        if not plain or seconds is None:
+            return expected
+        steps = seconds / plain
+        return steps if fills else max((1 - _MAX_DEVIATION) * expected, min((1 + _MAX_DEVIATION) * expected, steps))
+
     def cost_of_entries(self, rows: int) -> float:
         """Return the time in which a head computes its entries, relative to a step without; 0 if it is unknown."""
         plain = self.costs.seconds(rows, 0)

@@ -1,8 +1,11 @@
 """What drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
 
-The unit is the duration of a step that decodes one row without drafts. A step with drafts gains its tokens less its
-duration. Trials are paid from a credit, to which every plan adds _TRIAL_SHARE: drafts thus cost at most this share of
-the decoding time, and the initial credit once. Gains add to it up to its maximum.
+The unit is the duration of a step that decodes without drafts. A step that drafts or verifies drafts gains its tokens
+less its measured duration; a step without drafts loses what it took longer, if its plan was not idle or if a head
+computed its entries in it. Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as
+well, up to a maximum. While the credit does not suffice, nothing is drafted: drafting in vain costs at most
+_TRIAL_SHARE of the time of plain decoding, and once the initial credit. Drafts that prompt lookup finds for a head are
+paid from a second credit by the same rule.
 """
 
 from __future__ import annotations
@@ -33,14 +36,15 @@ def kind_of(request: Request) -> int:
 class Trials:
     """What is known of requests of one kind, over all of them.
 
-    trials, accepted: drafts verified lately, and accepted. wait: plans from the last trial to the next. credit: see
-    above. chances: how often drafts are accepted by their probabilities.
+    trials, accepted: drafts verified lately, and accepted. wait: plans from the last trial to the next. credit,
+    lookup_credit: see above. chances: how often drafts are accepted by their probabilities.
     """
 
     wait: int
     trials: float = 0.0
     accepted: float = 0.0
     credit: float = _INITIAL_CREDIT
+    lookup_credit: float = _INITIAL_CREDIT
     chances: Chances = field(default_factory=Chances)
     _earned_until: int = 0  # the plan up to which plans were added to the credit
 
@@ -54,9 +58,10 @@ class Trials:
         self.trials, self.accepted = _MEMORY * self.trials + trials, _MEMORY * self.accepted + accepted
 
     def earn(self, plan: int) -> None:
-        """Add to the credit what the plans up to this one, after the last call, are worth."""
-        self.credit = min(_MAX_CREDIT, self.credit + _TRIAL_SHARE * (plan - self._earned_until))
-        self._earned_until = plan
+        """Add to the credits what the plans up to this one, after the last call, are worth."""
+        earned, self._earned_until = _TRIAL_SHARE * (plan - self._earned_until), plan
+        self.credit = min(_MAX_CREDIT, self.credit + earned)
+        self.lookup_credit = min(_MAX_CREDIT, self.lookup_credit + earned)
 
     def wait_for_credit(self, plan: int, more: float = 0.0) -> int:
         """Return after how many plans a trial can be paid, at plan number `plan`; 0 if it can be now.
@@ -66,13 +71,16 @@ class Trials:
         self.earn(plan)
         return max(0, ceil((_TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
 
-    def spend(self, steps: float) -> None:
-        """Record that drafting has cost as long as `steps` steps without drafts, and gave nothing."""
-        self.credit -= steps
+    def record_step(self, tokens: float, steps: float, looked_up: bool = False) -> None:
+        """Record a step that gave `tokens` tokens a row and took as long as `steps` steps without drafts.
 
-    def record_step(self, tokens: float, steps: float) -> None:
-        """Record a step with drafts that gave `tokens` tokens and took as long as `steps` steps without."""
-        self.credit = min(_MAX_CREDIT, self.credit + max(-_MAX_LOSS, tokens - steps))
+        looked_up: it verified drafts that prompt lookup had found for a head.
+        """
+        gain = max(-_MAX_LOSS, tokens - steps)
+        if looked_up:
+            self.lookup_credit = min(_MAX_CREDIT, self.lookup_credit + gain)
+        else:
+            self.credit = min(_MAX_CREDIT, self.credit + gain)
 
     def begin(self, plan: int) -> None:
         """Begin to count plans: a request of this kind runs alone from this plan on."""

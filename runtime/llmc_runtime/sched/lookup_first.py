@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from llmc_runtime.sched.draft_costs import expected_tokens
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
-from llmc_runtime.sched.draft_trials import kind_of
+from llmc_runtime.sched.draft_trials import Trials, kind_of
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import StepOutput
 
 _MEMORY = 0.9  # weight of a request's past acceptance at each verification
 _KIND_MEMORY = 0.98  # the same for all requests of a kind
@@ -60,6 +61,20 @@ class LookupFirst:
             self._wait = min(2 * self._wait, _LAST_WAIT)
             count, self._next_probe = max(count, 1), plan + self._wait
         return count
+
+    def take_found(
+        self, requests: Sequence[Request], output: StepOutput, trials: Trials | None, costs: Sequence[float], plan: int
+    ) -> None:
+        """Take what a step of these requests has found.
+
+        trials: of the kind of the only request, whose credit pays for the drafts; None: there are several requests,
+        for which no drafts are taken. costs: see worth_verifying.
+        """
+        if trials is not None and any(output.proposed):
+            trials.earn(plan)
+        affordable = trials is not None and trials.lookup_credit >= 0
+        for index, (request, found) in enumerate(zip(requests, output.proposed)):
+            self.take(request, found if affordable and index not in output.likely else 0, costs, plan)
 
     def take(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> None:
         """Take the drafts that prompt lookup has found for a request whose head has not drafted after it, if any."""

@@ -17,10 +17,10 @@ from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 
 PROBE_PERIOD = 64  # while drafting does not pay, one plan in so many verifies drafts of some rows to learn their rate
-MODEL_PROBE_PERIOD = 512  # the same for a draft model, which must first compute the KV that it lacks; one row at a time
+MODEL_PROBE_PERIOD = 512  # the same for a head, for all rows, or a draft model, for one row, as it lacks KV
 HEAD_FIRST_WAIT, HEAD_LAST_WAIT = 4, 128  # the same for the only row of a head: at first, and at most; doubles
 MODEL_FIRST_WAIT = 32  # the same for the only row of a draft model: at first
-ROWS_PER_PROBE = 16  # one row in so many is probed, other rows each time
+ROWS_PER_PROBE = 16  # one row in so many is probed otherwise, other rows each time
 WARM_UP_PLANS = 8  # plans before a probe in which a head computes its entries, without which it drafts worse
 HOST_TRIES = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
@@ -32,6 +32,7 @@ _CHOICE_PERIOD = 16  # plans after which the number of drafts is chosen anew
 _MEASURING_PERIOD = 4096  # plans after which costs are measured again
 _PLAIN_PERIOD = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE_PERIOD = 16  # the same if nothing is to be decided
+_LONGEST_IDLE = 64  # plans of several rows after which the number of drafts is chosen anew although nothing was learned
 _PRIOR_WEIGHT = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
@@ -41,7 +42,7 @@ class Speculation:
     def __init__(self, config: SpeculationConfig) -> None:
         self.config, self.draft_count = config, DraftCount(config.num_tokens, config.max_rows > 0)
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
-        self._choice = Choice(0)
+        self._choice, self._refreshes, self._next_choice = Choice(0), False, 0  # the plan at which it is chosen anew
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
         self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
@@ -59,24 +60,27 @@ class Speculation:
         if config.head:
             self._first_wait, self._last_wait = HEAD_FIRST_WAIT, HEAD_LAST_WAIT
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait)
-        self._batch_trials = Trials(0)  # what drafting has gained and cost where the number is chosen for all rows
+        self._batch_trials = Trials(MODEL_PROBE_PERIOD)  # where the number of drafts is chosen for all rows
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
         self._probe_plan = 0  # the plan of the next probe of a draft model
+        self._promising = False  # the last step has verified drafts and was faster than one without
         self._warm_plans = 0  # consecutive plans, this one included, in which a head only warms up for a probe
-        self._idle_until = 0  # the plan before which nothing is to be decided for the single row, which does not draft
+        self._idle_until = 0  # the plan before which nothing is to be decided for these rows, which do not draft
+        self._last_id = ""  # of the last row's request
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
 
     def begin_idle(self, running: Sequence[Request]) -> bool:
         """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
 
-        Nothing is if prompt lookup has found no drafts, or if the single row waits for its next trial of a model's.
+        Nothing is if prompt lookup has found no drafts, or if the rows wait for the next trial of a model's.
         """
         plan = self.plans + 1
         if self._looks_up:
             self._idle = not self._found
         else:
-            self._idle = plan < self._idle_until and len(running) == 1 and running[0].id == self._single_id
+            same = plan < self._idle_until and len(running) == self._rows
+            self._idle = same and running[-1].id == self._last_id
         if self._idle:
             self.plans, self._warm_plans = plan, 0
         return self._idle
@@ -87,8 +91,10 @@ class Speculation:
         self._alone = len(running) == 1
         self._measure_again_in_time(len(running))
         self._probes = self._idle_until = 0
-        if self.plans % _CHOICE_PERIOD == 0 or len(running) != self._rows:
+        self._refreshes = self.plans >= self._next_choice or len(running) != self._rows
+        if self._refreshes:
             self._draft_cost, self._verification_costs = 0.0, []
+            self._next_choice = self.plans + _CHOICE_PERIOD
         if self._looks_up:
             self._idle = not any(request.num_drafts for request in running)
             if self._idle:
@@ -97,6 +103,7 @@ class Speculation:
             self._choose_single(running[0], room)
         else:
             self._choose_for_all(running, room)
+        self._last_id = running[-1].id if running else ""
 
     def _measure_again_in_time(self, rows: int) -> None:
         """Let the costs of steps be measured again, every _MEASURING_PERIOD plans."""
@@ -107,7 +114,7 @@ class Speculation:
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
         """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
         rows, trials = len(running), self._batch_trials
-        if rows and (self._choice.measures or rows != self._rows or self.plans % _CHOICE_PERIOD == 0):
+        if rows and (self._choice.measures or self._refreshes or running[-1].id != self._last_id):
             if self._rows == 1 and self._has_model:
                 trials.begin(self.plans)
             self._rows = rows
@@ -115,19 +122,16 @@ class Speculation:
             self._choice = self.draft_count.choose(rates, room, may_measure=affordable)
         if trials.credit < 0:
             self._choice = Choice(0)
-        if self._choice.max_drafts:
-            if not self._choice.measures:
-                self._next_probe(MODEL_PROBE_PERIOD)
-        elif self._has_model:
-            if self.plans >= self._probe_plan:
-                self._probes = 1
-                self._next_probe(MODEL_PROBE_PERIOD)
-        elif self.plans % PROBE_PERIOD < (HOST_TRIES if self.config.host else 1):
+        if self._has_model and rows:
+            if self._choice.max_drafts or self._choice.measures:
+                self._warm_plans = 0
+                if not self._choice.measures:
+                    self._probe_plan = self.plans + MODEL_PROBE_PERIOD
+            else:
+                self._wait_or_probe(trials)
+                self._idle_until = min(self._idle_until, self.plans + _LONGEST_IDLE)
+        elif not self._choice.max_drafts and self.plans % PROBE_PERIOD < (HOST_TRIES if self.config.host else 1):
             self._probes = max(1, rows // ROWS_PER_PROBE)
-
-    def _next_probe(self, wait: int) -> None:
-        """Let this many plans pass before the next probe of a draft model."""
-        self._probe_plan = self.plans + wait
 
     def _choose_single(self, request: Request, room: int) -> None:
         """Choose the number of drafts of a draft model's only row, or whether to try them."""
@@ -146,50 +150,57 @@ class Speculation:
         if self._choice.max_drafts or self._choice.measures:
             self._warm_plans = 0
         else:
-            self._wait_or_probe()
+            self._wait_or_probe(self._single_trials)
 
-    def _wait_or_probe(self) -> None:
-        """Probe the single row, whose drafts do not pay, or let it wait for that.
+    def _wait_or_probe(self, trials: Trials) -> None:
+        """Probe the rows, whose drafts do not pay, or let them wait for that.
 
-        A probe is paid from the credit of its kind, and so are the plans in which a head warms up for it.
+        A probe is paid from the credit of `trials`, and so are the plans in which a head warms up for it. One whose
+        drafts gained more tokens than they cost is followed by another one at once.
         """
-        trials, warm_up, cost = self._single_trials, 0, 0.0
+        warm_up, cost = 0, 0.0
         if self.config.head:
-            warm_up, cost = WARM_UP_PLANS, self.draft_count.cost_of_entries(1)
-        if not self._warm_plans and self.plans >= self._probe_plan - warm_up:
+            warm_up, cost = WARM_UP_PLANS, self.draft_count.cost_of_entries(self._rows)
+        promising, self._promising = self._promising, False
+        if promising:
+            self._probe_plan = self.plans
+        elif not self._warm_plans and self.plans >= self._probe_plan - warm_up:
             if missing := trials.wait_for_credit(self.plans, warm_up * cost):
-                self._next_probe(missing + warm_up)
+                self._probe_plan = self.plans + max(missing, _CHOICE_PERIOD) + warm_up
         if self.plans >= self._probe_plan:
-            self._probes, self._warm_plans = 1, 0
-            self._wait_for_probe(min(2 * trials.wait, self._last_wait))
+            self._probes, self._warm_plans = self._rows if self.config.head else 1, 0
+            if not promising:
+                trials.wait = min(2 * trials.wait, self._last_wait if self._rows == 1 else MODEL_PROBE_PERIOD)
+            self._probe_plan = self.plans + trials.wait
             return
         self._idle_until = self._probe_plan - warm_up
-        if self.plans >= self._idle_until:
-            self._warm_plans += 1
-            trials.spend(cost)
+        self._warm_plans += self.plans >= self._idle_until
 
     def _wait_for_probe(self, wait: int) -> None:
-        self._single_trials.wait = wait
-        self._next_probe(wait)
+        """Let this many plans pass before the next probe of the single row."""
+        self._single_trials.wait, self._probe_plan = wait, self.plans + wait
 
     def _choose_rate(self, request: Request, room: int) -> None:
-        """Choose the number of drafts of the only row: with a head in every plan, as its acceptance changes fast."""
-        trials, refreshes = request.draft_trials, self.plans % _CHOICE_PERIOD == 0
-        if (trials is self._known_trials or not self.config.head) and not refreshes and not self._choice.measures:
+        """Choose the number of drafts of the only row: with a head in every plan, as its acceptance changes fast; with
+        a draft model in every plan while it does not draft.
+        """
+        trials, choice = request.draft_trials, self._choice
+        settled = trials is self._known_trials or (choice.max_drafts > 0 and not self.config.head)
+        if settled and not self._refreshes and not choice.measures:
             return  # nothing was learned since the last plan
         self._known_trials = trials
         if self._single_trials.credit < 0 and self._single_trials.wait_for_credit(self.plans):
             self._choice = Choice(0)
             return
-        if refreshes:
+        if self._refreshes:
             self._choice_by_rate.clear()
         rate = round(self._rate(request), 2)
-        choice = self._choice_by_rate.get(rate)
-        if choice is None:
-            choice = self.draft_count.choose([rate], room, MIN_SINGLE_GAIN)
-            if not choice.measures:
-                self._choice_by_rate[rate] = choice
-        self._choice = choice
+        known = self._choice_by_rate.get(rate)
+        if known is None:
+            known = self.draft_count.choose([rate], room, MIN_SINGLE_GAIN)
+            if not known.measures:
+                self._choice_by_rate[rate] = known
+        self._choice = known
 
     @property
     def wants(self) -> bool:
@@ -203,8 +214,9 @@ class Speculation:
 
     def plain(self, work: Sequence[Work]) -> bool:
         """Whether the draft model does nothing after the step planned now, and a head's entries are hardly of use."""
+        decides = not self._idle
         for item in work:
-            if item.propose or item.num_tokens > 1 or item.fill:
+            if item.num_tokens > 1 or (decides and (item.propose or item.fill)):
                 return False
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
 
@@ -216,7 +228,7 @@ class Speculation:
     def prefers_lookup(self, request: Request) -> bool:
         """Whether the head makes no drafts for a request if prompt lookup finds some."""
         lookup = self._lookup
-        if lookup is None or not self._alone or self._choice.measures:
+        if lookup is None or not self._alone or self._choice.measures or self._single_trials.lookup_credit < 0:
             return False
         if lookup.probes(self.plans):
             return True
@@ -293,16 +305,12 @@ class Speculation:
         """Return the number of drafts that pays for a request, up to `room`."""
         if self._choice.max_drafts:
             return min(room, self._choice.drafts(self._rate(request)))
-        if not self._probes or self.plans - request.last_probe < self._plans_between_probes:
+        least = 0 if self.config.head else PROBE_PERIOD * min(ROWS_PER_PROBE, self._rows)
+        if not self._probes or self.plans - request.last_probe < least:
             return 0
         self._probes -= 1
         request.last_probe = self.plans
         return min(room, 1)
-
-    @property
-    def _plans_between_probes(self) -> int:
-        """The minimum number of plans between two probes of a row."""
-        return 0 if self.config.head and self._rows == 1 else PROBE_PERIOD * min(ROWS_PER_PROBE, self._rows)
 
     def _rate(self, request: Request) -> float:
         """The estimated probability that a draft of the request is accepted."""
@@ -315,12 +323,12 @@ class Speculation:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         if self._looks_up:
             self._take_proposed(requests, output.proposed)
-        unmeasured = self._idle and self.plans % _IDLE_PERIOD and not output.accepted
-        if unmeasured and not self._drafted(work, requests, output):
-            return
+        if self._idle and self.plans % _IDLE_PERIOD and not (output.accepted or output.likely):
+            if self._looks_up or not self._alone or not (requests[0].from_lookup or any(output.proposed)):
+                return
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
-        wait = _IDLE_PERIOD if self._idle else 1 if self._choice.measures else _PLAIN_PERIOD
+        wait = _IDLE_PERIOD if self._idle else 1 if self._choice.measures or self._has_model else _PLAIN_PERIOD
         if output.accepted or output.likely or self.plans % wait == 0:
             self._measure(work, requests, output, seconds)
         for index, tokens in output.accepted.items():
@@ -332,16 +340,8 @@ class Speculation:
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
         if self._lookup is not None:
-            for index, (request, found) in enumerate(zip(requests, output.proposed)):
-                count = found if self._alone and index not in output.likely else 0
-                self._lookup.take(request, count, self._costs(), self.plans)
-
-    def _drafted(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput) -> bool:
-        """Whether the draft model or head of a single row has worked, or prompt lookup before it has found drafts."""
-        if self._looks_up:
-            return False
-        item = work[0]
-        return item.propose > 0 or item.fill > 0 or requests[0].from_lookup or any(output.proposed)
+            trials = self._single_trials if self._alone else None
+            self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
     def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
         """Take how many drafts prompt lookup has found for each row."""
@@ -352,33 +352,32 @@ class Speculation:
                 self._found = True
 
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
-        """Record the duration of a step, unless it has a prompt."""
+        """Record the duration of a step, unless it has a prompt, and what the step has gained or lost."""
         verified = proposed = fill = 0
+        prompt = False
         for index, item in enumerate(work):
-            if item.num_tokens > 1 + item.drafts:
-                return
+            prompt = prompt or item.num_tokens > 1 + item.drafts
             verified += item.drafts
             proposed += len(output.likely.get(index, ())) if self.config.stops else item.propose
             fill += item.fill
-        rows = len(work)
-        if self._warm_plans and not (verified or proposed or fill):
-            self.draft_count.entries.record(rows, 0, seconds)
-            return
+        rows, drafts = len(work), bool(verified or proposed or fill)
         if not self._has_model:
-            self.draft_count.costs.record(rows, verified / rows, seconds)
             proposed = verified  # they cost nothing apart
-        elif not fill:
+            if not prompt:
+                self.draft_count.costs.record(rows, verified / rows, seconds)
+        elif self._warm_plans and not (drafts or prompt):
+            self.draft_count.entries.record(rows, 0, seconds)
+        elif not (fill or prompt):
             self.draft_count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if not (verified or proposed or fill):
+        if not drafts and (prompt or self._idle or not self._has_model):
             return
-        steps = self.draft_count.relative_duration(rows, verified / rows, proposed / rows)
-        if fill and (plain := self.draft_count.costs.seconds(rows, 0)):
-            steps = seconds / plain
+        measured = None if prompt else seconds
+        steps = self.draft_count.gross_duration(rows, verified / rows, proposed / rows, measured, fill > 0)
+        trials = self._single_trials if self._has_model and rows == 1 else self._batch_trials
         tokens = 1 + sum(map(len, output.accepted.values())) / rows
-        if rows > 1 or not self._has_model:
-            self._batch_trials.record_step(tokens, steps)
-        elif not (requests[0].verifies_lookup or self._choice.measures):
-            self._single_trials.record_step(tokens, steps)
+        looked_up = verified > 0 and requests[0].verifies_lookup
+        trials.record_step(tokens, steps, looked_up)
+        self._promising = verified > 0 and not looked_up and tokens > steps
 
     def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
         """Record which drafts were accepted, by the probabilities that the draft model gave them."""
