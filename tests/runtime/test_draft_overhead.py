@@ -26,7 +26,7 @@ SHORT, LONG = 64, 1500  # tokens of a request
 NOISE = 0.1  # a step takes up to this share longer
 # Durations relative to a step without drafts, as measured on a CPU: of verifying 0 to 4 drafts of each row, of a pass
 # of the head, what the first pass or verification after a pause takes longer, and of a head's entries in a step without
-# drafts; and of a plan that is not idle and has no prompt, by the number of rows.
+# drafts, with its plan; and of another plan that is not idle and has no prompt, by the number of rows.
 VERIFY, PASS, COLD, ENTRIES = (0.0, 0.4, 0.6, 0.75, 1.0), 0.2, 0.4, 0.1
 DECIDE = {1: 0.1, 8: 0.015, 32: 0.015}
 GPU_DRAFT = 0.05  # of verifying a draft, and of a pass of the head, on a GPU
@@ -82,7 +82,7 @@ class Device:
         accepted = {i: [(5, None)] * self.accepted(item.drafts) for i, item in enumerate(work) if item.drafts}
         more = self.cost(max(item.drafts for item in work), max(passes), ticket.plain)
         prompts = any(item.num_tokens > 1 + item.drafts for item in work)
-        if len(self.plans) > self.decided and not (prompts or self.gpu):
+        if len(self.plans) > self.decided and ticket.plain and not (prompts or self.gpu):
             more += DECIDE[self.rows]
         self.decided = len(self.plans)
         more += any(item.fill for item in work)  # as long as a step
@@ -131,14 +131,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_cost_of_drafting_in_vain(method: str, rows: int, length: int, plans: list[int]) -> None:
-    """No draft is ever accepted: of the first 3,000 steps, less than 1.75 % are lost, 2 % if drafts are also looked up.
-    That includes learning the costs.
+    """No draft is ever accepted: less than 2 % of the first 3,000 steps are lost, and 1 % with several rows, including
+    what it takes to learn the costs.
     """
     device = Device(METHODS[method], rows, 0.0, plans, 0.05 if method == "lookup and head" else 0.0)
     for number in range(2 * LONG // length):
         device.generate(str(number), length, 1.0)
     print(f"seed {SEED}: {device.lost:.1f} of {device.tokens} steps lost, {len(plans)} plans decided")
-    assert 0 < device.lost < (0.02 if METHODS[method].proposals else 0.0175) * device.tokens
+    assert 0 < device.lost < (0.02 if rows == 1 else 0.01) * device.tokens
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])

@@ -1,11 +1,11 @@
 """What drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
 
 The unit is the duration of a step that decodes without drafts. A step that drafts or verifies drafts gains its tokens
-less its measured duration; a step without drafts loses what it took longer, if its plan was not idle or if a head
-computed its entries in it. Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as
-well, up to a maximum. While the credit does not suffice, nothing is drafted: drafting in vain costs at most
-_TRIAL_SHARE of the time of plain decoding, and once the initial credit. Drafts that prompt lookup finds for a head are
-paid from a second credit by the same rule.
+less its measured duration; a step in which a head computes its entries before a trial loses what it takes longer.
+Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as well, up to a maximum. While
+the credit does not suffice, nothing is drafted: drafting in vain costs at most _TRIAL_SHARE of the time of plain
+decoding, and once the initial credit. Drafts that prompt lookup finds for a head are paid from a second credit by the
+same rule.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
 _TRIAL_SHARE = 0.005  # of the decoding time that trials may cost
-_INITIAL_CREDIT, _MAX_CREDIT = 6.0, 32.0
+_INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 8.0, 4.0, 32.0
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _TRIAL_COST = 1.0  # what a trial is expected to cost
 _MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted
+_MAX_MEASURING_LOSS = 1.0  # the same while costs are measured: first steps load programs and weights
 
 
 def kind_of(request: Request) -> int:
@@ -44,7 +45,7 @@ class Trials:
     trials: float = 0.0
     accepted: float = 0.0
     credit: float = _INITIAL_CREDIT
-    lookup_credit: float = _INITIAL_CREDIT
+    lookup_credit: float = _INITIAL_LOOKUP_CREDIT
     chances: Chances = field(default_factory=Chances)
     _earned_until: int = 0  # the plan up to which plans were added to the credit
 
@@ -71,12 +72,13 @@ class Trials:
         self.earn(plan)
         return max(0, ceil((_TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
 
-    def record_step(self, tokens: float, steps: float, looked_up: bool = False) -> None:
+    def record_step(self, tokens: float, steps: float, looked_up: bool, measures: bool) -> None:
         """Record a step that gave `tokens` tokens a row and took as long as `steps` steps without drafts.
 
-        looked_up: it verified drafts that prompt lookup had found for a head.
+        looked_up: it verified drafts that prompt lookup had found for a head. measures: its number of drafts was chosen
+        to measure what it costs.
         """
-        gain = max(-_MAX_LOSS, tokens - steps)
+        gain = max(-_MAX_MEASURING_LOSS if measures else -_MAX_LOSS, tokens - steps)
         if looked_up:
             self.lookup_credit = min(_MAX_CREDIT, self.lookup_credit + gain)
         else:

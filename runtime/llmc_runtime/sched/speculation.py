@@ -166,7 +166,7 @@ class Speculation:
             self._probe_plan = self.plans
         elif not self._warm_plans and self.plans >= self._probe_plan - warm_up:
             if missing := trials.wait_for_credit(self.plans, warm_up * cost):
-                self._probe_plan = self.plans + max(missing, _CHOICE_PERIOD) + warm_up
+                self._probe_plan = self.plans + max(missing, PROBE_PERIOD) + warm_up
         if self.plans >= self._probe_plan:
             self._probes, self._warm_plans = self._rows if self.config.head else 1, 0
             if not promising:
@@ -218,6 +218,8 @@ class Speculation:
         for item in work:
             if item.num_tokens > 1 or (decides and (item.propose or item.fill)):
                 return False
+        if self._choice.measures and not self._choice.max_drafts:
+            return True  # to measure steps without drafts as they are while nothing is drafted
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
 
     def proposals(self, request: Request) -> int:
@@ -367,16 +369,16 @@ class Speculation:
                 self.draft_count.costs.record(rows, verified / rows, seconds)
         elif self._warm_plans and not (drafts or prompt):
             self.draft_count.entries.record(rows, 0, seconds)
-        elif not (fill or prompt):
+        elif not (fill or prompt) and (drafts or self._idle or self._choice.measures):
             self.draft_count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if not drafts and (prompt or self._idle or not self._has_model):
+        if not drafts and (prompt or not self._warm_plans):
             return
         measured = None if prompt else seconds
         steps = self.draft_count.gross_duration(rows, verified / rows, proposed / rows, measured, fill > 0)
         trials = self._single_trials if self._has_model and rows == 1 else self._batch_trials
         tokens = 1 + sum(map(len, output.accepted.values())) / rows
         looked_up = verified > 0 and requests[0].verifies_lookup
-        trials.record_step(tokens, steps, looked_up)
+        trials.record_step(tokens, steps, looked_up, self._choice.measures)
         self._promising = verified > 0 and not looked_up and tokens > steps
 
     def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
