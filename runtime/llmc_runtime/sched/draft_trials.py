@@ -17,7 +17,7 @@ from math import ceil
 from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
-_TRIAL_SHARE = 0.005  # of the decoding time that trials may cost
+_TRIAL_SHARE = 0.003  # of the decoding time that trials may cost
 _INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 8.0, 4.0, 32.0
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _TRIAL_COST = 1.0  # what a trial is expected to cost
