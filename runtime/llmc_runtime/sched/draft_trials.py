@@ -4,8 +4,8 @@ The unit is the duration of a step that decodes without drafts. A step that draf
 less its measured duration; a step in which a head computes its entries before a trial loses what it takes longer.
 Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as well, up to a maximum. While
 the credit does not suffice, nothing is drafted: drafting in vain costs at most _TRIAL_SHARE of the time of plain
-decoding, and once the initial credit. Drafts that prompt lookup finds for a head are paid from a second credit by the
-same rule.
+decoding, and once the initial credit. Steps of a single row that measure costs are not charged, as they are few. Drafts
+that prompt lookup finds for a head are paid from a second credit by the same rule.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
 _TRIAL_SHARE = 0.003  # of the decoding time that trials may cost
-_INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 8.0, 4.0, 32.0
+_INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 6.0, 4.0, 32.0
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _TRIAL_COST = 1.0  # what a trial is expected to cost
 _MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted

@@ -378,7 +378,8 @@ class Speculation:
         trials = self._single_trials if self._has_model and rows == 1 else self._batch_trials
         tokens = 1 + sum(map(len, output.accepted.values())) / rows
         looked_up = verified > 0 and requests[0].verifies_lookup
-        trials.record_step(tokens, steps, looked_up, self._choice.measures)
+        if trials is self._batch_trials or looked_up or not self._choice.measures:  # a single row measures few steps
+            trials.record_step(tokens, steps, looked_up, self._choice.measures)
         self._promising = verified > 0 and not looked_up and tokens > steps
 
     def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
