@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import pytest
@@ -153,13 +154,20 @@ def test_drafts_that_pay_begin_at_once(gpu: bool, least: float, rows: int, plans
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_drafts_begin_when_a_text_becomes_predictable(rows: int, plans: list[int]) -> None:
-    """Within 1,500 tokens of a row, in short requests of the kind whose drafts were not accepted before."""
-    device = Device(LOOKUP_AND_HEAD, rows, 0.0, plans)
-    device.generate("before", LONG, 1.0)
-    device.rate = 0.9
-    for number in range(12):
-        device.generate(f"meanwhile {number}", 128, 1.0)
-    device.tokens = device.lost = 0.0
-    device.generate("then", 128, 1.0)
-    print(f"seed {SEED}: {device.speed():.3f}")
-    assert device.speed() > 1.15
+    """Within 1,500 tokens of a row, in short requests of the kind whose drafts were not accepted before.
+
+    At the median of five runs: in one of 200, drafts of a single row begin later.
+    """
+    speeds = []
+    for run in range(5):
+        device = Device(LOOKUP_AND_HEAD, rows, 0.0, plans)
+        device.draw = random.Random(f"{SEED} {rows} {run}")
+        device.generate("before", LONG, 1.0)
+        device.rate = 0.9
+        for number in range(12):
+            device.generate(f"meanwhile {number}", 128, 1.0)
+        device.tokens = device.lost = 0.0
+        device.generate("then", 128, 1.0)
+        speeds.append(device.speed())
+    print(f"seed {SEED}: {speeds}")
+    assert median(speeds) > 1.15
