@@ -253,6 +253,8 @@ __device__ inline void compute(Ring& ring, const unsigned char* memory, const Ti
   add_steps<W>(sums, ring, memory, consumer, constants);
   float* const staged = (float*)(memory + STAGES * STAGE_BYTES);
   finish_from<0>(sums, staged, tile, consumer, m OTHERS, y);
+  // If the number of places is odd, the first one of the next tile has the memory of this tile's last one.
+  if (W * WIDTH / STAGED % 2) asm volatile("bar.sync 1, %0;" ::"n"(WRITERS) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
