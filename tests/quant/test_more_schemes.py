@@ -189,7 +189,7 @@ def test_scales_of_mxfp4_of_torchao_that_are_nan(swizzled: bool, tmp_path: Path)
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("at", "value", "words"), [((1, 3, 0), 0.0, ("scale 0.0", "[1, 3]")), ((1, 3, 1), float("inf"), ("zero points",))]
+    ("at", "value", "words"), [((1, 3, 0), 0.0, ("scale 0.0", "[1, 3]")), ((1, 3, 1), float("inf"), ("inf", "[1, 3]"))]
 )
 def test_numbers_of_tensor_core_tiles(
     at: tuple[int, ...], value: float, words: tuple[str, ...], tmp_path: Path
