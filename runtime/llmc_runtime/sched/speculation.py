@@ -42,7 +42,8 @@ class Speculation:
     def __init__(self, config: SpeculationConfig) -> None:
         self.config, self.draft_count = config, DraftCount(config.num_tokens, config.max_rows > 0)
         self.plans = self._rows = 0  # plans so far, and running requests of the last one
-        self._choice, self._refreshes, self._next_choice = Choice(0), False, 0  # the plan at which it is chosen anew
+        self._choice, self._refreshes = Choice(0), False  # and whether this plan chooses anew
+        self._next_choice = 0  # the plan at which it does so at the latest
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
         self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
@@ -62,7 +63,7 @@ class Speculation:
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait)
         self._batch_trials = Trials(MODEL_PROBE_PERIOD)  # where the number of drafts is chosen for all rows
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
-        self._probe_plan = 0  # the plan of the next probe of a draft model
+        self._probe_plan = 0  # the plan of the next probe of a draft model or head
         self._promising = False  # the last step has verified drafts and was faster than one without
         self._warm_plans = 0  # consecutive plans, this one included, in which a head only warms up for a probe
         self._idle_until = 0  # the plan before which nothing is to be decided for these rows, which do not draft

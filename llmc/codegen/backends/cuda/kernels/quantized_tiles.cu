@@ -151,7 +151,7 @@ __device__ inline void produce(Ring ring, const Tiles& tiles, const TensorMap& x
   }
 }
 
-// Tells the producers that write to a buffer that this warp has read it.
+// Signals the producers of a buffer that this warp has finished reading it.
 __device__ inline void release(unsigned empty) {
   const int lane = threadIdx.x % 32;
   if (ALONG_N == 1) {
