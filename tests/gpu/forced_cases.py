@@ -1,6 +1,6 @@
 """Models in which each kernel that is one of several for an op is forced in turn, and their artifacts.
 
-    python tests/gpu/forced_cases.py [--all-trials] [--jobs N]      compiles those that are missing into build/gpu/forced
+    python tests/gpu/forced_cases.py [--all-trials] [--jobs N]    compiles those that are missing into build/gpu/forced
 
 No GPU is needed. A trial is a model, a variant of the pipeline, and kernels that compute all nodes that they support.
 The trials of WIDE, whose sizes all kernels support, are declared; those of a family are derived from the kernels that
