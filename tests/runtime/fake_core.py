@@ -72,10 +72,11 @@ def opener(pace: float) -> Callable[[Open, Callable[[str], None]], Session]:
         say(f"opening {wanted.path}")
         if wanted.path == "missing":
             raise LlmcError("E101", "artifact 'missing' does not exist", "give another")
-        if wanted.path != "ok" and os.path.exists(wanted.path):  # it can be opened only once
-            raise LlmcError("E106", f"{wanted.path} was opened before", "give another")
         if wanted.path != "ok":
-            open(wanted.path, "w").close()
+            try:
+                open(wanted.path, "x").close()  # it can be opened only once, also by processes that start together
+            except FileExistsError:
+                raise LlmcError("E106", f"{wanted.path} was opened before", "give another") from None
         return Session(build(pace), "the simulated device", grammars, lambda: None)
 
     return open_fake
