@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -87,7 +87,13 @@ def has_tokenizer(manifest: Manifest) -> bool:
 
 
 def open_artifact(
-    path: str | Path, *, verify: bool = True, threads: int | None = None, host: Host | None = None, rank: int = 0
+    path: str | Path,
+    *,
+    verify: bool = True,
+    threads: int | None = None,
+    host: Host | None = None,
+    rank: int = 0,
+    on_manifest: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Artifact:
     """Open and check an artifact: names and sizes, version, this machine, hashes, then contents.
 
@@ -95,6 +101,7 @@ def open_artifact(
     threads:  number of hashing threads (default: the physical cores)
     host:     the machine to check the target against (default: this one)
     rank:     the rank whose weights are mapped
+    on_manifest:  called with the manifest before the programs are read
 
     For a GPU target, the device checks the architecture and the hashes of the weights. Raises LlmcError E101 to E113.
     """
@@ -102,6 +109,7 @@ def open_artifact(
     manifest = folder.manifest()
     for error in folder.sizes(manifest):
         raise error
+    on_manifest(manifest)
     gpu = manifest.target.name.partition(":")[0] in GPUS
     if not gpu:
         check_target(manifest.target, host or this_host())

@@ -5,7 +5,16 @@ from __future__ import annotations
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Member
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.nccl_call import ABI
+
+
+def prepare_device(manifest: Manifest, number: int) -> None:
+    """Begin to initialize GPU `number` in another thread if the artifact needs one, while its programs are read."""
+    if manifest.target.name.partition(":")[0] == "cuda" and manifest.ranks == 1:
+        from llmc_runtime.device.cuda.early_context import EarlyContext
+
+        EarlyContext.begin(number)
 
 
 def open_device(

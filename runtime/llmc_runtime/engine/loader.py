@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.artifact import Artifact, open_artifact, require_digest
 from llmc_runtime.device.device import Device
-from llmc_runtime.device.open_device import open_device
+from llmc_runtime.device.open_device import open_device, prepare_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.canary import require
@@ -65,9 +65,17 @@ class Opened:
     group: RankGroup | None = None
 
 
-def open_model(path: Path, options: EngineOptions, digest: str = "") -> Artifact:
-    """Open the artifact at `path`. Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any)."""
-    artifact = open_artifact(path, verify=options.verify, threads=options.engine_threads)
+def open_model(path: Path, options: EngineOptions, digest: str = "", number: int = 0) -> Artifact:
+    """Open the artifact at `path` for the engine with this number, whose GPU is initialized at the same time.
+
+    Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any).
+    """
+    artifact = open_artifact(
+        path,
+        verify=options.verify,
+        threads=options.engine_threads,
+        on_manifest=lambda manifest: prepare_device(manifest, number),
+    )
     if digest:
         require_digest(artifact, digest, "was opened before")
     return artifact

@@ -136,7 +136,10 @@ class Fields:
         value, read = self.get(key), self._read(item)
         if not isinstance(value, list) or len(value) > cap:
             raise damaged(self.where, f"{key!r} must be a list of at most {cap}")
-        return tuple(read(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
+        try:
+            return tuple([read(v, self.where) for v in value])
+        except LlmcError:  # read again to name the element: composing every element's place takes as long as reading it
+            return tuple(read(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
 
     def table(self, key: str, item: Item, cap: int = 1 << 20) -> Mapping[str, Any]:
         """Return an object of at most `cap` entries, whose values are read by `item(value, where)`."""

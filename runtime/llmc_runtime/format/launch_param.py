@@ -44,6 +44,8 @@ class Param(Record):
     - "value": the number `value`, of `type` i32, i64, f32 or u8.
     """
 
+    interned = True
+
     kind: str
     index: int = 0
     size: Expr | None = None
@@ -57,7 +59,7 @@ class Param(Record):
         return int.from_bytes(struct.pack(TYPES[self.type], self.value), "little")
 
     @classmethod
-    def read(cls, value: Any, where: str, lenient: bool = False) -> Self:
+    def _read(cls, value: Any, where: str, lenient: bool) -> Self:
         """Read a parameter from parsed JSON; raise LlmcError E103 if its kind is unknown or its value does not fit."""
         f = Fields(value, where, lenient)
         kind = next((k for k in ("arg", "tensor", "map", "size", "value") if k in value), "")
@@ -109,6 +111,8 @@ class TensorMap(Record):
     of states, such as the number of pages, have the values for which the states were allocated. The tensor is copied in
     pieces of shape `box`. `swizzle` is a CUtensorMapSwizzle, 0 to 3.
     """
+
+    interned = True
 
     arg: int = stored(Fields.integer, high=4096)
     shape: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=5)

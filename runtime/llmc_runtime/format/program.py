@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class Buffer(Record):
     """
 
     json_order = ("name", "kind", "dtype", "shape", "offset", "bytes", "alias")
+    interned = True
 
     name: str = stored(Fields.text)
     kind: str = stored(Fields.text)
@@ -77,6 +78,7 @@ class Launch(Record):
         "kernel", "entry", "grid", "threads", "shared", "args", "sizes", "loc", "op", "pdl", "maps", "params",
         "cluster", "flops", "bytes",
     )  # fmt: skip
+    interned = True
 
     kernel: str = stored(Fields.key)
     entry: str = stored(Fields.text)
@@ -186,11 +188,11 @@ class Program(Record):
             raise damaged(where, "two buffers have the same name")
         if not set(self.serves) <= frozenset(self.symbols):
             raise damaged(where, "'serves' uses an undeclared symbol")
-        top = self.top()
+        check = _Check(self, by_name, self.top(), self.smallest_states())
         for i, buffer in enumerate(self.buffers):
-            _check_buffer(buffer, self, top, by_name, f"{where}.buffers[{i}]")
+            check.buffer(buffer, f"{where}.buffers[{i}]")
         for i, launch in enumerate(self.launches):
-            _check_launch(launch, self, top, by_name, f"{where}.launches[{i}]")
+            check.launch(launch, f"{where}.launches[{i}]")
 
 
 def _rows(values: list[Any]) -> str:
@@ -199,36 +201,64 @@ def _rows(values: list[Any]) -> str:
     return "[\n" + ",\n".join(f"    {json.dumps(v)}" for v in values) + "\n  ]"
 
 
-def _check_buffer(buffer: Buffer, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:
-    """Check that sizes use declared symbols, that an alias exists, and that the buffer lies inside the arena."""
-    for size in (*buffer.shape, buffer.bytes):
-        if not size.symbols <= top.keys():
-            raise damaged(path, f"size {size} uses an undeclared symbol")
-    if buffer.alias is not None and buffer.alias not in by_name:
-        raise damaged(path, f"alias of unknown buffer {buffer.alias[:80]!r}")
-    in_arena = buffer.kind == "arena" and buffer.alias is None
-    if in_arena and buffer.offset + buffer.bytes(top) > p.arena_bytes:
-        raise damaged(path, f"ends past the arena of {p.arena_bytes} bytes")
+@dataclass(frozen=True)
+class _Check:
+    """Checks the buffers and launches of a program against each other; raises LlmcError E103, naming `path`."""
 
+    program: Program
+    by_name: Mapping[str, Buffer]
+    top: Mapping[str, int]  # the symbols' upper bounds
+    smallest: Mapping[str, int]  # the same, with the smallest sizes of states
 
-def _check_launch(x: Launch, p: Program, top: Mapping[str, int], by_name: Mapping[str, Buffer], path: str) -> None:
-    """Check a launch's indices and symbols, its cluster, and that tensor maps and parameters lie inside buffers."""
-    if any(not 0 <= index < len(p.buffers) for index in x.args):
-        raise damaged(path, "an argument's index is out of range")
-    map_sizes = (size for m in x.maps for size in (*m.shape, *m.strides, m.offset))
-    if any(not size.symbols <= top.keys() for size in (*x.sizes, *x.grid, *map_sizes)):
-        raise damaged(path, "a size uses an undeclared symbol")
-    _check_cluster(x, top, path)
-    map_args = [m.arg for m in x.maps]
-    for m in x.maps:
-        if m.arg >= len(x.args) or (not x.params and map_args.count(m.arg) > 1):
-            raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
-        mapped = p.buffers[x.args[m.arg]]
-        owner = memory_of(mapped, by_name)
-        for env in (top, p.smallest_states()) if owner.kind == "state" else (top,):
-            m.check(mapped.dtype, owner.offset, owner.bytes(env), env, path)
-    for j, param in enumerate(x.params):
-        _check_param(param, x, p, by_name, f"{path}.params[{j}]")
+    def symbols(self, sizes: Iterable[Expr], path: str) -> None:
+        """Check that sizes use declared symbols."""
+        for size in sizes:
+            if size.symbols and not size.symbols <= self.top.keys():
+                raise damaged(path, f"size {size.text[:80]!r} uses an undeclared symbol")
+
+    def buffer(self, buffer: Buffer, path: str) -> None:
+        """Check that sizes use declared symbols, that an alias exists, and that the buffer lies inside the arena."""
+        self.symbols((*buffer.shape, buffer.bytes), path)
+        if buffer.alias is not None and buffer.alias not in self.by_name:
+            raise damaged(path, f"alias of unknown buffer {buffer.alias[:80]!r}")
+        in_arena = buffer.kind == "arena" and buffer.alias is None
+        if in_arena and buffer.offset + buffer.bytes(self.top) > self.program.arena_bytes:
+            raise damaged(path, f"ends past the arena of {self.program.arena_bytes} bytes")
+
+    def launch(self, x: Launch, path: str) -> None:
+        """Check a launch's indices and symbols, its cluster, and that tensor maps and parameters lie inside buffers."""
+        if x.args and not 0 <= min(x.args) <= max(x.args) < len(self.program.buffers):
+            raise damaged(path, "an argument's index is out of range")
+        self.symbols((*x.sizes, *x.grid), path)
+        _check_cluster(x, self.top, path)
+        self.maps(x, path)
+        for j, param in enumerate(x.params):
+            self.param(param, x, f"{path}.params[{j}]")
+
+    def maps(self, x: Launch, path: str) -> None:
+        """Check that every tensor map is of an argument of its own and lies inside its buffer."""
+        map_args = [m.arg for m in x.maps]
+        for m in x.maps:
+            self.symbols((*m.shape, *m.strides, m.offset), path)
+            if m.arg >= len(x.args) or (not x.params and map_args.count(m.arg) > 1):
+                raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
+            mapped = self.program.buffers[x.args[m.arg]]
+            owner = memory_of(mapped, self.by_name)
+            for env in (self.top, self.smallest) if owner.kind == "state" else (self.top,):
+                m.check(mapped.dtype, owner.offset, owner.bytes(env), env, path)
+
+    def param(self, param: Param, x: Launch, path: str) -> None:
+        """Check that a parameter's argument, map and symbols exist, and that its offset lies inside the buffer."""
+        count = {"arg": len(x.args), "tensor": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
+        if param.index >= count:
+            raise damaged(path, f"the launch has no {param.kind} {param.index}")
+        self.symbols((param.offset,) if param.size is None else (param.size, param.offset), path)
+        if param.offset != ZERO:
+            owner = memory_of(self.program.buffers[x.args[param.index]], self.by_name)
+            # A state may be allocated for fewer pages or rows than the symbols' upper bounds.
+            lowest = {s: low for s, (low, _) in self.program.symbols.items()} if owner.kind == "state" else self.top
+            if not 0 <= param.offset(self.top) < owner.bytes(lowest):
+                raise damaged(path, f"the offset {param.offset} is outside of the buffer {owner.name[:80]!r}")
 
 
 def _check_cluster(x: Launch, top: Mapping[str, int], path: str) -> None:
@@ -239,21 +269,6 @@ def _check_cluster(x: Launch, top: Mapping[str, int], path: str) -> None:
         raise damaged(path, f"a cluster has three sizes of at least 1 and at most {MAX_CLUSTER} blocks")
     if len(x.grid) != 3 or any(g(top) % c for g, c in zip(x.grid, x.cluster)):
         raise damaged(path, f"the grid is not a multiple of the cluster {list(x.cluster)} along every axis")
-
-
-def _check_param(param: Param, x: Launch, p: Program, by_name: Mapping[str, Buffer], path: str) -> None:
-    """Check that a parameter's argument, map and symbols exist, and that its offset lies inside the buffer."""
-    count = {"arg": len(x.args), "tensor": len(x.args), "map": len(x.maps)}.get(param.kind, 1)
-    if param.index >= count:
-        raise damaged(path, f"the launch has no {param.kind} {param.index}")
-    if any(e is not None and not e.symbols <= p.symbols.keys() for e in (param.size, param.offset)):
-        raise damaged(path, "a size uses an undeclared symbol")
-    if param.offset != ZERO:
-        owner = memory_of(p.buffers[x.args[param.index]], by_name)
-        # A state may be allocated for fewer pages or rows than the symbols' upper bounds.
-        smallest = {s: low for s, (low, _) in p.symbols.items()} if owner.kind == "state" else p.top()
-        if not 0 <= param.offset(p.top()) < owner.bytes(smallest):
-            raise damaged(path, f"the offset {param.offset} is outside of the buffer {owner.name[:80]!r}")
 
 
 def memory_of(b: Buffer, by_name: Mapping[str, Buffer]) -> Buffer:

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, damaged
 
+_MAX_INTERNED = 1 << 14
+
 
 @dataclass(frozen=True)
 class _Stored:
@@ -52,9 +54,15 @@ def stored(
 
 
 class Record:
-    """A dataclass with stored fields. `json_order` names them in the order of the file; by default, their own."""
+    """A dataclass with stored fields. `json_order` names them in the order of the file; by default, their own.
+
+    Classes with `interned` are frozen, and equal JSON is read once: the programs of a model have most of their buffers
+    and many of their launches in common.
+    """
 
     json_order: ClassVar[tuple[str, ...]] = ()
+    interned: ClassVar[bool] = False
+    _by_json: ClassVar[dict[Any, Any]] = {}  # interned records of all classes
 
     @classmethod
     def read(cls, value: Any, where: str, lenient: bool = False) -> Self:
@@ -62,6 +70,22 @@ class Record:
 
         Raises LlmcError E103, or E108 for a size expression, naming `where` and the field.
         """
+        if not cls.interned:
+            return cls._read(value, where, lenient)
+        try:
+            key = cls, lenient, repr(value)
+        except RecursionError:
+            raise damaged(where, "is nested too deeply") from None
+        record = Record._by_json.get(key)
+        if record is None:
+            record = cls._read(value, where, lenient)
+            if len(Record._by_json) >= _MAX_INTERNED:
+                Record._by_json.clear()
+            Record._by_json[key] = record
+        return record
+
+    @classmethod
+    def _read(cls, value: Any, where: str, lenient: bool) -> Self:
         reader, values = Fields(value, where, lenient), {}
         kind: Any = cls
         for name, (stored, _) in _stored_fields(kind).items():

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
+from llmc_runtime.device.cuda.early_context import EarlyContext
 from llmc_runtime.device.gpu import gpu_run
 from llmc_runtime.device.open_device import open_device
+from llmc_runtime.engine.loader import open_engine, open_model
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.step import RowInit, RowPages, RowParams, Step, Work
@@ -255,3 +258,25 @@ def test_rows_that_grow_together_take_one_copy(executor: Executor, driver: Drive
     executor.settle()
     pages = executor.rows._tables["pages"].view
     assert [list(p[:3]) for p in pages] == [[0, 9, 20], [1, 10, 19], [2, 0, 0], [3, 12, 17]]
+
+
+def test_the_context_is_made_while_the_programs_are_read(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    options = EngineOptions(str(tmp_path / "toy.llmc"))
+    contexts, take = [], EarlyContext.take
+    monkeypatch.setattr(EarlyContext, "take", lambda number: contexts.append(take(number)) or contexts[-1])
+    for _ in range(2):
+        open_engine(open_model(Path(options.model), options), options).close()
+    assert len(contexts) == 2 and all(contexts)
+
+
+def test_a_context_that_cannot_be_made_ahead_is_made_by_the_device(driver: Driver, tmp_path: Path) -> None:
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    options = EngineOptions(str(tmp_path / "toy.llmc"))
+    driver.fail("cuDevicePrimaryCtxRetain", 2)
+    artifact = open_model(Path(options.model), options)
+    EarlyContext.begin(0)  # one is waiting already
+    open_engine(artifact, options).close()
+    assert EarlyContext.take(0) is None

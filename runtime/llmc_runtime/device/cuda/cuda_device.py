@@ -7,6 +7,7 @@ from typing import Any
 
 from llmc_runtime.device.cuda.device_array import CudaMemory
 from llmc_runtime.device.cuda.driver import Cuda
+from llmc_runtime.device.cuda.early_context import EarlyContext
 from llmc_runtime.device.cuda.nccl_group import NcclGroup
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.gpu.gpu_device import GpuDevice
@@ -54,7 +55,8 @@ class CudaDevice(GpuDevice):
         self.driver = cuda.check_driver(target.arch)
         self._shared = cuda.attribute(self._device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         self._method = MAPPED if cuda.attribute(self._device, "READ_ONLY_HOST_REGISTER_SUPPORTED") else PINNED
-        self._context: Any = cuda.ok(cuda.cu.cuDevicePrimaryCtxRetain(self._device))
+        early = EarlyContext.take(self.number)
+        self._context: Any = early or cuda.ok(cuda.cu.cuDevicePrimaryCtxRetain(self._device))
         self._start()
 
     def alloc(self, nbytes: int) -> CudaMemory:
