@@ -39,7 +39,9 @@ def head_of(o: Options) -> HeadConfig | MtpLayer | None:
     try:
         return read_head(locate(o.draft.removeprefix(EAGLE), o.hub, o.weights == "packed").folder)
     except Pickled as e:  # transformers, which the usual remedy uses, does not have the architecture
-        raise Diagnostic(e.code, e.cause, _CONVERT.format(e.file)) from e
+        raise Diagnostic(e.code, e.cause, _CONVERT.format(e.file)).about("head") from e
+    except Diagnostic as e:
+        raise (e if e.code == "E360" else e.about("head")) from e
 
 
 def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:

@@ -152,6 +152,7 @@ class HeadWeights:
         self._stored = {_name(name): t for name, t in self._files.tensors.items()}
         self._buffers: dict[str, np.ndarray] = {}
         self._dtypes: dict[str, str] = {}
+        self.not_finite = NotFinite()
         if len(self._stored) < len(self._files.tensors):
             raise self._damaged("has tensors both below midlayer and below layers.0")
         head_hidden = int(head.decoder["hidden_size"])
@@ -201,11 +202,11 @@ class HeadWeights:
             raise Diagnostic("E360", cause, "config.json and weights must be of one head")
         if stored.dtype not in _FLOATS:
             raise self._damaged(f"stores {name} as {stored.dtype}; {', '.join(_FLOATS)} are supported")
-        found, step = NotFinite(), max(1, _CHECKED // max(1, math.prod(stored.shape[1:])))
+        step = max(1, _CHECKED // max(1, math.prod(stored.shape[1:])))
         for begin in range(0, stored.shape[0], step):
-            found.count(name, self.read(name, slice(begin, begin + step)), self._dtypes[name])
-        if found.note:
-            raise self._damaged(f"cannot draft: {found.note}")
+            self.not_finite.count(name, self.read(name, slice(begin, begin + step)), self._dtypes[name])
+        if self.not_finite.note:
+            raise self._damaged(f"cannot draft: {self.not_finite.note}")
 
     def read(self, name: str, rows: slice) -> np.ndarray:
         """Return rows of a weight in the dtype of the graph."""
