@@ -113,6 +113,8 @@ class Compilation:
             weights = self.weights(traced.module.graphs[WEIGHTS], checkpoint, draft) if checkpoint else seed
             manifest = self.write(traced, weights, built)
             self.note(checkpoint.not_finite.note if checkpoint else None)
+            if draft and draft.not_finite.note:
+                self.note(f"draft: {draft.not_finite.note}")
             return manifest
 
     def weights(self, graph: Graph, checkpoint: Any, draft: Any = None) -> Any:

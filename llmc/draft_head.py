@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,12 +10,17 @@ from llmc.diagnostics import Diagnostic
 from llmc.draft_mtp import MTP, MtpLayer, add_mtp, mtp_of
 from llmc.draft_tokens import check_tokens
 from llmc.frontend.eagle_config import ANOTHER, EAGLE, HeadConfig, read_head
-from llmc.ir.graph import Builder, Graph
+from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.ops import OPS
 from llmc.ir.text import show
 from llmc.ir.types import tensor
 from llmc.options import Options
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
+
+_CONVERT = (
+    'convert, in an environment you trust: python -c "import torch; from safetensors.torch import save_file; '
+    "save_file(torch.load('{}', weights_only=True), 'model.safetensors')\""
+)
 
 
 def head_of(o: Options) -> HeadConfig | MtpLayer | None:
@@ -28,50 +34,74 @@ def head_of(o: Options) -> HeadConfig | MtpLayer | None:
     if o.draft is None or not o.draft.startswith(EAGLE):
         return None
     from llmc.frontend.hub import locate
+    from llmc.frontend.unsupported import Pickled
 
-    return read_head(locate(o.draft.removeprefix(EAGLE), o.hub, o.weights == "packed").folder)
+    try:
+        return read_head(locate(o.draft.removeprefix(EAGLE), o.hub, o.weights == "packed").folder)
+    except Pickled as e:  # transformers, which the usual remedy uses, does not have the architecture
+        raise Diagnostic(e.code, e.cause, _CONVERT.format(e.file)).about("head") from e
+    except Diagnostic as e:
+        raise (e if e.code == "E360" else e.about("head")) from e
 
 
 def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     """Trace the head of a Compilation into the graph @draft of the module of `traced`, whose @main has its input.
 
-    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side times the head's `fc`,
-    plus its bias if it has one. Returns the head's weights, which `stack` closes; None unless `packed`. Raises
-    Diagnostic E360 if the head does not fit the model.
+    With an EAGLE-3 head, @main returns, after the logits, the three hidden states side by side, normalized if the head
+    does that, times the head's `fc`, plus its bias if it has one. Returns the head's weights, which `stack` closes;
+    None unless `packed`. Raises Diagnostic E360 if the head does not fit the model.
     """
     if isinstance(job.head, MtpLayer):
         return add_mtp(job, traced, stack, packed)
-    from llmc.frontend.eagle_head import EMBEDDING, FC, FC_BIAS, HeadWeights, head_graph, trace_head
+    from llmc.frontend.eagle_head import EMBEDDING, HeadWeights, head_graph, trace_head
 
     head: HeadConfig = job.head
     facts, main = traced.facts, traced.module.graphs["main"]
     logits, *states = main.outputs
-    model_width, head_width = int(states[0].type.shape[-1]), int(head.decoder["hidden_size"])
     check_tokens(job.model, head.folder, f"the head {head.folder}", ANOTHER)
-    weights = HeadWeights(head, model_width, facts.vocab_size) if packed else None
+    weights = HeadWeights(head, int(states[0].type.shape[-1]), facts.vocab_size) if packed else None
     if weights:
         stack.callback(weights.close)
     traced_head = trace_head(head, facts.dtype, facts.vocab_size, facts.max_positions, job.tokens, job.rows)
     graph: Graph = head_graph(traced_head, facts.vocab_size)
     graph.name = DRAFT
     shared = "" if weights and weights.embeds else _embedding(traced, graph, EMBEDDING)
-    b = Builder(main, OPS, loc="fc")
-    fc = main.input(FC, tensor(facts.dtype, head_width, 3 * model_width), weight=True)
-    biases = [main.input(FC_BIAS, tensor(facts.dtype, head_width), weight=True)] if weights and weights.biased else []
-    head_inputs = [v for v in (fc, *biases, *graph.inputs) if v.weight and v.name != shared]
+    joined, joining = _joined(traced, head, states, bool(weights and weights.biased))
+    head_inputs = [v for v in (*joining, *graph.inputs) if v.weight and v.name != shared]
     if weights:
         weights.serve({v.name: v.type for v in head_inputs}, traced_head.buffers)
     for v in head_inputs:
         v.name = DRAFT_PREFIX + v.name
-    parts = [x if x.type.dtype == facts.dtype else b.cast(x, dtype=facts.dtype) for x in states]
-    joined = b.linear(b.concat(*parts, axis=1), fc)
-    for bias in biases:
-        joined = b.add(joined, b.broadcast(bias, shape=joined.type.shape))
     main.outputs = [logits, joined]
     traced.module.graphs[DRAFT] = graph
     job.ir.append(("with-draft", show(traced.module)))
     job.done("draft", f"EAGLE-3 head, {len(graph.nodes)} nodes, {facts.dtype}")
     return weights
+
+
+def _joined(traced: Any, head: HeadConfig, states: Sequence[Value], biased: bool) -> tuple[Value, list[Value]]:
+    """Return the three hidden states as one of the head's width, computed in @main, and the weights that this needs."""
+    from llmc.frontend.eagle_head import FC, FC_BIAS, FC_NORM, INPUT_NORM
+
+    main, dtype = traced.module.graphs["main"], traced.facts.dtype
+    width, eps = int(states[0].type.shape[-1]), head.eps
+    b, weights = Builder(main, OPS, loc="fc"), list[Value]()
+
+    def weight(name: str, *shape: int) -> Value:
+        weights.append(main.input(name, tensor(dtype, *shape), weight=True))
+        return weights[-1]
+
+    parts = [x if x.type.dtype == dtype else b.cast(x, dtype=dtype) for x in states]
+    if head.fc_norm:
+        parts = [b.rms_norm(x, weight(FC_NORM.format(i), width), eps=eps) for i, x in enumerate(parts)]
+    whole = b.concat(*parts, axis=1)
+    if head.norm_before_fc:
+        whole = b.rms_norm(whole, weight(INPUT_NORM, 3 * width), eps=eps)
+    head_width = int(head.decoder["hidden_size"])
+    joined = b.linear(whole, weight(FC, head_width, 3 * width))
+    if biased:
+        joined = b.add(joined, b.broadcast(weight(FC_BIAS, head_width), shape=joined.type.shape))
+    return joined, weights
 
 
 def _embedding(traced: Any, graph: Graph, name: str) -> str:

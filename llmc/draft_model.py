@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llmc_runtime.format.manifest import NAME as MANIFEST
 from llmc_runtime.format.row_abi import MAX_DRAFTS
-from llmc_runtime.speculate_option import DEFAULT_DRAFTS, KEYS, NGRAM, SHORT, drafts_on_host
+from llmc_runtime.speculate_option import DEFAULT_DRAFTS, KEYS, NGRAM, REFUSED_METHODS, SHORT, drafts_on_host
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
@@ -24,6 +25,7 @@ from llmc.ir.weight_eval import WeightSource
 from llmc.options import Options
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
 
+_KINDS = f"use the folder or hub id of a smaller model, {EAGLE}PATH with that of an EAGLE-3 head, or {MTP}"
 _OTHER = "use a smaller model of the same family, with the same tokenizer"
 
 
@@ -63,16 +65,19 @@ def _check_source(draft: str) -> None:
     """Raise Diagnostic E360 if the option --draft is empty or names a method of --speculate instead of a model."""
     if not draft.strip():
         raise Diagnostic("E360", "--draft names no model", "leave it out to compile without a draft model")
+    if (Path(draft) / MANIFEST).is_file():
+        cause = f"--draft {draft} is an artifact; a draft model is compiled again, into that of the model"
+        raise Diagnostic("E360", cause, "use the folder or hub id of the model that it was compiled from")
     method, colon, path = draft.partition(":")
-    if draft == MTP or (colon and path and f"{method}:" == EAGLE) or Path(draft).exists():
+    if draft == MTP or (colon and path.strip() and f"{method}:" == EAGLE) or Path(draft).exists():
         return
     if method == NGRAM or drafts_on_host(method):
         cause = f"--draft {draft}: the method {method} needs no draft model"
         raise Diagnostic("E360", cause, "compile with --speculate K, and start with --speculate " + method)
     if method in (*KEYS, *SHORT):
-        cause = f"--draft {draft} does not name what drafts"
-        remedy = f"use the folder or hub id of a smaller model, {EAGLE}PATH with that of an EAGLE-3 head, or {MTP}"
-        raise Diagnostic("E360", cause, remedy)
+        raise Diagnostic("E360", f"--draft {draft} does not name what drafts", _KINDS)
+    if reason := REFUSED_METHODS.get(method):
+        raise Diagnostic("E360", f"--draft {draft}: the method {method} is not supported: {reason}", _KINDS)
 
 
 def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
@@ -90,7 +95,8 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     from llmc.frontend.hub import locate
     from llmc.quant.decoder import decoder_of
 
-    located = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
+    with _names_the_draft():
+        located = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
     _check(job.model, located.folder, traced)
     draft_options = replace(o, draft=None, speculate=0, layers=None, max_model_len=traced.facts.max_positions)
     draft_job = type(job)(located, job.output, draft_options, job.registry, job.target, job.force, Quiet())

@@ -1,7 +1,7 @@
 """The config.json of an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840), in either published format.
 
 SafeAILab's, which vLLM and SGLang read too, is that of a Llama model of one layer with the key draft_vocab_size. That
-of the library speculators has the decoder layer's part below transformer_layer_config.
+of the library speculators has the decoder layer's part below transformer_layer_config, and often no model_type.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from llmc.frontend.model_folder import read_config
 
 EAGLE = "eagle:"  # prefix of the option --draft
 ANOTHER = "use an EAGLE-3 head that was made for this model"
+_COUNT = "correct it to a whole number above 0, or download the file again"
 _KEY = "eagle_aux_hidden_state_layer_ids"
-_SPECULATORS = "transformer_layer_config"
+_SPECULATORS, _NESTED = "transformer_layer_config", "eagle_config"
+_SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,9 @@ class HeadConfig:
 
     decoder: the config of its decoder layer, a Llama's. draft_vocab: number of tokens that it can draft. aux: numbers
     of the model's layers whose inputs it reads; empty for the usual ones. norm_before_residual: whether the residual
-    stream begins after the norm of the hidden state.
+    stream begins after the norm of the hidden state. norm_before_fc, fc_norm: whether the three hidden states are
+    normalized before they are joined, together or each alone. norm_output: whether the hidden state for the next draft
+    is normalized.
     """
 
     folder: Path
@@ -34,6 +39,14 @@ class HeadConfig:
     draft_vocab: int
     aux: tuple[int, ...]
     norm_before_residual: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_output: bool
+
+    @property
+    def eps(self) -> float:
+        """The number that norms add to the mean of squares; if config.json has none, that of transformers' Llama."""
+        return float(self.decoder.get("rms_norm_eps", 1e-6))
 
     def aux_layers(self, total: int) -> tuple[int, ...]:
         """Return the numbers of the layers whose inputs the head reads, of a model with `total` layers.
@@ -53,8 +66,13 @@ def is_head(folder: Path) -> bool:
 
 
 def _draft_vocab(config: Mapping[str, Any]) -> Any:
+    """Return the number of tokens that a head can draft; if config.json does not have it, all of the vocabulary."""
     decoder = config.get(_SPECULATORS, config)
-    return config.get("draft_vocab_size", decoder.get("draft_vocab_size") if isinstance(decoder, Mapping) else None)
+    inner = decoder if isinstance(decoder, Mapping) else {}
+    size = config.get("draft_vocab_size", inner.get("draft_vocab_size"))
+    named = config.get("architectures")
+    is_named = isinstance(named, list) and any("Eagle3" in str(name) for name in named)
+    return inner.get("vocab_size") if size is None and is_named else size
 
 
 def read_head(folder: Path) -> HeadConfig:
@@ -68,16 +86,32 @@ def read_head(folder: Path) -> HeadConfig:
     if kind != "llama" or layers != 1:
         cause = f"the head {folder} has {layers} layers of {kind}; one layer of llama is supported"
         raise Diagnostic("E360", cause, ANOTHER)
-    for key in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"):
+    for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if decoder.get(key) is not None)):
         if not _is_count(decoder.get(key)):
-            raise Diagnostic("E360", f"{folder / 'config.json'} has no {key}", "download the file again")
-    before = config.get("norm_before_residual") is True
-    return HeadConfig(folder, decoder, int(vocab), _aux(folder, config), before)
+            raise Diagnostic("E360", f"{folder / 'config.json'}: {key} is {decoder.get(key)!r:.60}", _COUNT)
+    nested = config.get(_NESTED)
+    if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
+        cause = f"the head {folder} reads one hidden state, as the first versions of EAGLE do"
+        raise Diagnostic("E360", cause, ANOTHER)
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    head = HeadConfig(folder, decoder, int(vocab), _aux(folder, config), *(_flag(folder, config, f) for f in flags))
+    if head.norm_before_fc and head.fc_norm:
+        raise Diagnostic("E360", f"the head {folder} has both norm_before_fc and fc_norm", "set one of them to false")
+    return head
+
+
+def _flag(folder: Path, config: Mapping[str, Any], key: str) -> bool:
+    """Return whether a variant of the architecture is selected, which may also be below eagle_config."""
+    nested = config.get(_NESTED)
+    value = nested[key] if isinstance(nested, Mapping) and key in nested else config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise Diagnostic("E360", f"{folder / 'config.json'}: {key} is {value!r:.60}", "use true or false")
+    return value is True
 
 
 def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of the layers whose inputs are read. Below eagle_config, layers are named by outputs."""
-    nested = config.get("eagle_config")
+    nested = config.get(_NESTED)
     nested_numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
     numbers = config.get(_KEY) if nested_numbers is None else nested_numbers
     if numbers is None:

@@ -6,6 +6,7 @@ head's own. It returns the logits of the token that follows, and the head's hidd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -27,6 +28,7 @@ from llmc.frontend.convert import convert
 from llmc.frontend.eagle_config import ANOTHER, HeadConfig
 from llmc.frontend.export import Exported, export_head, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
+from llmc.frontend.not_finite import NotFinite
 from llmc.frontend.safetensors_reader import Stored, TensorFiles, shortened
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Builder, Graph
@@ -34,10 +36,14 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import Type, tensor
 
 FC, FC_BIAS, EMBEDDING, VOCABULARY = "fc.weight", "fc.bias", "embed_tokens.weight", "vocabulary"
+INPUT_NORM, FC_NORM = "input_norm.weight", "fc_norm.{}.weight"  # norms before fc, of all three hidden states or of each
 D2T, T2D = "d2t", "t2d"  # draft id -> the model's id, less the draft id; the model's id -> whether it can be drafted
 _MASKED_LOGIT = -1e30  # logit of tokens that the head cannot draft
 # Of training, or of the model itself, as heads made by the library speculators contain them.
-_UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", T2D, D2T, EMBEDDING, "rotary_emb.inv_freq")
+_UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", T2D, D2T, EMBEDDING)
+_FLOATS, _INTEGERS = ("f16", "bf16", "f32", "f64"), ("i32", "i64")
+_CHECKED = 1 << 24  # numbers of a weight that are checked at a time
+_TABLE = "rotary_emb.inv_freq"  # with which the names of rotary tables end; these are computed
 
 
 class WideAttention(LlamaAttention):
@@ -72,12 +78,13 @@ class MidLayer(nn.Module):
 class Eagle3Head(LlamaPreTrainedModel):
     """An EAGLE-3 head without the product that joins the three hidden states, which belongs to the model's steps."""
 
-    def __init__(self, config: LlamaConfig, draft_vocab: int, norm_before_residual: bool) -> None:
+    def __init__(self, config: LlamaConfig, head: HeadConfig) -> None:
         super().__init__(config)
+        self.norm_output = head.norm_output
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.midlayer = MidLayer(config, norm_before_residual)
+        self.midlayer = MidLayer(config, head.norm_before_residual)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, head.draft_vocab, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def forward(
@@ -87,6 +94,9 @@ class Eagle3Head(LlamaPreTrainedModel):
         embedding = self.embed_tokens(input_ids)
         tables = self.rotary_emb(embedding, position_ids)
         x = self.midlayer(embedding, hidden_states, tables)
+        if self.norm_output:
+            x = self.norm(x)
+            return self.lm_head(x[:, logits_to_keep]), x
         return self.lm_head(self.norm(x[:, logits_to_keep])), x
 
 
@@ -104,7 +114,7 @@ def trace_head(head: HeadConfig, dtype: str, vocab: int, positions: int, tokens:
             config = LlamaConfig.from_dict(values)
             config._attn_implementation = attention_interface.NAME
             with torch.device("meta"):
-                model = Eagle3Head(config, head.draft_vocab, head.norm_before_residual)
+                model = Eagle3Head(config, head)
         except Exception as e:  # transformers raises many types; each means that it rejects this config.json
             reason = " ".join(str(e).split())[:200]
             raise Diagnostic("E302", f"{head.folder / 'config.json'}: {reason}", "download the file again") from e
@@ -137,23 +147,26 @@ class HeadWeights:
 
         Raises Diagnostic E320 to E322 for missing or damaged files, and E360 for a head of another model.
         """
-        self.head = head
+        self.head, self._vocab = head, vocab
         self._files = TensorFiles(head.folder)
         self._stored = {_name(name): t for name, t in self._files.tensors.items()}
         self._buffers: dict[str, np.ndarray] = {}
         self._dtypes: dict[str, str] = {}
+        self.not_finite = NotFinite()
+        if len(self._stored) < len(self._files.tensors):
+            raise self._damaged("has tensors both below midlayer and below layers.0")
         head_hidden = int(head.decoder["hidden_size"])
         if EMBEDDING not in self._stored and head_hidden != hidden:
             raise self._another(f"has a hidden size of {head_hidden}", f"one of {hidden}")
         if self._shape(FC) != (head_hidden, 3 * hidden):
-            reads = self._shape(FC)[1] / 3
-            raise self._another(f"reads hidden states of {reads:g} numbers", f"{hidden}")
+            cause = f"reads three hidden states by {FC} {list(self._shape(FC))}"
+            raise self._another(cause, f"needs {[head_hidden, 3 * hidden]}")
         if head.draft_vocab == vocab and D2T not in self._stored:
             return
         marks = self._shape(T2D) if T2D in self._stored else (int(head.decoder["vocab_size"]),)
         if marks != (vocab,):
-            raise self._another(f"has a vocabulary of {marks[0]} tokens", f"one of {vocab}")
-        self._buffers[VOCABULARY] = self._vocabulary(vocab)
+            raise self._another(f"has a vocabulary of {'x'.join(map(str, marks))} tokens", f"one of {vocab}")
+        self._buffers[VOCABULARY] = self._vocabulary()
 
     @property
     def embeds(self) -> bool:
@@ -168,19 +181,32 @@ class HeadWeights:
     def serve(self, weights: Mapping[str, Type], buffers: Mapping[str, np.ndarray]) -> None:
         """Serve weights of these types, of which `buffers` are computed.
 
-        Raises Diagnostic E360 if the checkpoint lacks one, has another shape, or has tensors that no head has.
+        Raises Diagnostic E360 if the checkpoint lacks one, has one of another shape or dtype or with numbers that are
+        not finite, or has tensors that no head has.
         """
         self._buffers |= buffers
+        self._dtypes |= {name: t.dtype for name, t in weights.items()}
         for name, t in weights.items():
-            expected = tuple(d.const for d in t.shape)
-            if name not in self._buffers and self._shape(name) != expected:
-                shapes = f"{list(self._shape(name))}, by config.json {list(expected)}"
-                cause = f"the head {self.head.folder}: {name} is {shapes}"
-                raise Diagnostic("E360", cause, "config.json and weights must be of one head")
-            self._dtypes[name] = t.dtype
-        if unknown := sorted(self._stored.keys() - weights.keys() - set(_UNUSED)):
+            if name not in self._buffers:
+                self._check(name, tuple(d.const for d in t.shape))
+        unused = {*weights, *_UNUSED}
+        if unknown := sorted(n for n in self._stored if n not in unused and not n.endswith(_TABLE)):
             cause = f"the head {self.head.folder} has {shortened(unknown)}, which an EAGLE-3 head of one layer has not"
             raise Diagnostic("E360", cause, ANOTHER)
+
+    def _check(self, name: str, expected: tuple[int | None, ...]) -> None:
+        """Raise Diagnostic E360 if a stored weight has another shape, is not of floats, or has NaN or infinity."""
+        stored = self._tensor(name)
+        if stored.shape != expected:
+            cause = f"the head {self.head.folder}: {name} is {list(stored.shape)}, by config.json {list(expected)}"
+            raise Diagnostic("E360", cause, "config.json and weights must be of one head")
+        if stored.dtype not in _FLOATS:
+            raise self._damaged(f"stores {name} as {stored.dtype}; {', '.join(_FLOATS)} are supported")
+        step = max(1, _CHECKED // max(1, math.prod(stored.shape[1:])))
+        for begin in range(0, stored.shape[0], step):
+            self.not_finite.count(name, self.read(name, slice(begin, begin + step)), self._dtypes[name])
+        if self.not_finite.note:
+            raise self._damaged(f"cannot draft: {self.not_finite.note}")
 
     def read(self, name: str, rows: slice) -> np.ndarray:
         """Return rows of a weight in the dtype of the graph."""
@@ -204,15 +230,20 @@ class HeadWeights:
     def _another(self, head: str, model: str) -> Diagnostic:
         return Diagnostic("E360", f"the head {self.head.folder} {head}, the model {model}", ANOTHER)
 
-    def _vocabulary(self, vocab: int) -> np.ndarray:
+    def _damaged(self, what: str) -> Diagnostic:
+        return Diagnostic("E360", f"the head {self.head.folder} {what}", "download or export the head again")
+
+    def _vocabulary(self) -> np.ndarray:
         """Return the draft id of each of the model's ids; for those without one, the number of draft ids."""
-        count = self.head.draft_vocab
-        if self._shape(D2T) != (count,):
-            raise self._another(f"has {self._shape(D2T)[0]} draft ids in {D2T}", f"{count} by config.json")
-        ids = self._files.read(self._tensor(D2T).name, slice(None)).astype(np.int64) + np.arange(count)
-        if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) != count:
-            raise self._another(f"drafts ids that are not distinct ids below {vocab}", "has no others")
-        index = np.full(vocab, count, np.int32)
+        count, stored = self.head.draft_vocab, self._tensor(D2T)
+        if stored.shape != (count,) or stored.dtype not in _INTEGERS:
+            raise self._damaged(f"stores {D2T} as {stored.dtype} {list(stored.shape)}; {count} ids are needed")
+        ids = self._files.read(stored.name, slice(None)).astype(np.int64) + np.arange(count)
+        if ids.min() < 0 or ids.max() >= self._vocab or len(np.unique(ids)) != count:
+            raise self._damaged(f"has ids in {D2T} that are repeated, or not of the {self._vocab} ids of the model")
+        if count == self._vocab and (ids != np.arange(count)).any():
+            raise self._damaged(f"has another order of all ids in {D2T}, which is not supported")
+        index = np.full(self._vocab, count, np.int32)
         index[ids] = np.arange(count)
         return index
 

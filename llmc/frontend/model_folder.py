@@ -91,7 +91,7 @@ class Source:
     @property
     def model_type(self) -> str:
         """The model type in config.json."""
-        return str(self.config["model_type"])
+        return str(_type_of(self.config))
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
@@ -242,9 +242,14 @@ def is_pointer(path: Path) -> bool:
         return False  # reading the file later reports the cause
 
 
+def _type_of(config: Mapping[str, Any]) -> Any:
+    """Return the type of the model; None without one. Heads of the library speculators have a key of their own."""
+    return config.get("model_type", config.get("speculators_model_type"))
+
+
 def _check(source: Source) -> None:
     config = source.config
-    name = config.get("model_type")
+    name = _type_of(config)
     if not isinstance(name, str) or not name:
         raise Diagnostic(
             "E303",

@@ -134,6 +134,14 @@ def refuse_adapter(where: str, base: object) -> Diagnostic:
     return Diagnostic("E302", f"{where} {description}; its base model is {base}", remedy)
 
 
+class Pickled(Diagnostic):
+    """Diagnostic E320: the only weights are pickles. `file` is the name of the first one."""
+
+    def __init__(self, cause: str, file: str) -> None:
+        super().__init__("E320", cause, "convert: " + SAVE_AGAIN.format(""))
+        self.file = file
+
+
 def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
     """Return the error for a folder or repository without safetensors weights."""
     if "adapter_model.safetensors" in names:
@@ -145,7 +153,7 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
     old = sorted(n for n in names if n.endswith(PICKLES))
     if old:
         cause = f"{where} contains pickled weights only ({old[0]}), which are never opened: loading them runs code"
-        return Diagnostic("E320", cause, "convert: " + SAVE_AGAIN.format(""))
+        return Pickled(cause, old[0])
     for ending in (".gguf", ".onnx", ".msgpack", ".h5"):
         if matching := sorted(n for n in names if n.endswith(ending)):
             description, remedy = FILES[ending]

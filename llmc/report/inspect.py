@@ -9,7 +9,7 @@ from typing import Any
 
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.nccl_call import ABI
-from llmc_runtime.format.program import FILL, FIRST, MTP, Program
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, Program, method_of
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
@@ -47,7 +47,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
         "bytes": a.nbytes,
         "folders": _folders(m),
-        "speculation": speculation_of(a.programs, a.reports.get("compile", {}).get("options", {}).get("draft", "")),
+        "speculation": speculation_of(a.programs),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
         "ranks": m.ranks,
         "nccl": any(k.abi == ABI for k in m.kernels),
@@ -104,19 +104,12 @@ def _folders(m: Manifest) -> dict[str, Any]:
     return dict(out)
 
 
-def speculation_of(programs: Sequence[Program], draft: str) -> dict[str, Any]:
-    """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them.
-
-    `draft` is the option with which the artifact was compiled.
-    """
-    drafts = max((p.drafts for p in programs), default=0)
-    roles = {p.role for p in programs}
-    methods = ["ngram", "suffix"] if drafts else []
-    if drafts and FILL in roles:
-        methods.append("draft")
-    elif drafts and FIRST in roles:
-        methods.append(MTP if draft == MTP else "eagle")
-    return {"drafts": drafts, "methods": methods}
+def speculation_of(programs: Sequence[Program]) -> dict[str, Any]:
+    """Return the maximum number of drafted tokens per row that a step verifies, and the methods that draft them."""
+    drafts, method = max((p.drafts for p in programs), default=0), method_of(programs)
+    names = {DRAFT_MODEL: "draft", EAGLE: "eagle", MTP: "mtp"}
+    own = [names[method]] if method else []
+    return {"drafts": drafts, "methods": ["ngram", "suffix", *own] if drafts else []}
 
 
 def program_facts(p: Program) -> dict[str, Any]:

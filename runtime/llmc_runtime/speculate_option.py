@@ -35,7 +35,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 "quantization", "revision", "code_revision", "max_model_len", "draft_load_config", "enforce_eager",
-                "attention_backend", "moe_backend", "tensor_parallel_size",
+                "attention_backend", "moe_backend", "tensor_parallel_size", "kv_cache_dtype",
+                "index_share_for_mtp_iteration", "use_local_argmax_reduction", "use_heterogeneous_vocab",
+                "target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config",
             ),
             _COMPILED,
         ),
@@ -49,17 +51,38 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             (
                 "rejection_sample_method", "draft_sample_method", "acceptance_method", "synthetic_acceptance_rate",
-                "synthetic_acceptance_rates", "synthetic_acceptance_length",
+                "synthetic_acceptance_rates", "synthetic_acceptance_length", "posterior_threshold", "posterior_alpha",
+                "typical_acceptance_sampler_posterior_threshold", "typical_acceptance_sampler_posterior_alpha",
             ),
             _SAMPLING,
         ),
-        "disable_by_batch_size": "the number of drafts follows from measured step times, down to 0",
+        **dict.fromkeys(
+            (
+                "disable_by_batch_size", "speculative_disable_by_batch_size", "num_speculative_tokens_per_batch_size",
+                "enable_adaptive_verification",
+            ),
+            "the number of drafts follows from measured step times, down to 0",
+        ),
+        **dict.fromkeys(("disable_logprobs", "disable_mqa_scorer"), "log-probabilities and kernels are those of steps"),
+        "disable_eagle_block_drop": "the last page of a cached prefix is never dropped",
+        "dspark_draft_topk": "there is no DSpark",
         "disable_padded_drafter_batch": "drafts are not padded",
         "parallel_drafting": "tokens are drafted one after another",
         "speculative_token_tree": "drafts are a sequence, not a tree",
     }
 )  # fmt: skip
+_NO_TREES = "heads that draft several tokens at once are not supported; train or download an EAGLE-3 head"
+# vLLM's other methods, and why they are not supported.
+REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "eagle": "this is the first version of EAGLE; EAGLE-3 is eagle3",
+        **dict.fromkeys(("medusa", "mlp_speculator", "dflash", "dspark"), _NO_TREES),
+        "extract_hidden_states": "it drafts nothing",
+        "custom_class": "a package offers a method by its name (docs/howto-runtime.md)",
+    }
+)
 DEFAULT_DRAFTS = 4  # tokens drafted if the number is not given and the model is compiled for it
+_LONGEST_NUMBER = 32  # digits; longer ones are an error of Python's
 _MAX_NGRAM = 64
 _MAX_RANKS = 1 << 10
 _REMEDY = (
@@ -89,12 +112,14 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     mapping = _of_text(name, value) if isinstance(value, str) else value
     if not isinstance(mapping, Mapping):
         raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
+    mapping = {k: v for k, v in mapping.items() if v is not None and not (v is False and k in REFUSED)}  # defaults
     _check_model(name, mapping)
     method = _method_of(mapping)
-    if method == NGRAM and mapping.get(MODEL) in (None, *LOOKUPS):
+    if method == NGRAM and mapping.get(MODEL) in LOOKUPS:
         mapping = {key: value for key, value in mapping.items() if key != MODEL}
     if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
-        cause = f"{name}: the method {method!r:.40} is not supported"
+        why = REFUSED_METHODS.get(method) if isinstance(method, str) else None
+        cause = f"{name}: the method {method!r:.40} is not supported{f': {why}' if why else ''}"
         remedy = (
             f"use {NGRAM}, {', '.join(draft_methods.OURS)}, {DRAFT_MODEL} with an artifact compiled with --draft "
             f"MODEL, {EAGLE} or {MTP} with one compiled with --draft eagle:PATH or {MTP}, install the package that "
@@ -151,7 +176,7 @@ def drafts_on_host(method: str) -> bool:
 
 def _of_text(name: str, text: str) -> dict[str, Any]:
     method, colon, number = text.partition(":")
-    if colon and not number.isdecimal():
+    if colon and not (number.isascii() and number.isdecimal() and len(number) < _LONGEST_NUMBER):
         raise LlmcError("E201", f"{name} = {text!r:.60} is not allowed", _REMEDY)
     return {"method": SHORT.get(method, method), **({TOKENS: int(number)} if colon else {})}
 

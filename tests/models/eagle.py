@@ -55,10 +55,11 @@ def save_head(folder: Path, found: dict[str, Tensor], **config: Any) -> None:
 
 
 def save_speculators(folder: Path, found: dict[str, Tensor], **config: Any) -> None:
-    """Write the same head in the format of the library speculators."""
+    """Write the same head in the format of the library speculators, whose config.json has no model_type."""
     folder.mkdir(parents=True)
     values = {
-        "model_type": "speculator_model", "speculators_model_type": "eagle3", "transformer_layer_config": dict(CONFIG),
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "target_hidden_size": None,
+        "transformer_layer_config": dict(CONFIG), "norm_before_fc": False,
         "draft_vocab_size": len(found["lm_head.weight"]), "eagle_aux_hidden_state_layer_ids": list(AUX), **config,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(values))
@@ -95,15 +96,31 @@ def layer(w: dict[str, Tensor], embedding: Tensor, hidden: Tensor, before: bool)
 
 @torch.no_grad()
 def drafted(
-    model: Any, w: dict[str, Tensor], tokens: list[int], count: int, bias: Mapping[int, float], before: bool = False
+    model: Any,
+    w: dict[str, Tensor],
+    tokens: list[int],
+    count: int,
+    bias: Mapping[int, float],
+    before: bool = False,
+    normed: bool = False,
 ) -> tuple[list[int], list[float]]:
-    """Return the greedy drafts after `tokens`, all but the last of which the model has run, and their probabilities."""
+    """Return the greedy drafts after `tokens`, all but the last of which the model has run, and their probabilities.
+
+    `before` and `normed` are norm_before_residual and norm_output in config.json.
+    """
     states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
-    hidden = torch.cat([states[n][0] for n in AUX], -1) @ w["fc.weight"].T + w.get("fc.bias", 0.0)
+    parts = [states[n][0] for n in AUX]
+    if "fc_norm.0.weight" in w:
+        parts = [norm(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)]
+    joined = torch.cat(parts, -1)
+    if "input_norm.weight" in w:
+        joined = norm(joined, w["input_norm.weight"])
+    hidden = joined @ w["fc.weight"].T + w.get("fc.bias", 0.0)
     table, known, out, chances = model.get_input_embeddings().weight, list(tokens), list[int](), list[float]()
     for _ in range(count):
         x = layer(w, table[torch.tensor(known[1:])], hidden, before)
-        logits = norm(x[-1], w["norm.weight"]) @ w["lm_head.weight"].T
+        x_normed = norm(x[-1:], w["norm.weight"])
+        logits = x_normed[0] @ w["lm_head.weight"].T
         full = torch.full((int(CONFIG["vocab_size"]),), -torch.inf)
         ids = torch.arange(len(logits)) + w.get("d2t", torch.zeros(len(logits), dtype=torch.long))
         full[ids] = logits
@@ -112,5 +129,5 @@ def drafted(
         out.append(int(full.argmax()))
         chances.append(float(full.softmax(-1).max()))
         known.append(out[-1])
-        hidden = torch.cat((hidden, x[-1:]))
+        hidden = torch.cat((hidden, x_normed if normed else x[-1:]))
     return out, chances

@@ -153,6 +153,8 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(LlmcError, match=text) as caught:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, **more))
         assert caught.value.code == "E360" and caught.value.remedy
+    (tmp_path / "artifact").mkdir()
+    (tmp_path / "artifact" / "manifest.json").write_text("{}")
     for draft, text in (
         ("", "--draft names no model"),
         (" ", "--draft names no model"),
@@ -162,6 +164,9 @@ def test_refused(tmp_path: Path) -> None:
         ("eagle3:folder", "does not name what drafts"),
         ("draft:folder", "does not name what drafts"),
         ("mtp:2", "does not name what drafts"),
+        ("eagle: ", "does not name what drafts"),
+        ("medusa", "the method medusa is not supported: heads that draft several tokens at once"),
+        (str(tmp_path / "artifact"), "is an artifact"),
     ):
         with pytest.raises(LlmcError, match=text) as caught:
             compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, draft=draft))
@@ -175,9 +180,24 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match="--speculate 33"):
         wrong = Options(cache=CACHE, draft=str(tmp_path / "model"), speculate=33)
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", wrong)
-    with pytest.raises(LlmcError, match="does not exist") as caught:
-        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(cache=CACHE, draft=str(tmp_path / "none")))
+    for prefix, subject in (("", "draft model"), ("eagle:", "head")):
+        wrong = Options(cache=CACHE, draft=f"{prefix}{tmp_path / 'none'}")
+        with pytest.raises(LlmcError, match=f"{subject}: .*does not exist") as caught:
+            compile_model(tmp_path / "model", tmp_path / "wrong.llmc", wrong)
     assert not (tmp_path / "wrong.llmc").exists()
+
+
+def test_numbers_of_the_draft_model_that_are_not_finite(tmp_path: Path) -> None:
+    """They are noted, as those of the model are."""
+    for name in ("model", "draft"):
+        save(LISTED[0], tmp_path / name)
+    weights = tmp_path / "draft" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
+    options = Options(cache=CACHE, draft=str(weights.parent), max_num_seqs=4, max_num_batched_tokens=24)
+    summary = compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    assert any("draft: 1 numbers of model.norm.weight are NaN" in note for note in summary.notes), summary.notes
 
 
 def test_errors_of_a_draft_model_keep_their_place() -> None:

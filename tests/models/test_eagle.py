@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
@@ -24,7 +25,7 @@ from models.test_speculation import DEMO, eager, quiet, requests, results  # noq
 
 from llmc.driver import compile_model
 from llmc.frontend.eagle_config import read_head
-from llmc.frontend.eagle_head import EMBEDDING, FC, HeadWeights, head_graph, trace_head
+from llmc.frontend.eagle_head import EMBEDDING, FC, INPUT_NORM, HeadWeights, head_graph, trace_head
 from llmc.ir.types import tensor
 from llmc.options import Options
 from llmc.report.inspect import inspect_artifact
@@ -33,16 +34,32 @@ LIMITS: dict[str, Any] = {"cache": CACHE, "max_num_seqs": 4, "max_num_batched_to
 pytestmark = pytest.mark.slow
 
 
+VARIANTS: dict[str, dict[str, Any]] = {  # of the architecture, as config.json selects them
+    "usual": {},
+    "before": {"norm_before_residual": True},
+    "joint": {"norm_before_residual": True, "eagle_config": {"norm_before_fc": True}, "norm_output": True},
+    "each": {"fc_norm": True},
+}
+
+
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("before", "ranks"), [(False, 1), pytest.param(True, 1, marks=pytest.mark.drawn), (True, 2)])
+@pytest.mark.parametrize(
+    ("variant", "ranks"),
+    [("usual", 1), pytest.param("before", 1, marks=pytest.mark.drawn), ("before", 2), ("joint", 1), ("each", 1)],
+)
 def test_drafts_are_those_of_the_published_algorithm(
-    before: bool, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After prompts in chunks, accepted and rejected drafts, in ranks; the head has a bias or all the model's ids."""
+    config, before = VARIANTS[variant], variant in ("before", "joint")
     model, w = save(LISTED[1], tmp_path / "model", SEED), tensors(200 if before else 320, seed=SEED)
-    if before:
+    if variant == "before":
         w["fc.bias"] = w["norm.weight"] - 0.5
-    save_head(tmp_path / "head", w, norm_before_residual=before)
+    if variant == "joint":
+        w["input_norm.weight"] = torch.rand(3 * 64) + 0.5
+    if variant == "each":
+        w |= {f"fc_norm.{i}.weight": torch.rand(64) + 0.5 for i in range(3)}
+    (save_speculators if variant == "joint" else save_head)(tmp_path / "head", w, **config)
     draft = f"eagle:{tmp_path / 'head'}"
     options = Options(**LIMITS, draft=draft, tensor_parallel_size=ranks)
     compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
@@ -56,7 +73,7 @@ def test_drafts_are_those_of_the_published_algorithm(
         verified, right = accepted(llm)
     assert 0 < right < verified and len(seen) > 24
     for (known, drafts), given in Random(SEED).sample([*zip(seen, chances, strict=True)], 8):
-        want, probabilities = drafted(model, w, known, len(drafts), bias, before)
+        want, probabilities = drafted(model, w, known, len(drafts), bias, before, bool(config.get("norm_output")))
         assert want == drafts, f"after {len(known)} tokens"
         assert given == ([] if ranks > 1 else pytest.approx(probabilities, rel=1e-3)), f"after {len(known)} tokens"
 
@@ -82,7 +99,7 @@ def test_nothing_changes(tmp_path: Path) -> None:
         assert results(llm, prompts[::-1], params[::-1]) == want[::-1], "in another company, with preemption"
         assert llm.stats()["num_preemptions"] > 0 and accepted(llm)[0] > 0
         assert llm.engine.scheduler.pool.num_used == 0
-    with pytest.raises(LlmcError, match="none") as caught:
+    with pytest.raises(LlmcError, match="an EAGLE-3 head instead") as caught:
         LLM(tmp_path / "both.llmc", say=quiet, speculate="draft")
     assert caught.value.code == "E206" and "--draft MODEL" in caught.value.remedy
 
@@ -159,6 +176,8 @@ def fitted(folder: Path, hidden: int = 64, vocab: int = 320) -> None:
     weights = HeadWeights(head, hidden, vocab)
     graph = head_graph(trace_head(head, "f32", vocab, 256, 24, 4), vocab)
     types = {v.name: v.type for v in graph.inputs if v.weight and v.name != EMBEDDING}
+    if head.norm_before_fc:
+        types[INPUT_NORM] = tensor("f32", 3 * hidden)
     weights.serve(types | {FC: tensor("f32", 64, 3 * hidden)}, {"rotary_emb.inv_freq": np.ones(8)})
     weights.close()
 
@@ -176,15 +195,44 @@ def test_refused(tmp_path: Path) -> None:
     save_head(tmp_path / "more", found | {"midlayer.self_attn.q_norm.weight": found["norm.weight"].clone()})
     save_head(tmp_path / "map", found | {"d2t": found["d2t"] * 0 + 200})
     save_head(tmp_path / "wide", found, intermediate_size=128)
+    one_nan = found["fc.weight"].clone()
+    one_nan[3, 5] = torch.nan
+    save_head(tmp_path / "nan", found | {"fc.weight": one_nan})
+    save_head(tmp_path / "narrow", found | {"fc.weight": found["fc.weight"].to(torch.float8_e4m3fn)})
+    save_head(tmp_path / "fraction", found | {"d2t": found["d2t"].float()})
+    save_head(tmp_path / "two", found | {"d2t": found["d2t"][None].clone()})
+    save_head(tmp_path / "flat", found | {"fc.weight": found["fc.weight"].flatten()})
+    save_head(tmp_path / "twice", found | {"layers.0.hidden_norm.weight": found["norm.weight"] * 2})
+    save_head(tmp_path / "positions", found, max_position_embeddings="many")
+    save_head(tmp_path / "groups", found, num_key_value_heads=0)
+    save_head(tmp_path / "flag", found, norm_before_residual="yes")
+    save_head(tmp_path / "norms", found, norm_before_fc=True, fc_norm=True)
+    save_head(tmp_path / "unnormed", found, norm_before_fc=True)
+    save_head(tmp_path / "single", found, eagle_config={"use_aux_hidden_state": False})
     fitted(tmp_path / "good")
+    tables = {f"{at}rotary_emb.inv_freq": torch.ones(8) for at in ("", "midlayer.self_attn.")}
+    save_head(tmp_path / "tables", found | tables)
+    fitted(tmp_path / "tables")
     for name, text in (
-        ("hidden", "reads hidden states of 32 numbers, the model 64"),
+        ("hidden", r"reads three hidden states by fc.weight \[64, 96\], the model needs \[64, 192\]"),
         ("vocabulary", "vocabulary of 300 tokens, the model one of 320"),
         ("deep", "2 layers of llama; one layer"),
         ("layers", r"layers \[1, 2, 3\]; 2 layers are compiled"),
         ("lacking", "no tensor midlayer.mlp.gate_proj.weight"),
         ("more", "q_norm.weight"),
-        ("map", "not distinct ids below 320"),
+        ("map", "ids in d2t that are repeated, or not of the 320 ids of the model"),
+        ("nan", "1 numbers of fc.weight are NaN or infinite"),
+        ("narrow", "stores fc.weight as f8e4m3; f16, bf16, f32, f64 are supported"),
+        ("fraction", r"stores d2t as f32 \[200\]; 200 ids are needed"),
+        ("two", r"stores d2t as i64 \[1, 200\]; 200 ids are needed"),
+        ("flat", r"by fc.weight \[12288\], the model needs \[64, 192\]"),
+        ("twice", "both below midlayer and below layers.0"),
+        ("positions", "max_position_embeddings is 'many'"),
+        ("groups", "num_key_value_heads is 0"),
+        ("flag", "norm_before_residual is 'yes'"),
+        ("norms", "both norm_before_fc and fc_norm"),
+        ("unnormed", "no tensor input_norm.weight"),
+        ("single", "reads one hidden state"),
         ("wide", r"mlp.gate_proj.weight is \[96, 64\], by config.json \[128, 64\]"),
         ("model", "no draft_vocab_size"),
     ):
@@ -193,16 +241,38 @@ def test_refused(tmp_path: Path) -> None:
         assert caught.value.code == "E360" and caught.value.remedy
     with pytest.raises(LlmcError, match="vocabulary of 320 tokens, the model one of 300"):
         fitted(tmp_path / "good", vocab=300)
-    with pytest.raises(LlmcError, match="reads hidden states of 32") as caught:
+    with pytest.raises(LlmcError, match="reads three hidden states") as caught:
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=f"eagle:{tmp_path / 'hidden'}"))
     assert caught.value.code == "E360" and not (tmp_path / "wrong.llmc").exists()
     with pytest.raises(LlmcError, match="good is an EAGLE-3 head, not a model") as caught:
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=str(tmp_path / "good")))
     assert caught.value.code == "E360" and f"--draft eagle:{tmp_path / 'good'}" in caught.value.remedy
-    for method, rows, head in (("eagle3", 4, False), ("draft_model", 4, True), ("eagle3", 0, False)):
-        with pytest.raises(LlmcError, match="the artifact has none") as caught:
-            speculation_of({"method": method, "num_speculative_tokens": 2}, 4, rows, head)
+    save_speculators(tmp_path / "speculators", found)
+    with pytest.raises(LlmcError, match="speculators is an EAGLE-3 head, not a model") as caught:
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=str(tmp_path / "speculators")))
+    save_head(tmp_path / "pickled", found)
+    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(LlmcError, match="pickled weights only") as caught:
+        compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=f"eagle:{tmp_path / 'pickled'}"))
+    assert caught.value.code == "E320" and "torch.load('pytorch_model.bin', weights_only=True)" in caught.value.remedy
+
+
+def test_another_method_than_the_artifacts() -> None:
+    """The error names what the artifact has, and what to do; also for one that was compiled without --speculate."""
+    for method, rows, available, text in (
+        ("eagle3", 4, "draft_model", "needs an EAGLE-3 head, and the artifact has a draft model instead"),
+        ("draft_model", 4, "eagle3", "needs a draft model, and the artifact has an EAGLE-3 head instead"),
+        ("mtp", 4, "eagle3", "needs a multi-token-prediction layer, and the artifact has an EAGLE-3 head instead"),
+        ("eagle3", 4, "mtp", "needs an EAGLE-3 head, and the artifact has a multi-token-prediction layer instead"),
+        ("eagle3", 0, "", "the artifact has none"),
+    ):
+        with pytest.raises(LlmcError, match=text) as caught:
+            speculation_of({"method": method, "num_speculative_tokens": 2}, 4, rows, available)
         assert caught.value.code == "E206"
+    for method, flag in (("eagle3", "--draft eagle:PATH "), ("mtp", "--draft mtp "), ("ngram", "")):
+        with pytest.raises(LlmcError, match="compiled without --speculate") as caught:
+            speculation_of({"method": method, "num_speculative_tokens": 2}, 0)
+        assert caught.value.code == "E204" and f"with {flag}--speculate 2" in caught.value.remedy
 
 
 @pytest.mark.usefixtures("eager")

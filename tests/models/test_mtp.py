@@ -73,7 +73,7 @@ def test_nothing_changes(tmp_path: Path) -> None:
             assert results(llm, prompts, params) == want
         assert llm.stats()["num_preemptions"] > 0 and accepted(llm)[0] > 0
         assert llm.engine.scheduler.pool.num_used == 0
-    with pytest.raises(LlmcError, match="none") as caught:
+    with pytest.raises(LlmcError, match="a multi-token-prediction layer instead") as caught:
         LLM(tmp_path / "model.llmc", say=quiet, speculate="draft")
     assert caught.value.code == "E206"
     data = inspect_artifact(tmp_path / "model.llmc")

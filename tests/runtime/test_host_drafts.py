@@ -171,7 +171,13 @@ def test_values_of_the_keys_without_effect_are_checked() -> None:
         ({"method": "draft_model", "draft_tensor_parallel_size": 0}, "E201", "draft_tensor_parallel_size = 0"),
         ({"method": "draft_model", "model": 5}, "E201", "model = 5 is not allowed"),
         ({"method": "ngram", "model": "meta-llama/Llama-3.2-1B"}, "E201", "unknown key 'model'"),
-        ({"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}, "E206", "the method 'eagle' is not supported"),
+        (
+            {"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"},
+            "E206",
+            "the method 'eagle' is not supported: this is the first",
+        ),
+        ({"method": "eagle"}, "E206", "EAGLE-3 is eagle3"),
+        ({"method": "mlp_speculator", "model": "any"}, "E206", "'mlp_speculator' is not supported: heads that draft"),
     ):
         with pytest.raises(LlmcError, match=cause) as caught:
             check_speculate("speculate", {"num_speculative_tokens": 3, **more})
@@ -186,3 +192,21 @@ def test_keys_of_vllm_that_are_not_supported_are_refused_by_name(method: str, ke
     assert caught.value.code == "E206" and f"leave it out; {method} has the keys method" in str(caught.value)
     with pytest.raises(LlmcError, match="unknown key"):
         check_speculate("speculate", {"method": method, f"{key}_": 4})
+
+
+def test_defaults_of_vllm_are_no_keys() -> None:
+    """A config that was written out whole, with null and false for what is not set."""
+    unset = dict.fromkeys((*REFUSED, "prompt_lookup_max", "draft_tensor_parallel_size"))
+    off = {"disable_padded_drafter_batch": False, "parallel_drafting": False, "enforce_eager": False}
+    want = {"method": "eagle3", "num_speculative_tokens": 2}
+    assert check_speculate("speculate", {**unset, **off, **want, "model": "any"}) == want
+    with pytest.raises(LlmcError, match="parallel_drafting is not supported"):
+        check_speculate("speculate", {**want, "parallel_drafting": True})
+
+
+@pytest.mark.parametrize("number", ["", "abc", "-1", "+2", " 2", "2.0", "\u0663", "9" * 5000, "2:3"])
+def test_numbers_that_are_not_allowed(number: str) -> None:
+    """One error with the values that are allowed; also for more digits than Python converts."""
+    with pytest.raises(LlmcError, match="is not allowed") as caught:
+        check_speculate("speculate", f"ngram:{number}")
+    assert caught.value.code == "E201" and ":K for K drafted tokens" in caught.value.remedy

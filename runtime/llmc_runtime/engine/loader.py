@@ -21,7 +21,7 @@ from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, method_of
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
@@ -176,7 +176,7 @@ def _scheduler_config(
             options.speculate,
             executor.max_drafts,
             executor.draft_model.max_rows,
-            executor.draft_model.is_head,
+            method_of(artifact.programs),
             executor.draft_model.stops,
         ),
         max_num_logits=executor.max_entries,
@@ -207,37 +207,39 @@ def snapshots_of(manifest: Manifest, caching: bool | None, requested: int | None
 
 
 def speculation_of(
-    option: Any, compiled: int, rows: int = 0, head: bool = False, stops: bool = False
+    option: Any, compiled: int, rows: int = 0, available: str = "", stops: bool = False
 ) -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
-    `rows` is the maximum number of rows for which the artifact's draft model or, if `head`, its head drafts; 0 without
-    one. `stops`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted
-    tokens, and more are requested, and E206 if the method needs a draft model or a head, and the artifact does not
-    have it.
+    `available` is the method of the artifact's draft model, head or layer, "" without one, and `rows` the maximum
+    number of rows for which it drafts. `stops`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies
+    at most `compiled` drafted tokens, and more are requested, and E206 if the method needs a draft model, a head or a
+    layer, and the artifact does not have it.
     """
     if option is None:
         return None
-    number = option[TOKENS]
+    method, number = option["method"], option[TOKENS]
     if not compiled or (number or 1) > compiled:
         if compiled:
             cause = f"speculate requests {number} drafted tokens, and the artifact was compiled for at most {compiled}"
         else:
             cause = "speculate: the artifact was compiled without --speculate, and verifies no drafted tokens"
-        draft = "--draft MODEL " if option["method"] == DRAFT_MODEL and not rows else ""
+        draft = f"--draft {NEEDS[method][1]} " if method in NEEDS and method != available else ""
         remedy = f"compile again with {draft}--speculate {number or DEFAULT_DRAFTS}, or start without speculation"
         raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
-    if option["method"] not in KEYS:
-        return SpeculationConfig(number or compiled, host=option["method"])
-    if option["method"] != NGRAM:
-        if not rows or (option["method"] in _HEADS) != head:
-            source, flag = NEEDS[option["method"]]
-            cause = f"speculate: the method {option['method']} needs {source}, and the artifact has none"
-            raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
-        low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
-        name = _HEADS.get(option["method"], "")
-        return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=name, stops=stops)
-    return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
+    if method not in KEYS:
+        return SpeculationConfig(number or compiled, host=method)
+    if method == NGRAM:
+        return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
+    if not rows or method != available:
+        source, flag = NEEDS[method]
+        other = f"{NEEDS[available][0]} instead" if rows and available else "none"
+        cause = f"speculate: the method {method} needs {source}, and the artifact has {other}"
+        usable = f"{available} or {NGRAM}" if rows and available else NGRAM
+        raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use {usable}")
+    head = _HEADS.get(method, "")
+    low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
+    return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=head, stops=stops)
 
 
 def limits_of(manifest: Manifest, option: Callable[[str], Any]) -> dict[str, int]:

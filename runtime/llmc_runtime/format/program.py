@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
 DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
 PLAIN = "decode_plain"  # with which the names of programs begin that decode without computing a head's entries
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
+# With which the names of weights begin by which @step and others join the hidden states that an EAGLE-3 head reads.
+_JOINING = "draft.fc.weight"
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
 MAX_RANKS = 1024
 GROUP = "group"  # the kind of the buffer through which ranks on GPUs exchange results; see group_memory.py
@@ -193,6 +195,17 @@ class Program(Record):
             check.buffer(buffer, f"{where}.buffers[{i}]")
         for i, launch in enumerate(self.launches):
             check.launch(launch, f"{where}.launches[{i}]")
+
+
+def method_of(programs: Sequence[Program]) -> str:
+    """Return the method of the draft model, head or layer whose programs are among these; "" if there is none."""
+    roles = {program.role for program in programs}
+    if FIRST not in roles:
+        return ""
+    if FILL in roles:
+        return DRAFT_MODEL
+    joins = (b.kind == "weight" and b.name.startswith(_JOINING) for p in programs for b in p.buffers)
+    return EAGLE if any(joins) else MTP
 
 
 def _rows(values: list[Any]) -> str:

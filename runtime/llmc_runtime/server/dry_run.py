@@ -18,7 +18,7 @@ from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import plan_kv
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import is_artifact
-from llmc_runtime.format.program import FILL, FIRST
+from llmc_runtime.format.program import method_of
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
@@ -100,9 +100,8 @@ def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
 
 def _check_drafts(artifact: Artifact, engine: EngineOptions) -> None:
     """Raise LlmcError E204 or E206 if the artifact cannot draft tokens as requested."""
-    roles = {program.role for program in artifact.programs}
-    drafts = max((program.drafts for program in artifact.programs), default=0)
-    speculation_of(engine.speculate, drafts, rows=int(FIRST in roles), head=FIRST in roles and FILL not in roles)
+    drafts, method = max((program.drafts for program in artifact.programs), default=0), method_of(artifact.programs)
+    speculation_of(engine.speculate, drafts, rows=int(bool(method)), available=method)
 
 
 def _count(number: int, noun: str) -> str:
