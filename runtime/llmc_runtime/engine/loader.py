@@ -21,7 +21,7 @@ from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, PLAIN_STEP
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
@@ -170,6 +170,7 @@ def _scheduler_config(
             executor.draft_model.max_rows,
             executor.draft_model.is_head,
             executor.draft_model.stops,
+            any(program.name.startswith(PLAIN_STEP) for program in artifact.programs),
         ),
         max_num_logits=executor.max_entries,
         max_masks=executor.rows.masks or 1,
@@ -199,12 +200,12 @@ def snapshots_of(manifest: Manifest, caching: bool | None, requested: int | None
 
 
 def speculation_of(
-    option: Any, compiled: int, rows: int = 0, head: bool = False, stops: bool = False
+    option: Any, compiled: int, rows: int = 0, head: bool = False, stops: bool = False, skips_prompts: bool = False
 ) -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
     `rows` is the maximum number of rows for which the artifact's draft model or, if `head`, its head drafts; 0 without
-    one. `stops`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted
+    one. `stops`, `skips_prompts`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted
     tokens, and more are requested, and E206 if the method needs a draft model or a head, and the artifact does not
     have it.
     """
@@ -228,7 +229,8 @@ def speculation_of(
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
         low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
         name = _HEADS.get(option["method"], "")
-        return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=name, stops=stops)
+        more = {"stops": stops, "skips_prompts": skips_prompts}
+        return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=name, **more)
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 
