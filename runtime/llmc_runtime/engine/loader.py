@@ -205,9 +205,9 @@ def speculation_of(
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
     `rows` is the maximum number of rows for which the artifact's draft model or, if `head`, its head drafts; 0 without
-    one. `stops`, `skips_prompts`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies at most `compiled` drafted
-    tokens, and more are requested, and E206 if the method needs a draft model or a head, and the artifact does not
-    have it.
+    one. `stops`, `skips_prompts`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies at most
+    `compiled` drafted tokens, and more are requested, and E206 if the method needs a draft model or a head, and the
+    artifact does not have it.
     """
     if option is None:
         return None
@@ -229,8 +229,9 @@ def speculation_of(
             raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use ngram")
         low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
         name = _HEADS.get(option["method"], "")
-        more = {"stops": stops, "skips_prompts": skips_prompts}
-        return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=name, **more)
+        return SpeculationConfig(
+            number or compiled, low, high, max_rows=rows, head=name, stops=stops, skips_prompts=skips_prompts
+        )
     return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
 
 
