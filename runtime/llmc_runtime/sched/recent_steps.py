@@ -1,8 +1,8 @@
-"""What steps without drafts take now, by which the durations of other steps are judged.
+"""What steps without drafts take now, by which the durations of other steps of several rows are judged.
 
-A step takes longer the longer its sequences are. Trials of drafts may come at a certain length again and again, such as
-soon after requests have begun. Compared with the mean of steps without drafts, they would seem to cost less than they
-do, or more.
+A step of several rows takes longer the longer its sequences are. Trials of drafts may come at a certain length again
+and again, such as soon after requests have begun. Compared with the mean of steps without drafts, they would seem to
+cost less than they do, or more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecentSteps:
     def factor(self, plan: int, mean: float) -> float:
         """Return by what a duration at this plan is multiplied to compare it with a mean duration without drafts.
 
-        1 if there are too few steps, or none lately.
+        mean: 0 if it is unknown. 1 if it is, or if there are too few steps, or none lately.
         """
         if not mean or len(self._seconds) < _FEWEST or plan - self._plan > _LONGEST:
             return 1.0

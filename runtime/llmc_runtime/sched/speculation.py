@@ -337,7 +337,7 @@ class Speculation:
         if work is self._prompts.charged:
             self._prompts.charge(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
         if self._idle and not (output.accepted or output.likely):
-            if self._has_model and not self._prompts.tokens:
+            if self._has_model and not (self._alone or self._prompts.tokens):
                 self._recent.add(self.plans, seconds)
             found = self._alone and not self._looks_up and (requests[0].from_lookup or any(output.proposed))
             if self.plans % _IDLE_PERIOD and not found:
@@ -364,7 +364,7 @@ class Speculation:
         verified, proposed, fill, prompt = StepDrafts.of(work, output, self.config.stops)
         rows, drafts = len(work), bool(verified or proposed or fill)
         if drafts or self._warm_plans:
-            seconds *= self._recent.factor(self.plans, self.draft_count.costs.seconds(rows, 0))
+            seconds *= self._recent.factor(self.plans, self.draft_count.costs.settled_plain(rows))
         if not self._has_model:
             proposed = verified  # they cost nothing apart
             if not prompt:
