@@ -31,7 +31,7 @@ NOISE = 0.1  # a step takes up to this share longer
 # drafts, with its plan; and of another plan that is not idle and has no prompt, by the number of rows.
 VERIFY, PASS, COLD, ENTRIES = (0.0, 0.4, 0.6, 0.75, 1.0), 0.2, 0.4, 0.1
 DECIDE = {1: 0.1, 8: 0.015, 32: 0.015}
-PROMPT, PROMPT_ENTRIES = 0.3, 0.04  # duration of a prompt's token, and the share of a head's entries in it
+PROMPT, PROMPT_ENTRIES = {1: 0.45, 8: 0.1, 32: 0.03}, 0.04  # of a prompt's token, and a head's entries' share of it
 GPU_DRAFT = 0.05  # of verifying a draft, and of a pass of the head, on a GPU
 
 
@@ -86,7 +86,7 @@ class Device:
         passes = [0 if item.lookup and count else item.propose for item, count in zip(work, found, strict=True)]
         accepted = {i: [(5, None)] * self.accepted(item.drafts) for i, item in enumerate(work) if item.drafts}
         more = self.cost(max(item.drafts for item in work), max(passes), ticket.plain)
-        prompts = sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts) * PROMPT
+        prompts = sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts) * PROMPT[self.rows]
         if len(self.plans) > self.decided and ticket.plain and not (prompts or self.gpu):
             more += DECIDE[self.rows]
         self.decided = len(self.plans)

@@ -224,7 +224,7 @@ class Speculation:
         for item in work:
             if item.num_tokens > 1 or (decides and (item.propose or item.fill)):
                 drafts = any(item.drafts or (decides and (item.propose or item.fill)) for item in work)
-                return self._prompts.skips(work, requests, drafts or self._warm_plans > 0)
+                return self._prompts.skips(work, requests, drafts or self._warm_plans > 0, self.plans)
         if self._choice.measures and not self._choice.max_drafts:
             return True  # to measure steps without drafts as they are while nothing is drafted
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
@@ -334,8 +334,8 @@ class Speculation:
             self._found = any(output.proposed)
             for request, count in zip(requests, output.proposed):
                 request.num_drafts = count  # found by prompt lookup
-        if work is self._prompts.charged:
-            self._prompts.charge(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
+        if work is self._prompts.work:
+            self._prompts.record(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
         if self._idle and not (output.accepted or output.likely):
             if self._has_model and not (self._alone or self._prompts.tokens):
                 self._recent.add(self.plans, seconds)
