@@ -5,7 +5,8 @@ less its measured duration; a step in which a head computes its entries before a
 Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as well, up to a maximum. While
 the credit does not suffice, nothing is drafted: drafting in vain costs at most _TRIAL_SHARE of the time of plain
 decoding, and once the initial credit. Steps of a single row that measure costs are not charged, as they are few. Drafts
-that prompt lookup finds for a head are paid from a second credit by the same rule.
+that prompt lookup finds for a head are paid from a second credit by the same rule. A head's entries of prompts have a
+credit of their own (see prompt_entries), and are paid from the first one beyond it.
 """
 
 from __future__ import annotations
