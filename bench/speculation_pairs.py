@@ -35,7 +35,7 @@ class Never(Speculation):
         self._idle = True
         return True
 
-    def plain(self, work: Sequence[Work]) -> bool:
+    def plain(self, work: Sequence[Work], requests: Sequence[Request] = ()) -> bool:
         return True
 
     def learn(self, *args: Any) -> None: ...

@@ -119,7 +119,7 @@ def test_steps_that_skip_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Speculation, "wants", wants)
     monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room if self.wants else 0)
     monkeypatch.setattr(
-        Speculation, "plain", lambda self, work: not any(item.propose or item.num_tokens > 1 for item in work)
+        Speculation, "plain", lambda self, work, requests: not any(item.propose or item.drafts for item in work)
     )
     programs: list[str] = []
     ready = EntryPoints.ready
@@ -141,7 +141,7 @@ def test_steps_that_skip_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     written = hidden[~np.isnan(hidden).any(axis=1)]
     zeros = int((written == 0).all(axis=1).sum())
     print(f"seed {SEED}: {drafted} drafts, {right} accepted, {zeros} of {len(written)} hidden states are zeros")
-    assert {"decode_plain", "verify", "draft_first", "draft_next"} <= set(programs)
+    assert {"decode_plain", "step_plain", "verify", "draft_first", "draft_next"} <= set(programs)
     assert 0 < drafted and 0 < zeros < len(written)
 
 

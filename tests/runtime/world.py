@@ -124,6 +124,14 @@ class World:
 _PLAIN = SamplingParams(temperature=0.0)
 
 
+def _with_model(seed: int, drafts: int, most: int, head: bool) -> SpeculationConfig:
+    """A draft model or a head, which can skip prompts in half of the worlds."""
+    if not head:
+        return SpeculationConfig(drafts, max_rows=most)
+    skips_prompts = random.Random(f"{seed} prompts").random() < 0.5
+    return SpeculationConfig(drafts, max_rows=most, head="eagle", skips_prompts=skips_prompts)
+
+
 def draw_world(seed: int) -> World:
     """A small world: tiny pools, short budgets, few rows, now and then a roomy one."""
     rng = random.Random(seed)
@@ -134,7 +142,7 @@ def draw_world(seed: int) -> World:
     most = rng.choice((1, rows, rows))
     drafting = (
         SpeculationConfig(drafts, 1, 3),
-        SpeculationConfig(drafts, max_rows=most, head="eagle" if rng.random() < 0.4 else ""),
+        _with_model(seed, drafts, most, rng.random() < 0.4),
         SpeculationConfig(drafts, host="oracle"),
     )
     tokens = rng.randint(longest, longest * (1 + rows // rng.choice((1, 3))))  # of the pool: from starved to roomy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc_runtime.format.pooling import POOLED
-from llmc_runtime.format.program import FILL, FIRST, NEXT, PLAIN
+from llmc_runtime.format.program import FILL, FIRST, NEXT, PLAIN, PLAIN_STEP
 
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
@@ -28,11 +28,13 @@ class Specialize(Pass):
     whose KV it computes), @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per
     row). A head needs no @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token
     of each row only; @decode_plain is @decode with zeros as the head's entries, for steps after which no row drafts.
+    With `plain_step`, @step_plain is the same of @step, for prompts of rows that will not draft soon.
     """
 
     decode: tuple[int, ...] = ()
     step: tuple[int, ...] = ()
     verify: tuple[int, ...] = ()
+    plain_step: bool = False
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
@@ -44,6 +46,9 @@ class Specialize(Pass):
         count = self._draft(m, ctx) if DRAFT in m.graphs else 0
         for name, bounds in ranges("step", m.symbols["T"], self.step):
             _entry(m, main, name, "T", bounds, {})
+            count += 1
+        if self.plain_step and any(v.name == HIDDEN_POOL for v in main.inputs):
+            _drop_head(_entry(m, main, PLAIN_STEP, "T", m.symbols["T"], {}), ctx)
             count += 1
         for kind, limits, ends in self._kinds(main, m.symbols["R"]):
             for name, bounds in ranges(kind, limits, ends):

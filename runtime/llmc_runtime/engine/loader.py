@@ -21,7 +21,7 @@ from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, method_of
+from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, PLAIN_STEP, method_of
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
@@ -178,6 +178,7 @@ def _scheduler_config(
             executor.draft_model.max_rows,
             method_of(artifact.programs),
             executor.draft_model.stops,
+            any(program.name.startswith(PLAIN_STEP) for program in artifact.programs),
         ),
         max_num_logits=executor.max_entries,
         max_masks=executor.rows.masks or 1,
@@ -207,14 +208,14 @@ def snapshots_of(manifest: Manifest, caching: bool | None, requested: int | None
 
 
 def speculation_of(
-    option: Any, compiled: int, rows: int = 0, available: str = "", stops: bool = False
+    option: Any, compiled: int, rows: int = 0, available: str = "", stops: bool = False, skips_prompts: bool = False
 ) -> SpeculationConfig | None:
     """Return how tokens are drafted, from the normal form of the option `speculate`.
 
     `available` is the method of the artifact's draft model, head or layer, "" without one, and `rows` the maximum
-    number of rows for which it drafts. `stops`: see SpeculationConfig. Raises LlmcError E204 if the artifact verifies
-    at most `compiled` drafted tokens, and more are requested, and E206 if the method needs a draft model, a head or a
-    layer, and the artifact does not have it.
+    number of rows for which it drafts. `stops`, `skips_prompts`: see SpeculationConfig. Raises LlmcError E204 if the
+    artifact verifies at most `compiled` drafted tokens, and more are requested, and E206 if the method needs a draft
+    model, a head or a layer, and the artifact does not have it.
     """
     if option is None:
         return None
@@ -239,7 +240,9 @@ def speculation_of(
         raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use {usable}")
     head = _HEADS.get(method, "")
     low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
-    return SpeculationConfig(number or compiled, low, high, max_rows=rows, head=head, stops=stops)
+    return SpeculationConfig(
+        number or compiled, low, high, max_rows=rows, head=head, stops=stops, skips_prompts=skips_prompts
+    )
 
 
 def limits_of(manifest: Manifest, option: Callable[[str], Any]) -> dict[str, int]:

@@ -20,7 +20,8 @@ from llmc_runtime.format.row_abi import MAX_DRAFTS
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
 DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
-PLAIN = "decode_plain"  # with which the names of programs begin that decode without computing a head's entries
+# With these begin the names of programs that decode, or compute any tokens, without computing a head's entries.
+PLAIN, PLAIN_STEP = "decode_plain", "step_plain"
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 # With which the names of weights begin by which @step and others join the hidden states that an EAGLE-3 head reads.
 _JOINING = "draft.fc.weight"
@@ -144,7 +145,7 @@ class Program(Record):
     @property
     def is_plain(self) -> bool:
         """Whether it stores zeros as the keys, values and hidden states of a head, instead of computing them."""
-        return self.name.startswith(PLAIN)
+        return self.name.startswith((PLAIN, PLAIN_STEP))
 
     def top(self) -> dict[str, int]:
         """Return every symbol's upper bound, which determines the sizes of buffers."""

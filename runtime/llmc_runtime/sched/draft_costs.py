@@ -76,6 +76,10 @@ class StepCosts:
         """Whether steps of this size were measured often, or so many times."""
         return len(self._first.get((rounded_rows(rows), drafts), ())) >= times
 
+    def settled_plain(self, rows: int) -> float:
+        """Return the seconds of a step without drafts; 0 while the mean still depends on few steps."""
+        return self.seconds(rows, 0) if self._plain_steps.get(rounded_rows(rows), 0) > _SETTLED else 0.0
+
     def seconds(self, rows: int, drafts: float) -> float:
         """Return the seconds of a step, interpolated between those that were measured; 0 if none was."""
         means = self._means.get(rounded_rows(rows), {})

@@ -4,7 +4,7 @@ The draft model has KV pools of its own, with the pages and page tables of the m
 affects only how many drafts are accepted. A request's `reach` is the number of its first tokens whose KV the draft
 model has, as known to the host. A row for which the last plan drafted needs no more KV, since the first draft is made
 by a step over the row's last two tokens. A row without drafts falls behind, and catches up when drafting pays again.
-A head (EAGLE-3) never falls behind: the steps of the model that verifies compute its KV.
+A head (EAGLE-3) never falls behind: the steps of the model that verifies compute its KV, or store zeros.
 """
 
 from __future__ import annotations

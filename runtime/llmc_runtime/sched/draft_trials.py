@@ -5,12 +5,13 @@ less its measured duration; a step in which a head computes its entries before a
 Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as well, up to a maximum. While
 the credit does not suffice, nothing is drafted: drafting in vain costs at most _TRIAL_SHARE of the time of plain
 decoding, and once the initial credit. Steps of a single row that measure costs are not charged, as they are few. Drafts
-that prompt lookup finds for a head are paid from a second credit by the same rule.
+that prompt lookup finds for a head are paid from a second credit by the same rule. A head's entries of prompts have a
+credit of their own (see prompt_entries), and are paid from the first one beyond it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -20,7 +21,7 @@ from llmc_runtime.sched.request import Request
 _TRIAL_SHARE = 0.003  # of the decoding time that trials may cost
 _INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 6.0, 4.0, 32.0
 _MEMORY = 0.98  # weight of the past acceptance at each verification
-_TRIAL_COST = 1.0  # what a trial is expected to cost
+TRIAL_COST = 1.0  # what a trial is expected to cost
 _MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted
 _MAX_MEASURING_LOSS = 1.0  # the same while costs are measured: first steps load programs and weights
 
@@ -70,7 +71,7 @@ class Trials:
         more: what is spent on it before it begins.
         """
         self.earn(plan)
-        return max(0, ceil((_TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
+        return max(0, ceil((TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
 
     def record_step(self, tokens: float, steps: float, looked_up: bool, measures: bool) -> None:
         """Record a step that gave `tokens` tokens a row and took as long as `steps` steps without drafts.
@@ -84,17 +85,28 @@ class Trials:
         else:
             self.credit = min(_MAX_CREDIT, self.credit + gain)
 
+    def charge(self, steps: float) -> None:
+        """Take from the credit what a prompt's entries took. They leave no debt: their cost may have been unknown."""
+        self.credit = max(min(self.credit, 0.0), self.credit - steps)
+
     def begin(self, plan: int) -> None:
         """Begin to count plans: a request of this kind runs alone from this plan on."""
         self._earned_until = plan
 
 
 class TrialsByKind(dict[int, Trials]):
-    """The trials of each kind of request; those of a new kind wait for `first_wait()` plans."""
+    """The trials of each kind of request that runs alone; those of a new kind wait for `first_wait()` plans.
 
-    def __init__(self, first_wait: Callable[[], int]) -> None:
+    batch: the trials of several requests that run together.
+    """
+
+    def __init__(self, first_wait: Callable[[], int], batch: Trials) -> None:
         super().__init__()
-        self._first_wait = first_wait
+        self._first_wait, self.batch = first_wait, batch
+
+    def of(self, requests: Sequence[Request]) -> Trials:
+        """Return the trials whose credit pays for a step of these requests."""
+        return self[kind_of(requests[0])] if len(requests) == 1 else self.batch
 
     def __missing__(self, kind: int) -> Trials:
         trials = self[kind] = Trials(self._first_wait())

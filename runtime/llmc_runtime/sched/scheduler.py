@@ -125,7 +125,7 @@ class Scheduler(LiveRequests):
         if planned:
             if self.snapshots is not None:
                 self.snapshots.plan(step, planned)
-            step.plain = self.planner is None or self.planner.speculation.plain(step.work)
+            step.plain = self.planner is None or self.planner.speculation.plain(step.work, planned)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step

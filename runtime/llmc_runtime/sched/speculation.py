@@ -12,9 +12,12 @@ from llmc_runtime.sched.draft_costs import MIN_SINGLE_GAIN, Choice, DraftCount, 
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.lookup_first import LookupFirst
+from llmc_runtime.sched.prompt_entries import PromptEntries
+from llmc_runtime.sched.recent_steps import RecentSteps
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
+from llmc_runtime.sched.step_drafts import StepDrafts
 
 PROBE_PERIOD = 64  # while drafting does not pay, one plan in so many verifies drafts of some rows to learn their rate
 MODEL_PROBE_PERIOD = 512  # the same for a head, for all rows, or a draft model, for one row, as it lacks KV
@@ -60,8 +63,8 @@ class Speculation:
         self._first_wait, self._last_wait = MODEL_FIRST_WAIT, MODEL_PROBE_PERIOD
         if config.head:
             self._first_wait, self._last_wait = HEAD_FIRST_WAIT, HEAD_LAST_WAIT
-        self._trials_by_kind = TrialsByKind(lambda: self._first_wait)
-        self._batch_trials = Trials(MODEL_PROBE_PERIOD)  # where the number of drafts is chosen for all rows
+        self._trials_by_kind = TrialsByKind(lambda: self._first_wait, Trials(MODEL_PROBE_PERIOD))
+        self._batch_trials = self._trials_by_kind.batch  # where the number of drafts is chosen for all rows
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
         self._probe_plan = 0  # the plan of the next probe of a draft model or head
         self._promising = False  # the last step has verified drafts and was faster than one without
@@ -70,6 +73,7 @@ class Speculation:
         self._last_id = ""  # of the last row's request
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
+        self._recent, self._prompts = RecentSteps(), PromptEntries(config.skips_prompts, self._trials_by_kind)
 
     def begin_idle(self, running: Sequence[Request]) -> bool:
         """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
@@ -90,9 +94,13 @@ class Speculation:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
         self._alone = len(running) == 1
-        self._measure_again_in_time(len(running))
+        if self.plans >= self._next_measuring:
+            self.draft_count.measure_again(len(running))
+            self._next_measuring = self.plans + _MEASURING_PERIOD
         self._probes = self._idle_until = 0
         self._refreshes = self.plans >= self._next_choice or len(running) != self._rows
+        if len(running) != self._rows or (running and running[-1].id != self._last_id):
+            self._recent.clear()
         if self._refreshes:
             self._draft_cost, self._verification_costs = 0.0, []
             self._next_choice = self.plans + _CHOICE_PERIOD
@@ -105,12 +113,6 @@ class Speculation:
         else:
             self._choose_for_all(running, room)
         self._last_id = running[-1].id if running else ""
-
-    def _measure_again_in_time(self, rows: int) -> None:
-        """Let the costs of steps be measured again, every _MEASURING_PERIOD plans."""
-        if self.plans >= self._next_measuring:
-            self.draft_count.measure_again(rows)
-            self._next_measuring = self.plans + _MEASURING_PERIOD
 
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
         """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
@@ -213,12 +215,16 @@ class Speculation:
         """Whether this plan may verify drafts; those of a model were wanted when they were made."""
         return self._has_model or self.wants
 
-    def plain(self, work: Sequence[Work]) -> bool:
-        """Whether the draft model does nothing after the step planned now, and a head's entries are hardly of use."""
-        decides = not self._idle
+    def plain(self, work: Sequence[Work], requests: Sequence[Request] = ()) -> bool:
+        """Whether the draft model does nothing after the step planned now, and a head's entries are hardly of use.
+
+        requests: those of `work`.
+        """
+        decides, self._prompts.tokens = not self._idle, 0
         for item in work:
             if item.num_tokens > 1 or (decides and (item.propose or item.fill)):
-                return False
+                drafts = any(item.drafts or (decides and (item.propose or item.fill)) for item in work)
+                return self._prompts.skips(work, requests, drafts or self._warm_plans > 0, self.plans)
         if self._choice.measures and not self._choice.max_drafts:
             return True  # to measure steps without drafts as they are while nothing is drafted
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
@@ -325,9 +331,16 @@ class Speculation:
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         if self._looks_up:
-            self._take_proposed(requests, output.proposed)
-        if self._idle and self.plans % _IDLE_PERIOD and not (output.accepted or output.likely):
-            if self._looks_up or not self._alone or not (requests[0].from_lookup or any(output.proposed)):
+            self._found = any(output.proposed)
+            for request, count in zip(requests, output.proposed):
+                request.num_drafts = count  # found by prompt lookup
+        if work is self._prompts.work:
+            self._prompts.record(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
+        if self._idle and not (output.accepted or output.likely):
+            if self._has_model and not (self._alone or self._prompts.tokens):
+                self._recent.add(self.plans, seconds)
+            found = self._alone and not self._looks_up and (requests[0].from_lookup or any(output.proposed))
+            if self.plans % _IDLE_PERIOD and not found:
                 return
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
@@ -346,24 +359,12 @@ class Speculation:
             trials = self._single_trials if self._alone else None
             self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
-    def _take_proposed(self, requests: Sequence[Request], proposed: Sequence[int]) -> None:
-        """Take how many drafts prompt lookup has found for each row."""
-        self._found = False
-        for request, count in zip(requests, proposed):
-            request.num_drafts = count
-            if count:
-                self._found = True
-
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt, and what the step has gained or lost."""
-        verified = proposed = fill = 0
-        prompt = False
-        for index, item in enumerate(work):
-            prompt = prompt or item.num_tokens > 1 + item.drafts
-            verified += item.drafts
-            proposed += len(output.likely.get(index, ())) if self.config.stops else item.propose
-            fill += item.fill
+        verified, proposed, fill, prompt = StepDrafts.of(work, output, self.config.stops)
         rows, drafts = len(work), bool(verified or proposed or fill)
+        if drafts or self._warm_plans:
+            seconds *= self._recent.factor(self.plans, self.draft_count.costs.settled_plain(rows))
         if not self._has_model:
             proposed = verified  # they cost nothing apart
             if not prompt:

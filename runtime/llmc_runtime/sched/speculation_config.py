@@ -13,7 +13,7 @@ class SpeculationConfig:
     lookup_first), and 0: it does not. max_rows: maximum number of rows for which a step of the draft model or head
     drafts; 0: there is none. head: the method of the head, whose KV is computed by every step. host: the method that
     drafts on the host (see host_draft). stops: the draft model or head can stop after an unlikely token (see
-    draft_stops).
+    draft_stops). skips_prompts: steps with prompts can be plain, too (see Step).
     """
 
     num_tokens: int
@@ -23,6 +23,7 @@ class SpeculationConfig:
     head: str = ""
     host: str = ""
     stops: bool = False
+    skips_prompts: bool = False
 
     @property
     def method(self) -> str:

@@ -1,0 +1,70 @@
+"""Which prompts get a head's keys and values (its entries), and what these cost.
+
+A head drafts somewhat better with the entries of the prompt: of the demonstration model's drafts after chats, 80 % were
+accepted with them and 75 % with zeros instead. Computing them takes a share of the prompt's time. It is paid from a
+credit of its own, which grows by _SHARE_OF_TIME of the time of plain decoding and of prompts. Once that is spent, it is
+paid from the credit of trials (see draft_trials), which is high while drafts pay; otherwise prompts get no entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmc_runtime.sched.draft_trials import TRIAL_COST, TrialsByKind
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.step import Work
+from llmc_runtime.sched.step_drafts import prompt_tokens
+
+_SHARE = 0.04  # of a prompt's time that its entries take: of the demonstration model; that of larger models is smaller
+_SHARE_OF_TIME = 0.003
+_INITIAL_CREDIT, _MAX_CREDIT = 3.0, 64.0
+_MEAN_WEIGHT = 0.1  # of a step with prompts in the mean
+
+
+class PromptEntries:
+    """Decides for each step with prompts. The unit of time is a step that decodes without drafts.
+
+    can_skip: steps with prompts can do without entries; otherwise nothing is charged. trials: whose credits pay.
+    tokens: of the prompts of the last step planned. work: that of the last step with prompts, until it has ended.
+    """
+
+    def __init__(self, can_skip: bool, trials: TrialsByKind) -> None:
+        self.tokens = 0
+        self.work: Sequence[Work] = ()
+        self._can_skip, self._trials = can_skip, trials
+        self._credit, self._earned_until = _INITIAL_CREDIT, 0
+        self._cost_of_token = 0.0  # 0: unknown
+        self._skipped = False  # the last step with prompts computes no entries
+
+    def skips(self, work: Sequence[Work], requests: Sequence[Request], needed: bool, plan: int) -> bool:
+        """Return whether a step that is planned now computes no entries. needed: rows that decode need them."""
+        self.tokens = tokens = prompt_tokens(work)
+        if not (tokens and self._can_skip):
+            return False
+        self._earn(plan - self._earned_until)
+        self._earned_until, self.work = plan, work
+        credit = self._credit + max(0.0, self._trials.of(requests).credit - TRIAL_COST)
+        self._skipped = not needed and (credit <= 0.0 or credit < tokens * self._cost_of_token)
+        return self._skipped
+
+    def record(self, work: Sequence[Work], requests: Sequence[Request], seconds: float, plain: float) -> None:
+        """Record that the step of `self.work` took `seconds`, and charge the entries that it computed.
+
+        plain: the seconds of a step without drafts; 0 if they are unknown.
+        """
+        self.work = ()
+        if not plain:
+            return
+        decoding = sum(item.num_tokens == 1 + item.drafts for item in work)
+        steps, tokens = max(0.0, seconds / plain - decoding / len(work)), prompt_tokens(work)
+        cost = _SHARE * steps
+        self._cost_of_token += (_MEAN_WEIGHT if self._cost_of_token else 1.0) * (cost / tokens - self._cost_of_token)
+        self._earn(steps)
+        if not self._skipped:
+            paid = min(cost, self._credit)
+            self._credit -= paid
+            self._trials.of(requests).charge(cost - paid)
+
+    def _earn(self, steps: float) -> None:
+        """Add to the credit what steps of this duration are worth."""
+        self._credit = min(_MAX_CREDIT, self._credit + _SHARE_OF_TIME * steps)

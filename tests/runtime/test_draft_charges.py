@@ -1,0 +1,90 @@
+"""What steps are compared with, and what the entries of prompts are charged."""
+
+from __future__ import annotations
+
+import pytest
+from llmc_runtime.sched.draft_trials import TRIAL_COST, Trials, TrialsByKind
+from llmc_runtime.sched.prompt_entries import PromptEntries
+from llmc_runtime.sched.recent_steps import RecentSteps
+from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.step import StepOutput, Work
+from llmc_runtime.sched.step_drafts import StepDrafts
+
+
+def test_steps_are_compared_with_those_before_them() -> None:
+    """By the median of the last steps, as long as they are recent and of the same requests."""
+    recent = RecentSteps()
+    assert recent.factor(1, 2.0) == 1.0
+    for plan, seconds in enumerate((9.0, *[1.0, 1.1, 0.9] * 3)):
+        recent.add(plan, seconds)
+    assert recent.factor(12, 2.0) == pytest.approx(2.0), "short sequences: a step at the mean takes twice as long"
+    assert recent.factor(12, 0.8) == pytest.approx(0.8)
+    assert recent.factor(12, 50.0) == 2.0 and recent.factor(12, 0.01) == 0.5, "limited"
+    assert recent.factor(12, 0.0) == 1.0 and recent.factor(9 + 65, 2.0) == 1.0
+    recent.clear()
+    assert recent.factor(12, 2.0) == 1.0
+
+
+def paid_by(prompts: PromptEntries, request: Request, seconds: float, plan: int, tokens: int = 200) -> bool:
+    """Run a prompt at this plan, whose step takes `seconds`; return whether it gets entries."""
+    work = [Work(0, tokens, True)]
+    skips = prompts.skips(work, [request], False, plan)
+    assert prompts.work is work and prompts.tokens == tokens
+    prompts.record(work, [request], seconds, 1.0)
+    assert not prompts.work
+    return not skips
+
+
+def test_entries_of_prompts_are_paid_from_a_credit() -> None:
+    """First from one of their own, which grows with the time, and then from that of trials of the request's kind."""
+    trials = TrialsByKind(lambda: 8, Trials(512))
+    prompts, request = PromptEntries(True, trials), Request("r", [1], SamplingParams(temperature=0.0))
+    trials.of([request]).credit = TRIAL_COST
+    with_entries = [paid_by(prompts, request, 30.0, 1 + 10 * number) for number in range(100)]
+    share = 0.04 * 30.0 * sum(with_entries) / (100 * 40)
+    assert with_entries[:2] == [True] * 2 and 0.002 < share < 0.005 and trials.of([request]).credit == TRIAL_COST
+    trials.of([request]).credit = 20.0
+    more = [paid_by(prompts, request, 30.0, 1001) for _ in range(30)]
+    assert 17 <= sum(more) <= 19 and more[:14] == [True] * 14
+    assert TRIAL_COST <= trials.of([request]).credit < TRIAL_COST + 1.2
+    assert paid_by(prompts, request, 1.5, 1001, 10), "a shorter one costs less"
+    two, work = [request, Request("s", [1])], [Work(0, 200, True), Work(1, 1, True)]
+    assert not prompts.skips(work, two, False, 1001), "rows that run together have a credit of their own"
+    trials.batch.credit = 0.0
+    assert prompts.skips(work, two, False, 1001)
+    assert not prompts.skips(work, two, True, 1001), "rows that decode need them"
+    assert not prompts.skips([Work(0, 4, True, drafts=3)], [request], True, 1001) and prompts.tokens == 0
+
+
+def test_rows_that_decode_do_not_count() -> None:
+    """A step with them takes longer, but not because of the prompt."""
+    prompts, request = PromptEntries(True, TrialsByKind(lambda: 8, Trials(512))), Request("r", [1])
+    for work, seconds in (([Work(0, 20, True)], 8.0), ([Work(0, 20, True), Work(1, 1, True)], 8.5)):
+        before = prompts._credit
+        assert not prompts.skips(work, [request] * len(work), False, 0)
+        prompts.record(work, [request] * len(work), seconds, 1.0)
+        assert before - prompts._credit == pytest.approx((0.04 - 0.003) * 8.0)
+
+
+def test_a_first_prompt_leaves_no_debt() -> None:
+    """What it costs is not known before."""
+    trials = TrialsByKind(lambda: 8, Trials(512))
+    prompts, request = PromptEntries(True, trials), Request("r", [1])
+    trials.of([request]).credit = 2.0
+    assert paid_by(prompts, request, 3000.0, 1) and not paid_by(prompts, request, 3000.0, 2)
+    assert trials.of([request]).credit == 0.0
+
+
+def test_an_artifact_that_cannot_skip_prompts_is_not_charged() -> None:
+    trials = TrialsByKind(lambda: 8, Trials(512))
+    prompts, request = PromptEntries(False, trials), Request("r", [1])
+    trials.of([request]).credit = -9.0
+    assert not prompts.skips([Work(0, 200, True)], [request], False, 1) and not prompts.work
+
+
+def test_sums_of_a_step() -> None:
+    work = [Work(0, 4, True, drafts=3, propose=4), Work(1, 1, True, propose=4, fill=7), Work(2, 50, True)]
+    output = StepOutput([1, 1, 1], [None] * 3, likely={0: [0.9, 0.8], 1: [0.5]})
+    assert StepDrafts.of(work, output, stops=False) == (3, 8, 7, 50)
+    assert StepDrafts.of(work, output, stops=True) == (3, 3, 7, 50)
