@@ -2,7 +2,8 @@
 # The tests of single kernels under compute-sanitizer: accesses (memcheck), races (racecheck) and barriers (synccheck).
 #   tests/gpu/sanitize.sh [N [GROUP ...]]    N: memcheck takes every Nth Triton case of an op (4), the others every 4 Nth;
 #                                            GROUP: of those below; default: all of them but races-of-codes
-# The tools of a group run side by side. SECONDS_EACH: their time limit (default: none).
+# The tools of a group run side by side. SECONDS_EACH: their time limit (default: none). LOGS: a folder for their whole
+# output (default: none; the last 40 lines are shown).
 set -eu
 cd "$(dirname "$0")/../.."
 every=${1:-4}
@@ -10,7 +11,8 @@ every=${1:-4}
 python=${PYTHON:-python3}
 SEED=${SEED:-$(date +%s)}
 export SEED
-logs=$(mktemp -d)
+logs=${LOGS:-$(mktemp -d)}
+mkdir -p "$logs"
 failed=""
 
 tool() { # NAME SAMPLE FILE EXPRESSION
@@ -43,13 +45,17 @@ group() { # NAME FILE EXPRESSION SAMPLE-OF-MEMCHECK SAMPLE-OF-OTHERS TOOL ...
 }
 
 all="memcheck racecheck synccheck"
-for name in ${*:-triton products slices attention codes}; do
+for name in ${*:-triton products experts int4 tiles few slices attention codes}; do
   case $name in
     triton)
-      "$python" tests/gpu/kernel_cases.py
+      "$python" tests/gpu/kernel_cases.py --sample "$every"
       group triton test_kernels.py test_kernel "$every" $((every * 4)) $all ;;
-    products) group products test_cuda_kernels.py "not in_slices" $((every * 4)) $((every * 16)) $all ;;
-    # Cases of a test are in the order of their ops or schedules; these samples have at least one of each op.
+    products) group products test_cuda_kernels.py "test_products or example" $((every * 4)) $((every * 16)) $all ;;
+    # Cases of a test are in the order of their ops or schedules; the fixed samples have at least one of each op.
+    experts) group experts test_cuda_kernels.py experts 4 4 $all ;;
+    int4) group int4 test_cuda_kernels.py "4_bit and not slices and not many" $((every * 4)) $((every * 16)) $all ;;
+    tiles) group tiles test_cuda_kernels.py many_tokens "$every" "$every" $all ;;
+    few) group few test_cuda_kernels.py few_tokens_in_wgmma $((every * 4)) $((every * 16)) $all ;;
     slices) group slices test_cuda_kernels.py in_slices 24 24 $all ;;
     attention) group attention test_decode_attention.py "" 2 2 $all ;;
     codes) group codes test_cuda_expert_codes.py "" 7 7 memcheck synccheck ;;
@@ -60,5 +66,5 @@ for name in ${*:-triton products slices attention codes}; do
     *) echo "unknown group $name" >&2; exit 2 ;;
   esac
 done
-rm -r "$logs"
+[ -n "${LOGS:-}" ] || rm -r "$logs"
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 9; }

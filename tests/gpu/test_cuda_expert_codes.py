@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from gpu.kernel_cases import CACHE
 from gpu.launcher import Card
 from gpu.test_cuda_kernels import check, routing
 from kernels.cases import CLAMPED
@@ -147,4 +146,4 @@ def coded(
 
 @pytest.mark.parametrize("problem", CODED, ids=str)
 def test_experts_of_4_bit_codes(problem: tuple[Any, ...], card: Card) -> None:
-    check(coded(*problem), card, CACHE)
+    check(coded(*problem), card)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from gpu.kernel_cases import CACHE, Job
+from gpu.kernel_cases import CACHE, Job, sampled
 from gpu.launcher import Card
 from gpu.test_kernels import failures
 from kernels.cases import CLAMPED
@@ -276,9 +276,9 @@ def mixture(
     return found
 
 
-def check(cases: Sequence[Case], card: Card, cache: Path) -> None:
+def check(cases: Sequence[Case], card: Card, cache: Path = CACHE) -> None:
     """Run every case, or a sample, alone and after a kernel that writes its operands with a delay."""
-    target, cases = sm_90(), cases[:: card.sample]
+    target, cases = sm_90(), sampled(cases, card.sample)
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
     settled = [c.kernel.reads_before_wait(c.node) if READ_BEFORE_WAIT in c.schedule else () for c in cases]
@@ -298,20 +298,20 @@ def ways(problem: tuple[Any, ...]) -> list[Case]:
 
 @pytest.mark.parametrize("problem", PRODUCTS, ids=str)
 def test_products(problem: tuple[Any, ...], card: Card) -> None:
-    check(ways(problem), card, CACHE)
+    check(ways(problem), card)
 
 
 @pytest.mark.parametrize("problem", MIXTURES, ids=str)
 def test_experts(problem: tuple[Any, ...], card: Card) -> None:
-    check(mixture(*problem), card, CACHE)
+    check(mixture(*problem), card)
 
 
 def test_experts_with_a_clamped_gate(card: Card) -> None:
-    check(mixture(90, 4, 32, 96, 200, "bf16", "even", CLAMPED), card, CACHE)
+    check(mixture(90, 4, 32, 96, 200, "bf16", "even", CLAMPED), card)
 
 
 @pytest.mark.parametrize("problem", CODES, ids=str)
-def test_4_bit_codes(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
+def test_4_bit_codes(problem: tuple[Any, ...], card: Card) -> None:
     case = fragments(*problem)
     assert QUANTIZED_WGMMA.reject(case.node, sm_90()) is None
     found = QUANTIZED_WGMMA.schedules(case.node, sm_90())
@@ -323,19 +323,19 @@ def test_4_bit_codes(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> No
         replace(case, schedule=s, name=f"{case.name} {s}", atol=2e-3 if unrounded else rounded)
         for s, unrounded in zip(found, exact, strict=True)
     ]
-    check(cases, card, tmp_path)
+    check(cases, card)
 
 
 @pytest.mark.parametrize("problem", MANY, ids=str)
-def test_4_bit_codes_of_many_tokens(problem: tuple[Any, ...], card: Card, tmp_path: Path) -> None:
+def test_4_bit_codes_of_many_tokens(problem: tuple[Any, ...], card: Card) -> None:
     case = fragments(*problem)
     assert QUANTIZED_TILES.reject(case.node, sm_90()) is None
     found = QUANTIZED_TILES.schedules(case.node, sm_90())
     tolerance = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2  # as of `test_4_bit_codes`
     check(
         [replace(case, kernel=QUANTIZED_TILES, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
-        card, tmp_path,
-    )  # fmt: skip
+        card,
+    )
 
 
 @pytest.mark.parametrize("kernel", [SKINNY_GEMM, SKINNY_FIXED], ids=lambda k: k.name)
@@ -352,13 +352,13 @@ def test_4_bit_codes_few_tokens(
     tolerance = (6e-2 if case.node.attrs["parts"] == 2 else 2e-2) if normed and kernel is SKINNY_GEMM else 2e-3
     check(
         [replace(case, kernel=kernel, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
-        card, tmp_path,
-    )  # fmt: skip
+        card,
+    )
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("problem", [*FEW, *SLICED], ids=str)
-def test_4_bit_codes_in_slices(problem: tuple[Any, ...], normed: bool, card: Card, tmp_path: Path) -> None:
+def test_4_bit_codes_in_slices(problem: tuple[Any, ...], normed: bool, card: Card) -> None:
     case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= max(TOKENS) else "T", normed=normed)
     found = SKINNY_SLICES.schedules(case.node, sm_90())
     assert found and SKINNY_SLICES.reject(case.node, sm_90()) is None
@@ -366,8 +366,8 @@ def test_4_bit_codes_in_slices(problem: tuple[Any, ...], normed: bool, card: Car
     drawn = [found[i] for i in generator().permutation(len(found))[:MOST_WAYS]]
     check(
         [replace(case, kernel=SKINNY_SLICES, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in drawn],
-        card, tmp_path,
-    )  # fmt: skip
+        card,
+    )
 
 
 @pytest.mark.parametrize("code", ["f8e4m3", "i8", "bf16"])
@@ -377,7 +377,7 @@ def test_few_tokens_in_wgmma(problem: tuple[Any, ...], code: str, card: Card) ->
     found = case.kernel.schedules(case.node, sm_90())
     assert found and case.kernel.reject(case.node, sm_90()) is None
     drawn = generator().permutation(len(found))[:MOST_WAYS]
-    check([replace(case, schedule=found[i], name=f"{case.name} {found[i]}") for i in drawn], card, CACHE)
+    check([replace(case, schedule=found[i], name=f"{case.name} {found[i]}") for i in drawn], card)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
