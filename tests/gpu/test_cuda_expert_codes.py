@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from draw import generator
 from gpu.launcher import Card
+from gpu.rounded_weights import to_bf16
 from gpu.test_cuda_kernels import check, routing
 from kernels.cases import CLAMPED
 from kernels.harness import Case
@@ -81,10 +82,6 @@ class Coded(Case):
         else:
             y = moe_down.ref(*inputs[:CODE], w, inputs[stack.operand("weights") or 0], bias)
         return round_to_type(y, node.result.type)
-
-
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    return round_to_type(x, tensor("bf16", *x.shape))
 
 
 def scales_factors(constants: Mapping[str, Any], rows: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import pytest
 from draw import generator
 from gpu.kernel_cases import CACHE, Job, sampled
 from gpu.launcher import Card
+from gpu.rounded_weights import RoundedWeights
 from gpu.test_kernels import failures
 from kernels.cases import CLAMPED
 from kernels.harness import Case
@@ -23,7 +24,7 @@ from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.grouped_wgmma import GROUPED_WGMMA
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.cuda.quantized_tiles import QUANTIZED_TILES
-from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
+from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA, TiledProduct
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.backends.cuda.skinny_slices import SKINNY_SLICES, TOKENS
 from llmc.codegen.backends.cuda.skinny_wgmma import SKINNY_WGMMA, SKINNY_WGMMA_BF16
@@ -166,6 +167,14 @@ graph @main(
     return Case(name, parse(text, OPS).graphs["main"], QUANTIZED_WGMMA, {}, stored)
 
 
+def over_codes(case: Case, kernel: Kernel, s: Schedule) -> Case:
+    """A case of `fragments` by a schedule. With few tokens, sums are scaled, otherwise weights, rounded to bf16."""
+    step, group = TiledProduct.of(case.node).step, case.node.attrs["block"][1]
+    rounds = kernel is QUANTIZED_TILES or s["tokens"] > 32 or step > group
+    kind = RoundedWeights if rounds else Case
+    return kind(f"{case.name} {s}", case.graph, kernel, s, case.inputs, atol=TOLERANCE)
+
+
 # Few tokens of 8-bit codes or bf16: tokens, columns of a part, depth, parts, whether there is a residual, the dtype of
 # the result. Sizes are no multiples of tiles and steps, or fill them; depths are below and above the ring's; 70 tokens
 # are several tiles.
@@ -180,6 +189,7 @@ FEW_TOKENS = (
     (64, 192, 14336, 1, True, "bf16"),
     (70, 456, 640, 1, True, "f32"),
 )
+TOLERANCE = 2e-3  # of products over codes whose reference rounds where the kernel does
 MOST_WAYS = 24  # schedules of a product of few tokens that are drawn
 
 
@@ -315,35 +325,21 @@ def test_4_bit_codes(problem: tuple[Any, ...], card: Card) -> None:
     case = fragments(*problem)
     assert QUANTIZED_WGMMA.reject(case.node, sm_90()) is None
     found = QUANTIZED_WGMMA.schedules(case.node, sm_90())
-    # With many tokens a code times its scale is rounded to bf16: an error of up to 2 ** -9 of each term.
-    rounded = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2
     found = [{**s, **({TRIGGER_AFTER_LOADS: 1} if i % 4 == 0 else {})} for i, s in enumerate(found)]
-    exact = [s["tokens"] <= 32 and case.node.attrs["block"][1] >= 128 for s in found]
-    cases = [
-        replace(case, schedule=s, name=f"{case.name} {s}", atol=2e-3 if unrounded else rounded)
-        for s, unrounded in zip(found, exact, strict=True)
-    ]
-    check(cases, card)
+    check([over_codes(case, QUANTIZED_WGMMA, s) for s in found], card)
 
 
 @pytest.mark.parametrize("problem", MANY, ids=str)
 def test_4_bit_codes_of_many_tokens(problem: tuple[Any, ...], card: Card) -> None:
     case = fragments(*problem)
     assert QUANTIZED_TILES.reject(case.node, sm_90()) is None
-    found = QUANTIZED_TILES.schedules(case.node, sm_90())
-    tolerance = 6e-2 if case.node.attrs["parts"] == 2 else 2e-2  # as of `test_4_bit_codes`
-    check(
-        [replace(case, kernel=QUANTIZED_TILES, schedule=s, name=f"{case.name} {s}", atol=tolerance) for s in found],
-        card,
-    )
+    check([over_codes(case, QUANTIZED_TILES, s) for s in QUANTIZED_TILES.schedules(case.node, sm_90())], card)
 
 
 @pytest.mark.parametrize("kernel", [SKINNY_GEMM, SKINNY_FIXED], ids=lambda k: k.name)
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
 @pytest.mark.parametrize("problem", FEW, ids=str)
-def test_4_bit_codes_few_tokens(
-    problem: tuple[Any, ...], normed: bool, kernel: Kernel, card: Card, tmp_path: Path
-) -> None:
+def test_4_bit_codes_few_tokens(problem: tuple[Any, ...], normed: bool, kernel: Kernel, card: Card) -> None:
     assert isinstance(kernel, SkinnyGemm)
     case = fragments(*problem, tokens=str(problem[0]) if problem[0] <= max(kernel.tiles) else "T", normed=normed)
     found = kernel.schedules(case.node, sm_90())
