@@ -37,6 +37,7 @@ from llmc.ir.text import parse
 from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
+ARRIVES = "constexpr bool EVERY_THREAD_ARRIVES = {};"
 SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cuda-kernel"
 # Tokens, columns, depth, parts, epilogue, dtype of the result: a single token, partial tiles in every direction, depths
@@ -291,6 +292,9 @@ def check(cases: Sequence[Case], card: Card, cache: Path = CACHE) -> None:
     target, cases = sm_90(), sampled(cases, card.sample)
     tool = NvrtcToolchain.find(target)
     sources = [c.kernel.emit(c.node, c.schedule, target) for c in cases]
+    if card.every_thread_arrives:
+        sources = [replace(s, text=s.text.replace(ARRIVES.format("false"), ARRIVES.format("true"))) for s in sources]
+        assert all("warp_arrive" not in s.text or ARRIVES.format("true") in s.text for s in sources)
     settled = [c.kernel.reads_before_wait(c.node) if READ_BEFORE_WAIT in c.schedule else () for c in cases]
     jobs = [Job(c, s, tool.key(s), early) for c, s, early in zip(cases, sources, settled, strict=True)]
     binaries: dict[str, Any] = dict(tool.compile([(s, "") for s in sources], cache, jobs=os.cpu_count() or 1))
