@@ -17,6 +17,9 @@ HERE = Path(__file__).resolve().parent
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exact-buffers", action="store_true", help="one allocation per buffer, for compute-sanitizer")
     parser.addoption("--sample", type=int, default=1, metavar="N", help="run only every Nth kernel case")
+    parser.addoption(
+        "--every-thread-arrives", action="store_true", help="set the constant of hopper.cuh, for racecheck"
+    )
     parser.addoption("--all-trials", action="store_true", help="all models with forced kernels, not a sample of them")
 
 
@@ -27,7 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def card(request: Any) -> Iterator[Card]:
     options = request.config.getoption
-    yield Card(exact=options("--exact-buffers", default=False), sample=options("--sample", default=1))
+    yield Card(
+        exact=options("--exact-buffers", default=False), sample=options("--sample", default=1),
+        every_thread_arrives=options("--every-thread-arrives", default=False),
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -65,15 +65,10 @@ OPS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 ROUNDED = ("w8a8", "fp8", "fp8-block")  # recipes that round activations
-# Ops, and kernels of ops, that no trial runs, and the reasons.
+# Ops that no trial runs, and the reasons.
 PACKED = "`pack` replaces ops by these after `select`, and keeps the kernel"
-EXCLUDED: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        ("packed_fragments_linear", ""): PACKED,
-        ("packed_nibbles_linear", ""): PACKED,
-        ("norm_fragments_linear", ""): PACKED,
-        ("linear", "cuda/skinny_wgmma"): "products of 8-bit codes have scales, and are linear_map",
-    }
+EXCLUDED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(("packed_fragments_linear", "packed_nibbles_linear", "norm_fragments_linear"), PACKED)
 )
 
 
@@ -190,7 +185,7 @@ def rivals() -> dict[str, list[str]]:
         kernel = registry.kernels[name]
         for op in kernel.ops if kernel.language in languages else ():
             found.setdefault(op, []).append(name)
-    return {op: kernels for op, kernels in found.items() if len(kernels) > 1 and (op, "") not in EXCLUDED}
+    return {op: kernels for op, kernels in found.items() if len(kernels) > 1 and op not in EXCLUDED}
 
 
 def missing(trial: Trial) -> str:

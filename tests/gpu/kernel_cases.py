@@ -17,11 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
+from draw import SEED  # noqa: E402
 from gpu.borrowed import borrowed_cases  # noqa: E402
 from gpu.compile_lock import alone  # noqa: E402
 from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
@@ -36,6 +38,7 @@ from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import load, resolve  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 
+T = TypeVar("T")
 CACHE = ROOT / "build" / "gpu" / "kernels"
 HALF = 1e-2
 CHUNK_ERROR = 5e-3  # of recurrences in chunks of tokens, whose factors tensor cores round to TF32
@@ -103,6 +106,11 @@ def by_op(jobs: Sequence[Job]) -> dict[str, list[Job]]:
     return found
 
 
+def sampled(cases: Sequence[T], every: int) -> Sequence[T]:
+    """Return every Nth case, at least one, from one on that depends on SEED."""
+    return cases[SEED % max(1, min(every, len(cases))) :: every]
+
+
 def runs_on(case: Case, target: Target) -> bool:
     """Whether the target has the tensor maps and the 8-bit floats that a case needs."""
     if case.kernel.name.startswith("triton/gemm_tma") and not has_maps(target):
@@ -167,7 +175,7 @@ def main() -> None:
     ap.add_argument("--sample", type=int, default=1, metavar="N", help="only every Nth case of each op")
     args = ap.parse_args()
     target = load().target(args.target)
-    jobs = [job for found in by_op(all_jobs(target)).values() for job in found[:: args.sample]]
+    jobs = [job for found in by_op(all_jobs(target)).values() for job in sampled(found, args.sample)]
     found = compile_jobs(jobs, target)
     bad = {k: v for k, v in found.items() if isinstance(v, str)}
     print(f"{len(jobs)} cases, {len(found)} binaries in {CACHE}, {len(bad)} failed")

@@ -58,12 +58,16 @@ class Card:
     """The first device.
 
     exact: allocate every buffer separately, with its exact size, for compute-sanitizer. sample: run every Nth case.
+    every_thread_arrives: the value of this constant of CUDA C++ kernels (hopper.cuh).
     """
 
-    def __init__(self, exact: bool = False, nbytes: int = 64 << 20, sample: int = 1) -> None:
+    def __init__(
+        self, exact: bool = False, nbytes: int = 64 << 20, sample: int = 1, every_thread_arrives: bool = False
+    ) -> None:
         from cuda.bindings import driver
 
         self.cu, self.exact, self.sample = driver, exact, sample
+        self.every_thread_arrives = every_thread_arrives
         self.ok(driver.cuInit(0))
         device = self.ok(driver.cuDeviceGet(0))
         self._context = self.ok(driver.cuDevicePrimaryCtxRetain(device))

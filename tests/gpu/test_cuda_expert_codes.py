@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from gpu.kernel_cases import CACHE
 from gpu.launcher import Card
+from gpu.rounded_weights import to_bf16
 from gpu.test_cuda_kernels import check, routing
 from kernels.cases import CLAMPED
 from kernels.harness import Case
@@ -84,10 +84,6 @@ class Coded(Case):
         return round_to_type(y, node.result.type)
 
 
-def to_bf16(x: np.ndarray) -> np.ndarray:
-    return round_to_type(x, tensor("bf16", *x.shape))
-
-
 def scales_factors(constants: Mapping[str, Any], rows: int) -> np.ndarray:
     """Whether the kernel multiplies codes times scales, for each row of an expert; `find_tile` has the tiles."""
     if rows == 0:
@@ -147,4 +143,4 @@ def coded(
 
 @pytest.mark.parametrize("problem", CODED, ids=str)
 def test_experts_of_4_bit_codes(problem: tuple[Any, ...], card: Card) -> None:
-    check(coded(*problem), card, CACHE)
+    check(coded(*problem), card)

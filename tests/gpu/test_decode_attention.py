@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from gpu.kernel_cases import CACHE
 from gpu.launcher import Card
 from gpu.test_cuda_kernels import check
 from kernels.harness import Case
@@ -103,13 +102,13 @@ def scheduled(case: Case, rng: np.random.Generator) -> Iterator[Case]:
 def test_rows_of_one_token(variant: tuple[Any, ...], card: Card) -> None:
     rng, parts = generator(), variant[3]
     step = step_of(variant, [None, None, *((1, n) for n in lengths(rng))], rng)
-    check(list(scheduled(case_of(step, SPLIT if parts else WHOLE, rng, parts), rng)), card, CACHE)
+    check(list(scheduled(case_of(step, SPLIT if parts else WHOLE, rng, parts), rng)), card)
 
 
 def test_rows_without_a_token_and_with_several(card: Card) -> None:
     rng = generator()
     step = Paged((16, 4, 128), [(2, 40), (0, 20), (1, 333), (3, 3), (0, 16), (0, 9)], 16, "bf16")
-    check(list(scheduled(case_of(step, WHOLE, rng), rng)), card, CACHE)
+    check(list(scheduled(case_of(step, WHOLE, rng), rng)), card)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if not v[3]], ids=str)
@@ -117,4 +116,4 @@ def test_single_tokens_beside_longer_rows(variant: tuple[Any, ...], card: Card) 
     rng = generator()
     step = step_of(variant, [None, (70, 300), (5, 5), (0, 8), *((1, n) for n in lengths(rng))], rng)
     step.behind = int(rng.integers(0, 5))
-    check(list(scheduled(case_of(step, SINGLE, rng), rng)), card, CACHE)
+    check(list(scheduled(case_of(step, SINGLE, rng), rng)), card)

@@ -19,7 +19,6 @@ from draw import SEED
 from gpu.error_ratio import excess
 from gpu.forced_cases import (
     CPU_DTYPES,
-    EXCLUDED,
     FAMILIES,
     FLASH,
     LONG,
@@ -172,5 +171,5 @@ def test_every_candidate_runs(request: Any, failed: dict[str, str]) -> None:
         pytest.skip("only with --all-trials")
     found = {pair for t in WIDE if made(t.path) for pair in ran(t.choices)}
     absent = {t.kernels for t in WIDE if not made(t.path)}  # skipped for lack of a package
-    expected = {(op, k) for op, kernels in rivals().items() for k in kernels} - EXCLUDED.keys()
+    expected = {(op, k) for op, kernels in rivals().items() for k in kernels}
     assert {(op, k) for op, k in expected - found if (k,) not in absent} == set()

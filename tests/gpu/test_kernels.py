@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.kernel_cases import Job, all_jobs, by_op, compile_jobs, triton_kernels
+from gpu.kernel_cases import Job, all_jobs, by_op, compile_jobs, sampled, triton_kernels
 from gpu.launcher import Card, Packed
 from kernels.cases import COLLECTIVES, DECODING, UNPAGED
 from kernels.harness import POISON_BYTE, Buffer
@@ -51,7 +51,7 @@ def jobs_by_op() -> Mapping[str, list[Job]]:
 def binaries(request: Any, card: Card) -> dict[str, Compiled | str]:
     """Compile the kernels of the cases that will run; key -> binary or error message."""
     selected = {item.callspec.params.get("op") for item in request.session.items if hasattr(item, "callspec")}
-    will_run = [j for op, jobs in jobs_by_op().items() if op in selected for j in jobs[:: card.sample]]
+    will_run = [j for op, jobs in jobs_by_op().items() if op in selected for j in sampled(jobs, card.sample)]
     return compile_jobs(will_run, sm_90())
 
 
@@ -217,7 +217,7 @@ def test_kernel(op: str, card: Card, binaries: dict[str, Any]) -> None:
     """All cases of one op."""
     jobs = jobs_by_op().get(op, [])
     assert jobs or op in NOT_LAUNCHED, f"no Triton kernel runs {op}"
-    found = failures(card, jobs[:: card.sample], binaries)
+    found = failures(card, sampled(jobs, card.sample), binaries)
     assert not found, f"{len(found)} of {len(jobs)} cases:\n" + "\n".join(found[:20])
 
 

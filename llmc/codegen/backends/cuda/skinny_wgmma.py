@@ -75,7 +75,7 @@ class SkinnyProduct(ProductNode):
 
 @dataclass(frozen=True)
 class SkinnyWgmma(CudaKernel):
-    """linear and linear_map of few tokens, both factors of one of `dtypes`, on sm_90.
+    """linear_map, and linear of bf16, of few tokens, both factors of one of `dtypes`, on sm_90.
 
     More tokens than a tile read the weights again.
     """
@@ -168,7 +168,7 @@ def _rings(p: SkinnyProduct, s: Schedule, limit: int, target: Target) -> Iterato
 
 SKINNY_WGMMA = SkinnyWgmma(
     "cuda/skinny_wgmma",
-    ("linear", "linear_map"),
+    ("linear_map",),  # the result of `linear` has the dtype of the factors
     fills_multiprocessors=True,
     preloads=True,
     file="llmc.codegen.backends.cuda.kernels:skinny_wgmma.cu",
@@ -176,4 +176,6 @@ SKINNY_WGMMA = SkinnyWgmma(
     headers=(HOPPER, SCALAR_MATH, PAIRS),
 )
 # Its cost rule was fitted to codes, so it is used where it was measured.
-SKINNY_WGMMA_BF16 = replace(SKINNY_WGMMA, name="cuda/skinny_wgmma_bf16", opt_in=True, dtypes=("bf16",))
+SKINNY_WGMMA_BF16 = replace(
+    SKINNY_WGMMA, name="cuda/skinny_wgmma_bf16", ops=("linear", "linear_map"), opt_in=True, dtypes=("bf16",)
+)

@@ -146,11 +146,6 @@ struct Consumer {
   Constants constants;
 
   __device__ Weights weights(int i) const { return weights_of(memory + ring.offset(), consumer * BLOCKS + i); }
-  // Releases a buffer whose codes every thread of the warp has read.
-  __device__ void done(unsigned freed) const {
-    __syncwarp();
-    release(freed);
-  }
   __device__ unsigned rows(int chunk) const {
     return (unsigned)matrix(ring.buffer()) + chunk * (TILE_M * BLOCK * 2 / 16);
   }
@@ -168,7 +163,7 @@ struct Consumer {
       for (int u = 0; u < UNITS; u++) {
         const int chunk = u / BLOCKS, block = u % BLOCKS;
         wait_products<RUNNING>();
-        if (u == RUNNING && i > 0) done(previous);
+        if (u == RUNNING && i > 0) warp_arrive(previous);
         convert<true, E2M1>(a[u % (1 + RUNNING)], weights(block), chunk, constants);
         pin(sums);
         begin_products();
@@ -182,7 +177,7 @@ struct Consumer {
     }
     wait_products<0>();
     pin(sums);
-    done(previous);
+    warp_arrive(previous);
   }
 
   // Scaled sums: a step has separate sums, `fresh`. With OVERLAP, its products run while the codes of the next step are
@@ -240,7 +235,7 @@ struct Consumer {
     if (more) convert_step(next);
     wait_products<0>();
     pin(fresh);
-    done(current);
+    warp_arrive(current);
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
@@ -339,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1 + WARPGROUP);  // bulk copies, and the threads that copy rows
-      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32);
+      barrier_init(empty + 8 * i, CONSUMERS * WARPGROUP / 32 * WARP_ARRIVALS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

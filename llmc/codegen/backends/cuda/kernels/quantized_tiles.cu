@@ -7,8 +7,8 @@
 // of STAGES buffers in shared memory, those of the next tile while the current one is written. Every other warpgroup (a
 // consumer) converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left factor, and multiplies
 // them by the tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have
-// arrived, `empty` when every consumer warp has finished reading it. Sums are written by way of shared memory, STAGED
-// tokens at a time.
+// arrived, `empty` when every thread of the consumers has finished reading it. Sums are written by way of shared
+// memory, STAGED tokens at a time.
 //
 // ALONG_N = 2: the blocks of a cluster compute tiles of the same tokens and neighbouring columns of y. They copy the
 // tokens of every other step, each into the buffers of both, so a block may write to a buffer when the consumers of
@@ -151,13 +151,14 @@ __device__ inline void produce(Ring ring, const Tiles& tiles, const TensorMap& x
   }
 }
 
-// Signals the producers of a buffer that this warp has finished reading it.
+// Signals the producers of a buffer that this thread has finished reading it. Every thread arrives: with __syncwarp and an
+// arrival of one thread for the warp, NVCC would wait for all products.
 __device__ inline void release(unsigned empty) {
-  const int lane = threadIdx.x % 32;
   if (ALONG_N == 1) {
-    if (lane == 0) barrier_arrive(empty);
-  } else if (lane < ALONG_N) {
-    barrier_arrive_at(empty, lane);
+    barrier_arrive(empty);
+  } else {
+#pragma unroll
+    for (int rank = 0; rank < ALONG_N; rank++) barrier_arrive_at(empty, rank);
   }
 }
 
@@ -265,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const unsigned buffers = (shared_address(dynamic_memory) + 1023) & ~1023u;  // swizzled boxes begin at multiples
   const unsigned char* const memory = dynamic_memory + (buffers - shared_address(dynamic_memory));
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  init_ring(full, empty, STAGES, ALONG_N * WRITERS / 32);
+  init_ring(full, empty, STAGES, ALONG_N * WRITERS);
   if (ALONG_N > 1) cluster_wait();  // the other block's barriers are initialized
 
   Ring ring(buffers, full, empty);

@@ -152,11 +152,10 @@ struct Consumer {
     return (unsigned)matrix(p.buffers + ring.stage * STAGE_BYTES) + at * (TOKENS * BLOCK * 2 / 16);
   }
 
-  // Releases the buffer before the current one, if there is one: every thread of the warp has read its codes.
+  // Releases the buffer before the current one, if there is one.
   __device__ void release_previous() const {
     const int previous = ring.stage == 0 ? STAGES - 1 : ring.stage - 1;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0 && ring.steps > 0) barrier_arrive(p.empty + 8 * previous);
+    warp_arrive(p.empty + 8 * previous, ring.steps > 0);
   }
 
   // Scaled factors: the products of a chunk run while the codes of the next are converted; a buffer is released when
@@ -307,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const unsigned buffers = (shared_address(dynamic_memory) + 1023) & ~1023u;  // a swizzled box begins at such a multiple
   unsigned char* memory = dynamic_memory + (buffers - shared_address(dynamic_memory));
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32);
+  init_ring(full, empty, STAGES, CONSUMERS * WARPGROUP / 32 * WARP_ARRIVALS);
 
   const int rank = blockIdx.x % SPLIT, tiles = (m + TOKENS - 1) / TOKENS;
   int tile = blockIdx.x / SPLIT, token = 0;

@@ -24,7 +24,7 @@ __device__ inline void add_warps(float* to, const float* from, unsigned written,
 // computes this warp's sums of the unit in a slot; `store(to, sums)` writes them to shared memory; `copy(u, slot)` starts to
 // copy the unit u to a slot, as one group. A thread of a warp has `Sums`.
 // shared: [2][warps][count]. totals: [units][count], complete behind the next barrier of the block. written: the address
-// of two barriers, at each of which every warp arrives once.
+// of two barriers, at each of which every warp arrives (`warp_arrive`).
 //
 // The sums of the warps are added one unit late, so that a warp may be a unit ahead of the slowest one: when all warps
 // have written the sums of a unit, they have read those of the unit before.
@@ -46,8 +46,7 @@ __device__ inline void multiply_units(float* shared, float* totals, unsigned wri
       add_warps<warps, count>(totals + before * count, shared + before % 2 * (warps * count), written + before % 2 * 8,
                               before / 2 % 2, turn);
     store(shared + (u % 2 * warps + warp) * count, sums);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(written + u % 2 * 8);
+    warp_arrive(written + u % 2 * 8);
   }
   add_warps<warps, count>(totals + last * count, shared + last % 2 * (warps * count), written + last % 2 * 8, last / 2 % 2,
                           turn);
