@@ -20,10 +20,10 @@ from llmc_runtime.server.http.auth import Limits
 from llmc_runtime.server.http.connection_limit import ConnectionLimit
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import LoadShedder
-from llmc_runtime.server.new_connections import light_connections
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
 from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection
+from llmc_runtime.server.run_server import light_connections
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot
-from llmc_runtime.server.operations.throughput import Throughput
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot, Throughput
 
 
 class Clock:

@@ -21,11 +21,11 @@ from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.call import Call, Resources
-from llmc_runtime.server.fair_slots import FairSlots
+from llmc_runtime.server.fair_slots import FairSlots, TextThreads
 from llmc_runtime.server.http.body_budget import BodyBudget
-from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, to_api_error, unavailable
 from llmc_runtime.server.http.lazy_json import Encoding
+from llmc_runtime.server.http.middleware import seconds_of
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
@@ -36,7 +36,6 @@ from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT,
 from llmc_runtime.server.stored_responses import ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
 from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
-from llmc_runtime.server.text_threads import TextThreads
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 

@@ -297,9 +297,9 @@ class CallFormat(ABC):
                 return None
             yield
 
-    def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
+    def _optional(self, marker: str) -> Steps[bool]:
         """Return whether `marker` follows, after white space, and consume both; consume nothing otherwise."""
-        return (yield from self._next_marker(marker, consume=consume)) is not None
+        return (yield from self._next_marker(marker)) is not None
 
     def _expect(self, marker: str) -> Steps[None]:
         """Consume `marker`, after white space, or raise Malformed."""
