@@ -33,13 +33,13 @@ def compile_for(case: Case, target: Target, cache: Path) -> Compiled:
     return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
 
 
-def run_on_cpu(case: Case, threads: int = 3) -> None:
+def run_on_cpu(case: Case) -> None:
     """Compile a C++ kernel for this CPU, run it, and compare it with the reference; see `run_case`."""
     why = case.kernel.reject(case.node, native())
     assert why is None, why
     with tempfile.TemporaryDirectory(prefix="llmc-testing-") as folder:
         source, function = compile_cases([case], native(), Path(folder))[case.name]
-        run_case(case, source, function, threads)
+        run_case(case, source, function, threads=3)
 
 
 def check_case(case: Case) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import Linear
 
-from llmc.quant.make.awq_scales import awq_scales
+from llmc.quant.make.channel_scales import awq_scales, smooth_scales
 from llmc.quant.make.clipping import round_clipped
 from llmc.quant.make.expert_folding import fold_experts
 from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
@@ -18,7 +18,6 @@ from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.recipes import SMOOTH, Recipe
 from llmc.quant.make.rounding import Quantised, round_to_nearest
 from llmc.quant.make.sign_rounding import sign_rounding
-from llmc.quant.make.smooth_scales import smooth_scales
 
 Dtypes = Mapping[str, torch.dtype]  # of the stored weights, in which scales are stored
 # (layer, its linear modules by name, recipe, dtypes) -> their quantised weights and those of `Layer.experts`; may scale

@@ -54,7 +54,7 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
     check_free(out)
     at = locate(model, hub, progress=lambda done, of: progress.part("fetch", done, of, "B"))
     opened = open_source(at.folder)
-    refuse_pooled(opened, "calibrating needs the logits of a language model")
+    refuse_pooled(opened)
     with ModelSource(opened) as source:
         plan = make_plan(source, recipe, settings.ignore, settings.kv)
         for line in plan.lines(source):

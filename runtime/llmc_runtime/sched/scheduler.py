@@ -53,12 +53,11 @@ from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, 
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.row_shares import last_of_most_served
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, last_of_most_served
 
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
