@@ -30,6 +30,7 @@ from llmc_runtime.format.manifest import (
 )
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import Program
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
@@ -44,7 +45,6 @@ from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.page_recurrence import STATES
 from llmc.targets.target import Target
 
-TEMPLATES = "additional_chat_templates"
 _NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS")
 
 
@@ -202,8 +202,8 @@ def _checked(program: Program) -> bytes:
 
 def _tokenizer_name(path: Path) -> str:
     """Return the file's name in the model folder; additional chat templates are in a subfolder."""
-    inner = path.parent.name == TEMPLATES
-    return f"{TEMPLATES}/{path.name}" if inner else path.name
+    inner = path.parent.name == TEMPLATE_DIR
+    return f"{TEMPLATE_DIR}/{path.name}" if inner else path.name
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.json_fields import too_much
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
@@ -42,7 +43,6 @@ POOLING_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transfor
 
 DOWNLOAD_AGAIN = "correct the file, or download it again"
 _POINTER = b"version https://git-lfs.github.com/spec/"
-TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
 # Architectures whose logits tests/models compares with those of transformers; others may work, too.
 TESTED = (
@@ -144,7 +144,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def small_files(folder: Path) -> tuple[str, ...]:
     """Return the possible names of small files: a fixed list, and the folder's additional chat templates."""
-    return (*TOKENIZER_FILES, *sorted(f"{TEMPLATES}/{p.name}" for p in (folder / TEMPLATES).glob("*.jinja")))
+    return (*TOKENIZER_FILES, *sorted(f"{TEMPLATE_DIR}/{p.name}" for p in (folder / TEMPLATE_DIR).glob("*.jinja")))
 
 
 def check_files(folder: Path) -> None:

@@ -24,11 +24,10 @@ from llmc.frontend.convert import convert
 from llmc.frontend.export import export_head, keep_wide, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.mtp_apart import ApartHead
-from llmc.frontend.mtp_names import are_apart, tensors_of
+from llmc.frontend.mtp_names import OTHER_DRAFTS, are_apart, tensors_of
 from llmc.frontend.trace_model import Traced, WeightInfo
 
 EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.weight"  # those of the model
-_OTHERS = "draft with --draft MODEL or --draft eagle:PATH"
 
 
 class MtpHead(MtpModel):
@@ -90,7 +89,7 @@ def trace_mtp(traced: Traced, tokens: int, rows: int) -> TracedHead:
         except Exception as e:  # transformers raises many types; each means that the model has no such layer
             reason = " ".join(str(e).split())[:200]
             cause = f"transformers has no multi-token-prediction layer for {traced.facts.architecture}: {reason}"
-            raise Diagnostic("E360", cause, _OTHERS) from e
+            raise Diagnostic("E360", cause, OTHER_DRAFTS) from e
         head.to(dtype).eval()
         keep_wide(head, dtype)
         attention_interface.read_gates(head)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 MTP_NAMES = re.compile(r"^mtp\.")  # beside those of the model, which transformers skips
+OTHER_DRAFTS = "draft with --draft MODEL or --draft eagle:PATH"  # the remedy if a model has no such layer
 FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
 
 

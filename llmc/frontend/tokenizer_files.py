@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 from llmc_runtime.text.chat_template import ChatTemplate, read_templates
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.model_folder import TEMPLATES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,7 +45,7 @@ def check_tokenizer(folder: Path) -> Tokenizer | None:
             path = folder / name
             if path.exists():
                 _check(tokenizer_files.document(path))
-        for path in (folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))):
+        for path in (folder / TEMPLATE, *sorted((folder / TEMPLATE_DIR).glob("*.jinja"))):
             if path.exists():
                 tokenizer_files.plain_bytes(path, tokenizer_files.MAX_CONFIG).decode("utf-8")
     except BaseException as e:

@@ -22,7 +22,7 @@ class Clock:
 
 def admission(clock: Clock, **options: Any) -> Admission:
     given = {"sequences": 1000, "tokens": 1 << 30, "rows": 4, **options}
-    return Admission(**given, pace=Throughput(clock))
+    return Admission(**given, throughput=Throughput(clock))
 
 
 def status(refusal: pytest.ExceptionInfo[ApiError]) -> tuple[int, str | None]:

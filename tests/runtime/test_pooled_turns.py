@@ -52,7 +52,7 @@ class FakeServing(SimpleNamespace):
         self.admission = Admission(512, 1 << 20, keys=2, answers=answers)
         self.starts = FairSlots(serving._STARTS_PER_ITERATION, lambda: AssertionError("refused"))
         self.encoding, self.names, self.max_answer = Pauses(), ("m",), 64 << 20
-        self.meters = SimpleNamespace(count_for_key=lambda *_: None, begin=lambda *_: None)
+        self.metrics = SimpleNamespace(count_for_key=lambda *_: None, begin=lambda *_: None)
         self.llm = SimpleNamespace(pool=self.pool, pooling=POOLING)
         self.iteration, self.starts_in = 0, Counter[int]()
         self.check_model = self.check_ready = lambda *_: None

@@ -239,7 +239,7 @@ class Endpoints(Endpoint):
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
-        return Response(await self.serving.meters.shared_text(), media_type=CONTENT_TYPE)
+        return Response(await self.serving.metrics.shared_text(), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json."""

@@ -326,7 +326,7 @@ class LoadShedder:
             record = Record(began=time.monotonic())
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
-            key = self.serving.meters.key_names.get(request.key or "")
+            key = self.serving.metrics.key_names.get(request.key or "")
             log_request({"path": request.path, "method": "POST", "llmc.id": name.decode()}, record, key)
 
 

@@ -236,8 +236,8 @@ async def _end_with_engine(llm: AsyncLLM, server: DrainingServer, say: Callable[
 
 def _config(options: Options, serving: Serving, connections: int, tracer: RequestTracer | None) -> uvicorn.Config:
     """Return uvicorn's configuration, loaded."""
-    limit = ConnectionLimit.within_descriptors(connections, lambda: serving.meters.refused("connections"))
-    serving.meters.gauges["connections_open"] = ("Open client connections", lambda: limit.open)
+    limit = ConnectionLimit.within_descriptors(connections, lambda: serving.metrics.refused("connections"))
+    serving.metrics.gauges["connections_open"] = ("Open client connections", lambda: limit.open)
     shed = LoadShedder(serving, options.root_path, RefusalLog(options.access_log))
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
@@ -273,7 +273,7 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     names = names_of(options)
     engines = llm.args.data_parallel_size
     stats: Any = llm.stats if engines == 1 else llm.stats_by_engine
-    meters = ServerMetrics(
+    metrics = ServerMetrics(
         names[0], stats, partial(engine_info, llm, names[0]), options.metrics_alias, _key_names(options)
     )
     rows, length = llm.config.max_num_seqs * engines, llm.config.max_model_len
@@ -281,13 +281,13 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     if queued_tokens is None:
         queued_tokens = options.max_queued_requests * length
     admission = Admission(
-        options.max_queued_requests + rows, queued_tokens + rows * length, options.max_per_key, meters.refused, rows,
+        options.max_queued_requests + rows, queued_tokens + rows * length, options.max_per_key, metrics.refused, rows,
         len(options.keys), math.inf if options.max_queue_wait is None else options.max_queue_wait,
         lambda: llm.num_waiting, answers=_MAX_LARGE_RESPONSES * options.max_answer,
     )  # fmt: skip
-    meters.gauges["estimated_queue_wait_seconds"] = ("Estimated queueing time of a new request", admission.wait)
+    metrics.gauges["estimated_queue_wait_seconds"] = ("Estimated queueing time of a new request", admission.wait)
     return Serving(
-        llm, names, admission, meters, options.chat_template, options.tool_call_parser, options.reasoning_parser,
+        llm, names, admission, metrics, options.chat_template, options.tool_call_parser, options.reasoning_parser,
         options.request_timeout, options.max_answer, options.response_store or 0,
         options.default_chat_template_kwargs or {},
     )  # fmt: skip

@@ -20,10 +20,11 @@ from llmc.codegen.backends.triton.tiling import (
     times,
 )
 from llmc.codegen.backends.triton.triton_expr import helpers, loaded
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -15,9 +15,10 @@ from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, output
 from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
 from llmc.ir.dim import D
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -209,7 +209,7 @@ async def run_prompts(
     record, slot = call.record or Record(), call.resources.slot
     assert slot is not None
     record.begin(call.id, prompts, call.request_id)
-    serving.meters.count_for_key(call.key, "key_requests")
+    serving.metrics.count_for_key(call.key, "key_requests")
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     waiting = iter(range(len(prompts)))
 
@@ -244,11 +244,11 @@ async def run_prompts(
 
 
 async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt: str, call: Call) -> RequestOutput:
-    meter: RequestMetrics = serving.meters.begin(len(prompt.ids), ONE, call.key)
+    metrics: RequestMetrics = serving.metrics.begin(len(prompt.ids), ONE, call.key)
     source = serving.llm.pool(
         prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.resources.remaining
     )
-    async with aclosing(serving.watched(source, call, meter)) as items:  # type: ignore[type-var]
+    async with aclosing(serving.watched(source, call, metrics)) as items:  # type: ignore[type-var]
         return (await anext(items))[1]
 
 

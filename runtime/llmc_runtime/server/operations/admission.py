@@ -90,7 +90,7 @@ class Admission:
     keys: int = 1
     max_wait: float = math.inf
     backlog: Callable[[], int] = lambda: 0
-    pace: Throughput = field(default_factory=Throughput)
+    throughput: Throughput = field(default_factory=Throughput)
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0
@@ -124,7 +124,7 @@ class Admission:
         if key is not None:
             limit = self.work.get(key, 0.0) + total / self.waiting_sequences
             ahead = sum(min(work, limit) for work in self.work.values())
-        seconds = self.pace.seconds(total, self.waiting_sequences)
+        seconds = self.throughput.seconds(total, self.waiting_sequences)
         return None if seconds is None else seconds * ahead / total
 
     @property
@@ -267,7 +267,7 @@ class Admission:
         self.open_tokens += sign * slot.tokens
         self.by_key.change(slot.key, sign * slot.sequences)
         self.tokens_by_key.change(slot.key, sign * slot.tokens)
-        self.pace.queue(self.waiting_sequences > 0)
+        self.throughput.queue(self.waiting_sequences > 0)
 
     def learn(self, tokens: float) -> None:
         """Update the mean output length with an output of `tokens` tokens."""
@@ -312,7 +312,7 @@ class AdmissionSlot:
     def begin(self) -> None:
         """Record that the first token has arrived, so the request no longer waits."""
         if self._queued:  # a slot that never waited is no measure of the queue's throughput
-            self._admission.pace.left(self._work)
+            self._admission.throughput.left(self._work)
             self._wait(0.0)
             self._queued = False
 
@@ -340,4 +340,4 @@ class AdmissionSlot:
         else:
             admission.work.pop(key, None)
         self._work = work
-        admission.pace.queue(admission.waiting_sequences > 0)
+        admission.throughput.queue(admission.waiting_sequences > 0)

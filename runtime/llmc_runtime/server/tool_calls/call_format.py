@@ -19,11 +19,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, text_without
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.definitions import enforced
-from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.json_stream import SPACE, JsonText
 from llmc_runtime.server.tool_calls.marks import begun_mark, first_mark
 
 MAX_SPACE = 64
-_SPACE = " \t\r\n"
 _BRACKETS = ("{", "[")  # they may start a call or any other text
 
 T = TypeVar("T")
@@ -226,9 +225,9 @@ class CallFormat(ABC):
     def _emit_content(self, text: str) -> None:
         """Emit content."""
         *lines, last = text.split("\n")
-        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(_SPACE)
+        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(SPACE)
         text = self._space + text
-        sure = max(len(text.rstrip(_SPACE)), len(text) - MAX_SPACE)
+        sure = max(len(text.rstrip(SPACE)), len(text) - MAX_SPACE)
         self._space = text[sure:]
         if sure:
             self._out.append(text[:sure])
@@ -284,7 +283,7 @@ class CallFormat(ABC):
         """Return which of `markers` follows, after white space, and consume both; consume nothing if there is none."""
         while True:
             rest = self._text[self._at :]
-            bare = rest.lstrip(_SPACE)
+            bare = rest.lstrip(SPACE)
             space = len(rest) - len(bare)
             marker = next((marker for marker in markers if bare.startswith(marker)), None)
             if marker is not None and space <= MAX_SPACE:
@@ -311,7 +310,7 @@ class CallFormat(ABC):
         while True:
             while self._at < len(self._text):
                 char = self._text[self._at]
-                if not solid or char not in _SPACE:
+                if not solid or char not in SPACE:
                     return char
                 self._at += 1
             if self._ended:
