@@ -200,7 +200,7 @@ def title(source: Source) -> str:
 def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str) -> Diagnostic:
     """Return the Diagnostic E502 for a source that does not compile. The source's text is written to `path`.
 
-    why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved beside the text,
+    why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved next to the text,
     and shown by -v.
     """
     path.write_text(source.text)
@@ -208,7 +208,7 @@ def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str,
     if log:
         messages = path.with_suffix(".log")
         messages.write_text(log)
-        saved += f", the compiler's messages as {messages.name} beside it"
+        saved += f", the compiler's messages as {messages.name} next to it"
     of_package = f" of the package {source.package}" if source.package else ""
     remedy = f"correct the kernel; {saved}" if source.package else f"{saved}; report it, or choose another target"
     error = Diagnostic("E502", f"{compiler} could not compile {title(source)}{of_package}: {why}", remedy, loc=loc)

@@ -127,7 +127,7 @@ def open_source(path: str | Path) -> Source:
 
 
 def adapter_note(folder: Path) -> str:
-    """Return a note about an adapter beside a model's weights, which is not applied; "" if there is none."""
+    """Return a note about an adapter next to a model's weights, which is not applied; "" if there is none."""
     has_adapter = (folder / ADAPTER).exists()
     return (
         f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are"
@@ -152,7 +152,7 @@ def check_files(folder: Path) -> None:
 
     A pointer of Git LFS is refused, too.
 
-    Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files beside its
+    Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files next to its
     snapshots, in blobs/, which is allowed. Weights may be anywhere: only bytes of their tensors are copied.
     """
     inside = tuple(Path(os.path.realpath(p)) for p in (folder, folder.resolve().parent.parent / "blobs"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-MTP_NAMES = re.compile(r"^mtp\.")  # beside those of the model, which transformers skips
+MTP_NAMES = re.compile(r"^mtp\.")  # in addition to the model's; transformers skips them
 OTHER_DRAFTS = "draft with --draft MODEL or --draft eagle:PATH"  # the remedy if a model has no such layer
 FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
 

@@ -1,4 +1,4 @@
-"""optimum-quanto checkpoints in safetensors (`quanto_qmap.json` beside config.json, or `quant_method: quanto`).
+"""optimum-quanto checkpoints in safetensors (`quanto_qmap.json` next to config.json, or `quant_method: quanto`).
 
 The file names the type of each module's weight. Tensors of a weight X.weight [n, k]:
 

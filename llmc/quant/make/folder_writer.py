@@ -1,7 +1,7 @@
 """Writes a model folder: tensors in shards, their index, config.json, and the files of the tokenizer.
 
-Quantised weights are stored as compressed-tensors stores them. Everything is written to a hidden folder beside the
-output, which is renamed to the output once it is complete.
+Quantised weights are stored as compressed-tensors stores them. Everything is written to a hidden folder next to
+the output, which is renamed to the output once it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `out`, and rename it to `out` at the end; an error removes it.
+    """Yield a new hidden folder next to `out`, and rename it to `out` at the end; an error removes it.
 
     Raises Diagnostic E120 if `out` exists, E123 if it cannot be written.
     """

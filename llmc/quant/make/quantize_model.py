@@ -83,7 +83,7 @@ def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Ten
     size = tokens.numel() * source.config.get_text_config().hidden_size * 4
     progress.note(
         f"calibration: {settings.calibrate}, {len(tokens)} windows of {length} tokens, seed {settings.seed}; "
-        f"their hidden states take {size_text(size)} of disk beside the output"
+        f"their hidden states take {size_text(size)} of disk next to the output"
     )
     return tokens
 
