@@ -298,7 +298,7 @@ FIELDS: tuple[Row, ...] = (
         "grammar of "
         "at most {made} characters (including its parts), which is compiled like response_format",
         "{tools} tools, {tool_bytes} together", "{calls} calls if they are enforced", "the resulting prompt",
-        ("server.requests.request_fields", "server.tool_calls.definitions", "server.tool_calls.grammar",
+        ("server.requests.request_fields", "server.tool_calls.definitions", "server.tool_calls.response_plan",
         "server.tool_calls.response_plan")),
     Row(("tool_choice", "tool_choice.allowed_tools", "tool_choice.allowed_tools.tools", "tool_choice.tools",
          "tool_choice.type", "tool_choice.name", "tool_choice.disable_parallel_tool_use", "parallel_tool_calls"),

@@ -16,11 +16,11 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.server.server_options import CALL_FORMATS
 from llmc_runtime.server.tool_calls.definitions import tools_of
-from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
 from llmc_runtime.server.tool_calls.message_shape import MessageShape
 from llmc_runtime.server.tool_calls.parser_select import OutputFormats, select_formats
 from llmc_runtime.server.tool_calls.registry import FORMATS, GROUP
+from llmc_runtime.server.tool_calls.response_plan import answer, calls_of
 
 from tests.runtime.followed import Followed
 from tests.runtime.parrots import TOK

@@ -10,9 +10,8 @@ from torch.nn import Linear
 
 from llmc.quant.make.channel_scales import awq_scales, smooth_scales
 from llmc.quant.make.clipping import round_clipped
-from llmc.quant.make.expert_folding import fold_experts
 from llmc.quant.make.expert_weights import expert_inputs, too_few_tokens
-from llmc.quant.make.folding import fold_all
+from llmc.quant.make.folding import fold_all, fold_experts
 from llmc.quant.make.gptq_codes import gptq
 from llmc.quant.make.layer_runs import Layer
 from llmc.quant.make.recipes import SMOOTH, Recipe
