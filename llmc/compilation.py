@@ -17,7 +17,7 @@ from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.size_text import size_text
 
 from llmc.codegen.toolchain import Toolset
-from llmc.console import Console, Summary
+from llmc.console import Console, Summary, next_command
 from llmc.diagnostics import Diagnostic
 from llmc.draft_head import head_of
 from llmc.draft_model import DraftSource, add_draft
@@ -27,7 +27,6 @@ from llmc.frontend.pooling_files import pooling_notes
 from llmc.ir.graph import WEIGHTS, Graph, Module
 from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.text import show
-from llmc.next_command import next_command
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX

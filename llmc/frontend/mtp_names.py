@@ -22,6 +22,6 @@ def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
 
 
 def are_apart(model: Any) -> bool:
-    """Whether checkpoints of a model may have an MTP layer apart from its layers (see mtp_apart)."""
+    """Whether checkpoints of a model may have an MTP layer apart from its layers (see mtp_head.ApartHead)."""
     skipped = model._keys_to_ignore_on_load_unexpected or ()
     return tensors_of(model.config) is None and any(pattern.startswith("^mtp") for pattern in skipped)
