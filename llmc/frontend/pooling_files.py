@@ -122,11 +122,11 @@ def pooling_notes(pooling: Pooling, source: Source) -> Iterator[str]:
 
 
 def _describe(pooling: Pooling) -> str:
-    what = f"{pooling.width} logits" if pooling.task == CLASSIFY else f"an embedding of {pooling.width} numbers"
-    of = {"last": "the last token", "cls": "the first token", "mean": "the mean of all tokens"}[pooling.kind]
-    done = ", normalised" if pooling.normalize else ""
+    result = f"{pooling.width} logits" if pooling.task == CLASSIFY else f"an embedding of {pooling.width} numbers"
+    tokens = {"last": "the last token", "cls": "the first token", "mean": "the mean of all tokens"}[pooling.kind]
+    normalised = ", normalised" if pooling.normalize else ""
     steps = "; a prompt runs in one step, without the prefix cache" if pooling.whole else ""
-    return f"the model returns {what} of {of}{done}{steps}"
+    return f"the model returns {result} of {tokens}{normalised}{steps}"
 
 
 def _embedding_notes(source: Source) -> Iterator[str]:

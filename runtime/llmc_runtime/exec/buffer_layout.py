@@ -181,8 +181,8 @@ class RandomWeights:
         array.
         """
         if rank < 2 or name in self.negative:
-            ones = _encode(np.full(1, -1 if name in self.negative else 1, np.float32), dtype)
-            return (np.zeros(max(1, nbytes), np.uint8) if ones is None else np.tile(ones, nbytes // len(ones))), 0
+            one = _encode(np.full(1, -1 if name in self.negative else 1, np.float32), dtype)
+            return (np.zeros(max(1, nbytes), np.uint8) if one is None else np.tile(one, nbytes // len(one))), 0
         if dtype not in self._tiles:
             encoded = _encode(self._normal, dtype)
             self._tiles[dtype] = self._bits if encoded is None else encoded

@@ -127,7 +127,7 @@ def calls_without_marks(calls: Sequence[tuple[str, str]], never: str, begin: str
     call could start.
     """
     leads = [f"lead_{i}[lazy]: /{_LINE}{opening}/" for i, (opening, _) in enumerate(calls)]
-    ones = [f"lead_{i} {rest}" for i, (_, rest) in enumerate(calls)]
+    choices = [f"lead_{i} {rest}" for i, (_, rest) in enumerate(calls)]
     free = f"FREE: {text_without([begin])} & ~/{_LINE}{never}{ANY}/"
     tagged, rules = after_text(begin, marker, [])
-    return "\n".join([f"calls: ({' | '.join([*ones, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])
+    return "\n".join([f"calls: ({' | '.join([*choices, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])

@@ -122,12 +122,12 @@ class LightConnections:
         end = time.monotonic() + (_QUEUE_SECONDS if self._queued else _TURN_SECONDS)
         while waiting and accepted < allowed and not failed and time.monotonic() < end:
             step = min(_STEP, allowed - accepted)
-            found, failed = accept_waiting(listener, step)
-            accepted, waiting = accepted + len(found), len(found) == step
+            clients, failed = accept_waiting(listener, step)
+            accepted, waiting = accepted + len(clients), len(clients) == step
             for light, state in self._respond(
                 [
                     LightConnection(sock, partial(promote, sock, address), sock.close, deadline)
-                    for sock, address in found
+                    for sock, address in clients
                 ]
             ):
                 self._add(light, state)

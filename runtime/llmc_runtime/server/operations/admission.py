@@ -37,12 +37,12 @@ class Throughput:
         self._busy = self._work = 0.0  # seconds with a queue; work that left the queue meanwhile
         self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # pairs of these, since the start of the window
 
-    def queue(self, there: bool) -> None:
+    def queue(self, waiting: bool) -> None:
         """Record whether there is a queue from now on."""
         now = self._clock()
         if self._since is not None:
             self._busy += now - self._since
-        self._since = now if there else None
+        self._since = now if waiting else None
 
     def left(self, work: float) -> None:
         """Record that `work` left the queue."""

@@ -263,8 +263,8 @@ class CallFormat(ABC):
 
     def _partial(self, text: str, openers: Sequence[str]) -> int:
         """Return the length of the longest prefix of one of `openers` with which `text` ends."""
-        another = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
-        return 0 if self._ended and not another else begun_mark(text, openers)
+        next_call = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
+        return 0 if self._ended and not next_call else begun_mark(text, openers)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
         """Try to parse calls. If the text is malformed, what follows the last mark becomes content. Returns whether

@@ -99,8 +99,8 @@ class PythonShape(Unmarked, ArguedFormat):
     def _any(cls, rule: str, marker: Marker) -> str:
         values = " | ".join([*_constants({}, {}), f"{rule}_json"])
         pair = f"{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark(cls._IS)} ({values})"
-        ones = repeated(f"{rule}_one", lark(cls._NEXT), MAX_FIELDS)
-        return f"{rule}: ({ones})?\n{pair}\n{rule}_json: {json_rule({})}"
+        pairs = repeated(f"{rule}_one", lark(cls._NEXT), MAX_FIELDS)
+        return f"{rule}: ({pairs})?\n{pair}\n{rule}_json: {json_rule({})}"
 
     @classmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:

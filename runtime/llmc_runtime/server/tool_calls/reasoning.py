@@ -210,12 +210,12 @@ def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
     begin = f"({' | '.join(map(marker, form.begins))})"
     plain = [end for end in form.ends if marker(end).startswith('"')]
     tokens = [marker(end) for end in form.ends if end not in plain]
-    ways, rules = [], []
+    endings, rules = [], []
     if plain:
-        ways.append("closed WS?")
+        endings.append("closed WS?")
         rules.append(f"closed[lazy]: /{ANY}({'|'.join(map(regex, plain))})/")
     if tokens:
-        ways.append(f"ANYTHING? ({' | '.join(tokens)}) WS?")
+        endings.append(f"ANYTHING? ({' | '.join(tokens)}) WS?")
         rules.append(f"ANYTHING: /{ANY}/")
     first = f"{begin}? inside" if opened else f"({begin} inside)?"
-    return "\n".join([f"thought: {first}", f"inside: {' | '.join(ways)}", *rules, "WS: /[ \\n]{1,4}/"])
+    return "\n".join([f"thought: {first}", f"inside: {' | '.join(endings)}", *rules, "WS: /[ \\n]{1,4}/"])

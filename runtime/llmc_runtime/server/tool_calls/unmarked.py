@@ -34,8 +34,8 @@ class Unmarked(CallFormat):
         if opener != self.bracket and self.markers[1:]:
             yield from self._optional(self.markers[1])
         if self.separator and (yield from self._optional(self.separator)):
-            another = yield from self._next_marker(self.markers[0], self.bracket, consume=False)
-            if another is None and not self._cut:
+            following = yield from self._next_marker(self.markers[0], self.bracket, consume=False)
+            if following is None and not self._cut:
                 self._emit_content(self.separator)
 
     # --- grammar
