@@ -18,7 +18,7 @@ from tests.runtime.test_server_shed import KEYS, head, occupy
 
 
 def test_a_request_on_a_kept_connection_like_others_of_the_turn_takes_the_short_way() -> None:
-    """The first two requests of a connection do not, nor one with something behind it."""
+    """The first two requests of a connection do not, nor one with something after it."""
 
     async def main() -> None:
         async with serving() as state:

@@ -40,7 +40,7 @@ def prepare(g: Graph, ranks: int, ctx: Ctx) -> int:
     done = _separate_heads(g, ctx)
     for n in recurrences:
         size = n.results[0].type.shape[2]
-        for norm in _norms_behind(n.results[0]):
+        for norm in _norms_after(n.results[0]):
             if norm.operands[1].type.shape[0] != size:
                 _open_norm(g, norm, ctx)
                 done += 1
@@ -85,7 +85,7 @@ def _merged_heads(n: Node) -> Dim | None:
     return heads if heads is not None and shape[0] == x.shape[0] * heads else None
 
 
-def _norms_behind(v: Value) -> list[Node]:
+def _norms_after(v: Value) -> list[Node]:
     """Return the norms that a value reaches through reshapes and ops on elements."""
     norms, seen, work = list[Node](), set[Node](), list(v.uses)
     while work:

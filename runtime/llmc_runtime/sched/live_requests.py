@@ -212,7 +212,7 @@ class LiveRequests:
         self.waiting.add(request)
 
     def _drop_in_flight(self, now: float) -> None:
-        """Forget the steps in flight, and let their running requests wait again, and those behind them in line."""
+        """Forget the steps in flight, and let their running requests wait again, and those after them in line."""
         dropped = [request for _, planned in self._in_flight for request in planned]
         if self.snapshots is not None:
             for step, _ in self._in_flight:

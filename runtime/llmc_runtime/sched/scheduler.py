@@ -4,7 +4,7 @@ There is one token budget per step and no prefill or decode phase: every request
 known tokens, running requests first, then waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
 Invariants: `running` is sorted by key, so its first request runs in every step and is preempted last. The pages of a
 running request cover its planned tokens and, from admission, all tokens known then. A chunk of a prompt leaves a token
-of the budget to each request behind it that decodes: prompts that are admitted late may stand before these by key.
+of the budget to each request after it that decodes: prompts that are admitted late may stand before these by key.
 
 Steps in flight. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
 request counts them in `num_total`, and the device feeds them to the next step. This is correct because *the device
@@ -198,7 +198,7 @@ class Scheduler(LiveRequests):
             self.speculation.learn(work, planned, output, seconds, self.counters)
 
     def rollback(self) -> None:
-        """Drop all steps in flight. Their requests, and those behind them in line, wait again and recompute."""
+        """Drop all steps in flight. Their requests, and those after them in line, wait again and recompute."""
         self.timer.forget()
         if self.planner is not None:
             self.planner.forget()

@@ -100,7 +100,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class RequestShares:
-    """ASGI middleware behind `Guard`, for a server with at most `maximum` connections and several keys.
+    """ASGI middleware after `Guard`, for a server with at most `maximum` connections and several keys.
 
     `refusal` creates the ApiError for a request of a key that has too many open.
     """

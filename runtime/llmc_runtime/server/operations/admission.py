@@ -115,7 +115,7 @@ class Admission:
     def wait(self, key: str | None = None) -> float | None:
         """Return the expected seconds until a new sequence gets a row.
 
-        Without `key`, it waits behind everything queued. With `key`, it waits behind the key's own sequences, and at
+        Without `key`, it waits for everything queued. With `key`, it waits for the key's own sequences, and at
         most as much work of each other key. Returns None if there is no estimate yet.
         """
         if not self.waiting_sequences or not self.queued:

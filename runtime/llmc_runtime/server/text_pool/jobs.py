@@ -148,7 +148,7 @@ class TextJobs:
         def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
             chat, done.items = whole(earlier)
             prompt = self._prompting.chat(chat, tools, self._formats.short_ids)
-            after = plan.behind(prompt, chat)
+            after = plan.after(prompt, chat)
             done.reasons, done.opened, done.earlier = after.reasoning is not None, after.opened, calls_in(chat.messages)
             yield prompt
 

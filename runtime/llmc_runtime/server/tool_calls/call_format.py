@@ -124,8 +124,8 @@ class CallFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
-        """Return Lark rules in which `behind` matches what follows the first mark.
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+        """Return Lark rules in which `after_mark` matches what follows the first mark.
 
         That is one call, or up to `max_calls` calls if `between` is None. `tools` maps names to the rules of their
         arguments.
@@ -145,7 +145,7 @@ class CallFormat(ABC):
         """Return Lark rules in which `calls` matches 1 to `max_calls` calls."""
         times = 1 if cls.between is None else max_calls
         whole = repeated("one", lark(cls.between or ""), times)
-        return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, max_calls)}"
+        return f"calls: {whole}\none: {marker(cls.markers[0])} after_mark\n{cls.after_mark(tools, marker, max_calls)}"
 
     @classmethod
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
@@ -157,8 +157,8 @@ class CallFormat(ABC):
         begin, openers = cls.markers[0], cls.openers()
         times = max_calls if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)
-        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {text_without(openers)}", *rules]
-        return "\n".join([*parts, cls.behind(tools, marker, max_calls)])
+        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} after_mark", f"FREE: {text_without(openers)}", *rules]
+        return "\n".join([*parts, cls.after_mark(tools, marker, max_calls)])
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
@@ -199,10 +199,10 @@ class CallFormat(ABC):
 
     @abstractmethod
     def _parse_calls(self, opener: str) -> Steps[None]:
-        """Parse the calls behind `opener`. Raises Malformed."""
+        """Parse the calls after `opener`. Raises Malformed."""
 
     def _closing_marks(self, opener: str) -> Steps[None]:
-        """Consume the marks that may follow the calls behind `opener`."""
+        """Consume the marks that may follow the calls after `opener`."""
         yield from ()
 
     def _read(self) -> Steps[None]:

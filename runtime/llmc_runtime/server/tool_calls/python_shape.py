@@ -75,11 +75,11 @@ class PythonShape(Unmarked, ArguedFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         end = lark(cls._CALL_END)
         calls = " | ".join(f"{lark(name + cls._ARGUMENTS)} {rule} {end}" for name, rule in tools.items())
-        whole = f"behind: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), max_calls)} {lark(cls._END)}"
+        whole = f"after_mark: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), max_calls)} {lark(cls._END)}"
         return "\n".join([whole, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod

@@ -126,7 +126,7 @@ class ResponsePlan:
         marks = () if self.form is None else tuple(self.form.markers)
         return self.formats.special(marks if self.reasoning is None else (*marks, *self.reasoning.marks))
 
-    def behind(self, prompt: Prompt, request: ChatRequest) -> ResponsePlan:
+    def after(self, prompt: Prompt, request: ChatRequest) -> ResponsePlan:
         """Return the plan for an output after this prompt, which may have closed or opened the reasoning."""
         reasoning, text = self.reasoning, prompt.text or ""
         if reasoning is None:
