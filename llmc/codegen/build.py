@@ -12,7 +12,7 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import launch_plan, memory
-from llmc.codegen.binary import Binary, locations
+from llmc.codegen.binary import Binary, unique_sources
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
 from llmc.ir.graph import Module
@@ -54,14 +54,14 @@ def build(
     """
     tools = Toolset(target, toolchains)
     placed = place_graphs(m, target, kernels)
-    located = locations(placed, tools.key)
+    located = unique_sources(placed, tools.key)
     unit, entries = tools.step_unit(placed, m)
     sources = [(unit, "")] if unit else []
-    sources += [(source, locs[0] if locs else "") for source, locs in located.values()]
+    sources += located.values()
     compiled = tools.compile(sources, cache, jobs or min(os.cpu_count() or 1, 16), progress)
     binaries = {
-        key: _binary(key, source, compiled[key], tools.of(source.language).output, locs)
-        for key, (source, locs) in located.items()
+        key: _binary(key, source, compiled[key], tools.of(source.language).output)
+        for key, (source, _) in located.items()
     }
     steps: list[tuple[str, str] | None] = [None] * len(placed)  # (hash of the step unit, its entry) of each graph
     if unit:
@@ -75,9 +75,9 @@ def build(
     return Built(programs, binaries, memory.report(m), tools.versions())
 
 
-def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, ...] = ()) -> Binary:
+def _binary(key: str, s: Source, c: Compiled, output: Output) -> Binary:
     names = output.binary, output.source, output.abi
-    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes, s.license)
+    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, *names, c.boxes, s.license)
 
 
 def _launch_info(b: Binary) -> launch_plan.LaunchInfo:

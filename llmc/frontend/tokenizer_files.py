@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
-from llmc_runtime.text.chat_template import ChatTemplate, read_templates
+from llmc_runtime.text.chat_template import TEMPLATE_FILE, ChatTemplate, read_templates
 
 from llmc.diagnostics import Diagnostic
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 CONFIG = "tokenizer_config.json"
 BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
-TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 # Tokenizer files that the runtime does not read; transformers reads them and saves most as tokenizer.json.
 FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "vocab.json",
@@ -45,7 +44,7 @@ def check_tokenizer(folder: Path) -> Tokenizer | None:
             path = folder / name
             if path.exists():
                 _check(tokenizer_files.document(path))
-        for path in (folder / TEMPLATE, *sorted((folder / TEMPLATE_DIR).glob("*.jinja"))):
+        for path in (folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_DIR).glob("*.jinja"))):
             if path.exists():
                 tokenizer_files.plain_bytes(path, tokenizer_files.MAX_CONFIG).decode("utf-8")
     except BaseException as e:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from llmc_runtime.ignored_options import NO_ADAPTERS
 from llmc_runtime.server.requests import messages_request, responses_request
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.pooling_request import (
@@ -31,7 +32,6 @@ from llmc_runtime.server.requests.request_fields import (
 from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
 
 _SLEEP = "stop the server; a start takes seconds"
-_ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
 _TEXT = "prompts are text"
 _IDS = "use /v1/completions, which takes token ids"
 _BATCHES = "send the requests of a file one by one"
@@ -49,7 +49,7 @@ OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
         "/reset_prefix_cache": f"{_MOVED}/admin/reset_prefix_cache",
         "/start_profile": f"{_MOVED}/admin/trace", "/stop_profile": f"{_MOVED}/admin/trace",
         "/sleep": _SLEEP, "/wake_up": _SLEEP, "/is_sleeping": _SLEEP,
-        "/v1/load_lora_adapter": _ADAPTERS, "/v1/unload_lora_adapter": _ADAPTERS,
+        "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
         "/v1/completions/render": "use /tokenize", "/v1/chat/completions/render": "use /tokenize",
         "/api/chat": f"{_OLLAMA}/v1/chat/completions", "/api/generate": f"{_OLLAMA}/v1/completions",
         "/api/tags": f"{_OLLAMA}/v1/models", "/api/show": f"{_OLLAMA}/v1/models", "/api/version": f"{_OLLAMA}/version",

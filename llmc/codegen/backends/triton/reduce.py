@@ -75,13 +75,6 @@ class Walk:
         self.axis = 1 if self.last else 0
         self.shape = f"({self.across}, {self.block})" if self.last else f"({self.block}, {self.across})"
 
-    @property
-    def programs(self) -> Dim:
-        """The number of programs."""
-        if self.last:
-            return self.outer.ceildiv(self.across)
-        return self.outer * self.inner.ceildiv(self.across)
-
     def head(self) -> list[str]:
         """Return the code that defines `base` (offsets of the program's lines) and `there` (lines that exist)."""
         sizes, total = self.u.sizes, self.u.node.operands[0].type.numel

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, fits, joins, penalty, product_us
+from llmc.codegen.backends.triton.gemm_small import GROUP, LINE_BYTES, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, output
 from llmc.codegen.backends.triton.template import Argument, Template, record
@@ -24,7 +24,6 @@ from llmc.targets.target import Target
 
 MAX_SLICE = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
 DEPTH = 32  # columns of an instruction; groups are multiples of it
-LINE_BYTES = 128  # bytes of a prefetch
 GROUPS = (16, 32)  # larger groups of row tiles, tried with the first schedule
 TOKENS = (16, 32, 64)
 # bn of all parts, warps, stages, slices of a step.
