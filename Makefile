@@ -11,7 +11,7 @@
 #   make bench   benchmarks, as a table and as JSON in build/bench
 #   make bench-gpu   the same on an NVIDIA GPU
 #   make test-gpu    device, kernels and models on an NVIDIA GPU, then a sample of the kernels under compute-sanitizer
-#   make bench-peers   llama.cpp, built beside the benchmarks (a few minutes, once)
+#   make bench-peers   llama.cpp, built for comparison (a few minutes, once)
 #   make sim     the scheduler simulator (SEED=n STEPS=n)
 #   make corpus  damaged inputs, all of them (SEED=n CORPUS_ARGS="--only flips"; half an hour on two cores)
 #   make attacks   attacks on a running server, at full strength (SEED=n ATTACK_ARGS="-k test_06"; a few minutes), then ten
@@ -166,7 +166,7 @@ sim: $(VENV)/.stamp-dev
 corpus: $(VENV)/.stamp-dev
 	$(BIN)/python tests/corpus/run.py --full --seed $(SEED) --jobs 2 $(CORPUS_ARGS)
 
-# The fuzzer is judged by times, so that no other test runs beside it. 5: ATTACK_ARGS selects none.
+# The fuzzer is judged by times, so that no other test runs at the same time. 5: ATTACK_ARGS selects none.
 ATTACKS = $(BIN)/python -m pytest --attacks full --attack-seed $(SEED) -q $(SLOWEST)
 attacks: $(VENV)/.stamp-dev
 	failed=0; \

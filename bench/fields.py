@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.defaults import default_params
-from llmc_runtime.engine.input_processor import params_of_output, prepare
+from llmc_runtime.engine.input_processor import bad_word_ids, params_of_output, prepare
 from llmc_runtime.engine.messages import Add, Ready, add_message, params_of
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.format.row_abi import BIASES, STOPS
@@ -32,7 +32,6 @@ from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionR
 from llmc_runtime.server.requests.sampling_fields import of_chat, of_completion
 from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.response_plan import plan_of
-from llmc_runtime.text.bad_words import bad_word_ids
 from llmc_runtime.text.tokenizer import Tokenizer
 
 VOCAB = 151_936

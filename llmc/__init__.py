@@ -10,7 +10,7 @@ import importlib
 from types import MappingProxyType
 from typing import Any
 
-__version__ = "0.1.0"
+from llmc_runtime import __version__
 
 _EXPORTS = MappingProxyType(
     {

@@ -17,23 +17,22 @@ from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.size_text import size_text
 
 from llmc.codegen.toolchain import Toolset
-from llmc.console import Console, Summary
+from llmc.console import Console, Summary, next_command
 from llmc.diagnostics import Diagnostic
 from llmc.draft_head import head_of
 from llmc.draft_model import DraftSource, add_draft
 from llmc.extension import Registry
 from llmc.frontend.hub import Located
+from llmc.frontend.pooling_files import pooling_notes
 from llmc.ir.graph import WEIGHTS, Graph, Module
 from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.text import show
-from llmc.next_command import next_command
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
-from llmc.pooled_compile import check_pooled, pooling_notes
 from llmc.provenance import compiler_text, idle_passes, source_of, used_extensions, versions
 from llmc.targets.target import Target
 
@@ -234,8 +233,16 @@ class Compilation:
         self.note(note)
 
     def _pool(self, pooling: Pooling, traced: Any) -> None:
-        """Set the limits and the next command of a model that pools."""
-        self.tokens = check_pooled(self.options, pooling, traced.facts.max_positions, self.tokens)
+        """Set the limits and the next command of a model that pools.
+
+        Raises Diagnostic E313 for options of models that generate.
+        """
+        for name, value in (("--speculate", self.options.speculate), ("--draft", self.options.draft)):
+            if value:
+                cause = f"{name}: the model pools its prompts and generates nothing"
+                raise Diagnostic("E313", cause, f"leave {name} out")
+        if pooling.whole:  # a prompt that runs whole must fit into one step
+            self.tokens = max(self.tokens, traced.facts.max_positions)
         self.pool = pooling.kind
         for note in pooling_notes(pooling, traced.source):
             self.note(note)

@@ -1,13 +1,18 @@
-"""Progress lines and the final summary of a compile."""
+"""Progress lines and the final summary of a compile, with the command that a user runs next."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 from llmc_runtime.format.size_text import size_text
+
+from llmc.frontend.tokenizer_files import TOKENIZER
+from llmc.options import Options
+from llmc.targets.target import Target
 
 MIN_SECONDS = 2.0  # time a stage must have run before its remaining time is estimated
 LIVE_SECONDS = 0.2  # shortest time between two updates of a line on a terminal
@@ -107,3 +112,25 @@ class Quiet(Console):
 
 def _amount(n: int, unit: str) -> str:
     return size_text(n) if unit == "B" else f"{n}{unit}"
+
+
+def next_command(model: Path, output: Path, o: Options, target: Target, task: str = "") -> str:
+    """Return the suggested next command: pack the weights, or run the artifact.
+
+    `model` is the folder of the model. Without a tokenizer the command generates from token ids. `task`: of a model
+    that pools.
+    """
+    if o.weights == "none":
+        return f"next: llmc pack {output} {model}"
+    return run_command(output, target.name, target.arch, (model / TOKENIZER).exists(), task)
+
+
+def run_command(artifact: Path, target: str, arch: str, tokenizer: bool = True, task: str = "") -> str:
+    """Return the command that runs an artifact with weights."""
+    article = "an" if arch.startswith("s") else "a"  # an sm_90, a gfx942
+    machine = "" if target.startswith("cpu:") else f", on a machine with {article} {arch} GPU"
+    command = f"llmc-run {artifact} {f'--{task} ' if task else ''}--prompt 'Hello'"
+    if not tokenizer:
+        method = task or "generate"
+        command = f"""python -c "from llmc_runtime import LLM; print(LLM('{artifact}').{method}([[1, 2, 3]]))\""""
+    return f"next{machine}: {command}"

@@ -17,8 +17,8 @@ from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
 from llmc.draft_head import add_head
 from llmc.draft_mtp import MTP
-from llmc.draft_tokens import check_tokens
 from llmc.frontend.eagle_config import EAGLE, is_head
+from llmc.frontend.tokenizer_files import check_same_tokens
 from llmc.ir.graph import Graph
 from llmc.ir.text import show
 from llmc.ir.weight_eval import WeightSource
@@ -141,4 +141,4 @@ def _check(model: Path, draft: Path, traced: Any) -> None:
         cause = f"the draft model {draft} allows {positions} positions; {facts.max_positions} are compiled"
         raise Diagnostic("E360", cause, f"use --max-model-len {positions}, or a draft model with a longer context")
     check_tokenizer(draft)
-    check_tokens(model, draft, f"the draft model {draft}", _OTHER)
+    check_same_tokens(model, draft, f"the draft model {draft}", _OTHER)

@@ -13,7 +13,6 @@ from llmc.options import Options
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
 
 MTP = "mtp"  # the value of the option --draft
-_ANOTHER = "draft with --draft MODEL or --draft eagle:PATH"
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ def add_mtp(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     layer, and the errors of `Compilation.checkpoint`.
     """
     from llmc.frontend.mtp_head import trace_mtp
-    from llmc.frontend.mtp_names import MTP_NAMES, are_apart, tensors_of
+    from llmc.frontend.mtp_names import MTP_NAMES, OTHER_DRAFTS, are_apart, tensors_of
 
     tensors = tensors_of(traced.model.config) or (MTP_NAMES if are_apart(traced.model) else None)
     if tensors is None or (packed and not _stores(traced, tensors)):
-        raise Diagnostic("E360", _lacks(traced, tensors is None), _ANOTHER)
+        raise Diagnostic("E360", _lacks(traced, tensors is None), OTHER_DRAFTS)
     head = trace_mtp(traced, job.tokens, job.rows)
     checkpoint = stack.enter_context(job.checkpoint(head.traced)) if packed else None
     graph: Graph = head.traced.module.graphs["main"]

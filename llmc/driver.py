@@ -20,9 +20,7 @@ from llmc.options import Options, check_limits, random_seed
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pipeline import parse_pipeline
 from llmc.provenance import related_extensions
-from llmc.targets.deterministic import deterministic
-from llmc.targets.nccl import with_nccl
-from llmc.targets.target import Target
+from llmc.targets.target import Target, deterministic, with_nccl
 
 
 def compile_model(

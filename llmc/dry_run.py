@@ -16,7 +16,7 @@ from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
 from llmc.artifact.write import kv_of, states_of
-from llmc.codegen.dry_build import DryBuild, dry_build
+from llmc.codegen.build import DryBuild, dry_build
 from llmc.compilation import Compilation
 from llmc.console import Console
 from llmc.diagnostics import Diagnostic

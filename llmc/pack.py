@@ -10,7 +10,7 @@ from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.hard_link import last_stage, pack_weights
 from llmc.artifact.write import weight_bytes
-from llmc.console import Console
+from llmc.console import Console, run_command
 from llmc.diagnostics import Diagnostic
 from llmc.driver import locate_model
 from llmc.extension import load
@@ -19,7 +19,6 @@ from llmc.frontend.tokenizer_files import TOKENIZER
 from llmc.ir.graph import Graph
 from llmc.ir.text import parse
 from llmc.kv_cache import WithKvScales
-from llmc.next_command import run_command
 from llmc.options import Options
 from llmc.passes.lower.page_attention import KV_SCALES
 

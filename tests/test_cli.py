@@ -18,9 +18,8 @@ from models.cases import LISTED
 from models.kit import save
 
 from llmc.cli import main
-from llmc.console import Summary
+from llmc.console import Summary, next_command
 from llmc.extension import Extension, combine, load
-from llmc.next_command import next_command
 from llmc.options import Options
 
 Break = Callable[[Path], object]

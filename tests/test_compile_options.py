@@ -22,8 +22,8 @@ from llmc.ir.text import parse as parse_ir
 from llmc.options import FILES, MAX_LIMITS, Options, add_options, read_options
 from llmc.quantized_compile import unread_codes
 from llmc.targets.cpu_targets import x86_64_v3
-from llmc.targets.deterministic import deterministic
 from llmc.targets.gpu_targets import sm_90
+from llmc.targets.target import deterministic
 
 
 def parse(*argv: str, command: str = "compile") -> Options:

@@ -337,7 +337,7 @@ import json
 from llmc_runtime.server.server_options import serve_parser
 from llmc_runtime.server.tool_calls.call_format import CallPiece
 from llmc_runtime.server.tool_calls.definitions import tools_of
-from llmc_runtime.server.tool_calls.grammar import calls_of
+from llmc_runtime.server.tool_calls.response_plan import calls_of
 from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.registry import FORMATS
 from llmc.completion import script

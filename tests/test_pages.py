@@ -91,8 +91,7 @@ def test_every_command_in_a_text_has_options_that_exist(
 ) -> None:
     from llmc_runtime.cli import bench_parser
     from llmc_runtime.cli import parser as run_parser
-    from llmc_runtime.server.call_format_names import FormatNames
-    from llmc_runtime.server.server_options import serve_parser
+    from llmc_runtime.server.server_options import FormatNames, serve_parser
 
     from llmc.cli import _parser
 

@@ -85,7 +85,7 @@ def python_api() -> Iterator[str]:
 
 def endpoints() -> Iterator[str]:
     """The routes."""
-    from llmc_runtime.server.other_routes import OTHER_ROUTES
+    from llmc_runtime.server.api_routes import OTHER_ROUTES
 
     remarks = {path: re.sub(r"/\w[\w./]*", r"`\g<0>`", OTHER_ROUTES.get(path, "")) for path in ENDPOINTS}
     yield from table("route", remarks, served_routes())

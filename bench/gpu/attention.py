@@ -28,8 +28,7 @@ from bench.gpu.attention_ways import CASES, F8, PAGE, ROWS, WIDTH, Heads, Launch
 from bench.gpu.graph_time import graph_microseconds  # noqa: E402
 from gpu.launcher import Card  # noqa: E402
 from gpu.test_kernels import passed  # noqa: E402
-from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry  # noqa: E402
-from llmc.codegen.toolchain import Compiled, Toolset  # noqa: E402
+from llmc.codegen.toolchain import Compiled, Toolset, entry_path, read_entry, write_entry  # noqa: E402  # noqa: E402
 from llmc.extension import load  # noqa: E402
 from llmc.ir.dtype import DTYPES  # noqa: E402
 

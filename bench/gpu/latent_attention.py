@@ -31,8 +31,11 @@ from gpu.launcher import Card  # noqa: E402
 from llmc.codegen.backends.triton.latent_attention import LATENT_DECODE, LATENT_PREFILL  # noqa: E402
 from llmc.codegen.backends.triton.matmul import HEAD_MATMUL  # noqa: E402
 from llmc.codegen.kernel import Kernel, Schedule  # noqa: E402
-from llmc.codegen.kernel_cache import entry_path, read_entry  # noqa: E402
-from llmc.codegen.toolchain import Compiled  # noqa: E402
+from llmc.codegen.toolchain import (  # noqa: E402
+    Compiled,
+    entry_path,
+    read_entry,
+)
 from llmc.extension import Registry, load  # noqa: E402
 from llmc.ir.graph import Graph, Node  # noqa: E402
 from llmc.ir.text import parse  # noqa: E402

@@ -24,7 +24,7 @@ from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.gpu import upload_work, weight_upload
 from llmc_runtime.device.gpu.device_memory import Pinned
 from llmc_runtime.device.gpu.upload_work import Work
-from llmc_runtime.device.gpu.weight_copy import Refused
+from llmc_runtime.device.gpu.weight_upload import Refused
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
 

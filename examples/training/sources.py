@@ -1,4 +1,4 @@
-"""The list of Debian packages the training text comes from: public-domain and permissively licensed text alone.
+"""The list of Debian packages the training text comes from: only public-domain and permissively licensed text.
 
 Every source names a package, the way its files are read (a key of
 ``extract.READERS``), which files are read, and the licence that Debian's

@@ -31,7 +31,7 @@ EVAL_SECONDS = 60.0
 
 
 def read_tokens(path: Path, device: torch.device) -> Tensor:
-    """Load a token stream (.npy, or .npy.xz beside it) onto the device."""
+    """Load a token stream (.npy, or .npy.xz next to it) onto the device."""
     if path.exists():
         array = np.load(path)
     else:

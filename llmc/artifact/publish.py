@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.folder import CANARY, Folder
 from llmc_runtime.format.manifest import NAME
 
 from llmc.artifact.files import Files, Hook, check_writable, no_hook, sync_folder, writing
 from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
-CANARY = "canary.json"
 EVALUATION = "report/eval.json"  # of llmc eval
 OF_WEIGHTS = (CANARY, EVALUATION)  # files that describe what the weights compute
 _AT_FDCWD, _EXCHANGE = -100, 2

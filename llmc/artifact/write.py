@@ -1,4 +1,7 @@
-"""Writes an artifact folder, which appears at its path complete or not at all."""
+"""Writes an artifact folder, which appears at its path complete or not at all.
+
+It has the licences of kernels that contain another project's code, read from its installed package.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,10 @@ from llmc_runtime.format.manifest import (
 )
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import Program
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook
-from llmc.artifact.licenses import license_of
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
 from llmc.artifact.rank_weights import write_rank_weights
 from llmc.artifact.weights import Progress
@@ -41,7 +45,7 @@ from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.page_recurrence import STATES
 from llmc.targets.target import Target
 
-TEMPLATES = "additional_chat_templates"
+_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS")
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,8 @@ def _checked(program: Program) -> bytes:
 
 def _tokenizer_name(path: Path) -> str:
     """Return the file's name in the model folder; additional chat templates are in a subfolder."""
-    inner = path.parent.name == TEMPLATES
-    return f"{TEMPLATES}/{path.name}" if inner else path.name
+    inner = path.parent.name == TEMPLATE_DIR
+    return f"{TEMPLATE_DIR}/{path.name}" if inner else path.name
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -230,3 +234,26 @@ def _role(name: str) -> str:
     if name.removeprefix(DRAFT_PREFIX).startswith("kv."):
         return "kv"
     return RECURRENT if name.startswith(STATES) else name.removeprefix("row.")
+
+
+def license_of(name: str) -> tuple[str, str]:
+    """Return ("name-version", all texts of licences and notices) of an installed distribution.
+
+    Raises Diagnostic E506 if it has none: a binary is not written without the licence that allows it.
+    """
+    try:
+        package = distribution(name)
+    except PackageNotFoundError:
+        raise _missing(name, "it is not installed") from None
+    files = [f for f in package.files or () if f.name.upper().startswith(_NAMES)]
+    license_files = [f for f in files if ".dist-info" in f.parts[0]]
+    if not license_files:
+        raise _missing(name, f"{package.version} contains no licence")
+    texts = [f"{f.name}\n\n{f.read_text()}" for f in license_files]
+    fields = package.metadata.json
+    license = fields.get("license_expression") or fields.get("license") or ""
+    return f"{name}-{package.version}", "\n\n".join([f"{name} {package.version}: {license}", *texts])
+
+
+def _missing(name: str, why: str) -> Diagnostic:
+    return Diagnostic("E506", f"the licence of {name} cannot be stored: {why}", "install the package again")

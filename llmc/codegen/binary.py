@@ -1,4 +1,4 @@
-"""Compiled kernels as code generation returns them, with the places of the model that use them."""
+"""Compiled kernels as code generation returns them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmc.codegen.launch_plan import Placed
 class Binary:
     """A compiled unit: key, source text, binary, entry point, and launch parameters.
 
-    `locs` are the module paths that use it, `abi` the calling convention, `boxes` the boxes of its tensor maps.
+    `abi` is the calling convention, `boxes` are the boxes of its tensor maps.
     `suffix` and `language` are the extensions of its two files. `license`: see Source.
     """
 
@@ -23,7 +23,6 @@ class Binary:
     entry: str
     threads: int = 0
     shared: int = 0
-    locs: tuple[str, ...] = ()
     suffix: str = "so"
     language: str = "cpp"
     abi: str = "cpu-1"
@@ -31,13 +30,11 @@ class Binary:
     license: str = ""
 
 
-def locations(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, tuple[str, ...]]]:
-    """Group the sources by key: key -> (source, all module paths that use it)."""
-    locs: dict[str, dict[str, None]] = {}
-    sources: dict[str, Source] = {}
+def unique_sources(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, str]]:
+    """Return the sources by key, each with the path of a module that uses it, or ""."""
+    sources: dict[str, tuple[Source, str]] = {}
     for p in placed:
         for n, s in zip(p.emitted.nodes, p.emitted.sources):
-            k = key(s)
-            sources[k] = s
-            locs.setdefault(k, {})[n.loc] = None
-    return {k: (s, tuple(filter(None, locs[k]))) for k, s in sources.items()}
+            source, loc = sources.get(key(s), (s, ""))
+            sources[key(s)] = source, loc or n.loc
+    return sources

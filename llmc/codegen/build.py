@@ -1,4 +1,5 @@
-"""Code generation as a whole: from a module whose passes have run to programs and binaries."""
+"""Code generation as a whole: from a module whose passes have run to programs and binaries, or, for `--dry-run`, to
+programs without compiling kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import launch_plan, memory
-from llmc.codegen.binary import Binary, locations
+from llmc.codegen.binary import Binary, unique_sources
 from llmc.codegen.kernel import Kernel, Source
 from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
+
+_NO_KEY = "0" * 32  # placeholder for the key of a binary that does not exist
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ def build(
     """
     tools = Toolset(target, toolchains)
     placed = place_graphs(m, target, kernels)
-    located = locations(placed, tools.key)
+    located = unique_sources(placed, tools.key)
     unit, entries = tools.step_unit(placed, m)
     sources = [(unit, "")] if unit else []
-    sources += [(source, locs[0] if locs else "") for source, locs in located.values()]
+    sources += located.values()
     compiled = tools.compile(sources, cache, jobs or min(os.cpu_count() or 1, 16), progress)
     binaries = {
-        key: _binary(key, source, compiled[key], tools.of(source.language).output, locs)
-        for key, (source, locs) in located.items()
+        key: _binary(key, source, compiled[key], tools.of(source.language).output)
+        for key, (source, _) in located.items()
     }
     steps: list[tuple[str, str] | None] = [None] * len(placed)  # (hash of the step unit, its entry) of each graph
     if unit:
@@ -72,9 +75,9 @@ def build(
     return Built(programs, binaries, memory.report(m), tools.versions())
 
 
-def _binary(key: str, s: Source, c: Compiled, output: Output, locs: tuple[str, ...] = ()) -> Binary:
+def _binary(key: str, s: Source, c: Compiled, output: Output) -> Binary:
     names = output.binary, output.source, output.abi
-    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, locs, *names, c.boxes, s.license)
+    return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, *names, c.boxes, s.license)
 
 
 def _launch_info(b: Binary) -> launch_plan.LaunchInfo:
@@ -92,3 +95,38 @@ def _width(p: launch_plan.Placed, m: Module) -> tuple[bool, int]:
     """Sort key: programs of one token per row first, then by the maximum number of tokens."""
     serves = launch_plan.serves_of(p.emitted.graph, m)
     return "uniform" not in serves, serves.get("T", [0, 0])[1]
+
+
+@dataclass(frozen=True)
+class DryBuild:
+    """The result of a dry build.
+
+    programs: as `build` returns them, except for keys, threads and shared memory of kernels. keys: of all binaries.
+    missing: keys that are not in the cache.
+    """
+
+    programs: tuple[Program, ...]
+    keys: frozenset[str]
+    missing: frozenset[str]
+
+
+def dry_build(
+    m: Module, target: Target, cache: Path | None, kernels: Mapping[str, Kernel], toolchains: Finders
+) -> DryBuild:
+    """Emit every launched graph of a module that went through `select`, `pack` and `memory`, without compiling kernels.
+
+    Raises Diagnostic E501, E504 and E433 as `build` does.
+    """
+    tools = Toolset(target, toolchains)
+    placed = place_graphs(m, target, kernels)
+    sources = [s for p in placed for s in p.emitted.sources]
+    unit, _ = tools.step_unit(placed, m)
+    keyed = {tools.key(s): s for s in [*sources, *([unit] if unit else [])]}
+    missing = frozenset(k for k, s in keyed.items() if cache is None or not tools.cached(s, cache))
+    programs = tuple(launch_plan.program(p, m, [_without_binary(s) for s in p.emitted.sources], None) for p in placed)
+    return DryBuild(programs, frozenset(keyed), missing)
+
+
+def _without_binary(s: Source) -> launch_plan.LaunchInfo:
+    """Return the launch parameters that are known without a compiled kernel."""
+    return launch_plan.LaunchInfo(_NO_KEY, boxes=tuple((m.box, 0) for m in s.maps))

@@ -12,9 +12,8 @@ from typing import Any
 
 import msgspec
 
-from llmc.codegen.elf import sections
 from llmc.codegen.kernel import Source
-from llmc.codegen.launch_check import check_parameters, check_threads, differs
+from llmc.codegen.launch_check import check_parameters, check_threads, differs, sections
 
 _METADATA = 32  # type of the note, NT_AMDGPU_METADATA
 

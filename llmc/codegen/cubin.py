@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from llmc_runtime.format.program import MAX_CLUSTER
 
-from llmc.codegen.elf import sections
 from llmc.codegen.kernel import Source
-from llmc.codegen.launch_check import check_parameters, check_threads, differs
+from llmc.codegen.launch_check import check_parameters, check_threads, differs, sections
 from llmc.ir.dim import D
 
 _SIZED = 4  # attribute format: a value of `size` bytes follows

@@ -12,8 +12,15 @@ from typing import Any
 
 from llmc.codegen.cubin import check_launch
 from llmc.codegen.kernel import Source
-from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
-from llmc.codegen.toolchain import Compiled, Progress, compile_error, compile_in_threads
+from llmc.codegen.toolchain import (
+    Compiled,
+    Progress,
+    compile_error,
+    compile_in_threads,
+    entry_path,
+    read_entry,
+    write_entry,
+)
 
 _DIGEST = 32
 

@@ -114,7 +114,7 @@ def may_read_early(operands: Sequence[int], n: Node, running: Sequence[Node], st
 def early_triggers(chosen: Sequence[Kernel]) -> list[bool]:
     """Return for each launch whether it triggers the next one before it waits.
 
-    The next one preloads weights, or triggers early itself: behind a chain of short kernels, the kernel that preloads
+    The next one preloads weights, or triggers early itself: after a chain of short kernels, the kernel that preloads
     begins while the kernel in front of the chain still runs.
     """
     triggers_early = [False] * len(chosen)
@@ -126,7 +126,7 @@ def early_triggers(chosen: Sequence[Kernel]) -> list[bool]:
 def triggers_filling_kernel(launch: int, chosen: Sequence[Kernel], triggers_early: Sequence[bool]) -> bool:
     """Whether a kernel that fills multiprocessors may begin as soon as the launch with this number triggers the next.
 
-    That kernel is the next one, or the first one behind launches that trigger before they wait.
+    That kernel is the next one, or the first one after launches that trigger before they wait.
     """
     first = next((i for i in range(launch + 1, len(chosen)) if not triggers_early[i]), None)
     return first is not None and chosen[first].fills_multiprocessors

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from llmc.codegen.print_expr import Dag
 from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.ir.scalar import E, arg, parse_expr
 
-FLOATS = ("f32", "bf16", "f16")
 COSTLY = frozenset(("exp", "exp2", "log", "sin", "cos", "tanh", "erf", "sigmoid", "pow"))
 
 

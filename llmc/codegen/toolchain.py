@@ -6,8 +6,12 @@ returns the toolchain or raises Diagnostic E501.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +27,7 @@ from llmc.targets.target import Target
 
 Progress = Callable[[int, int, str], None]  # done, of, what
 _STALE_SECONDS = 3600.0
+SUFFIX = "gpu"
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ def title(source: Source) -> str:
 def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str, log: str) -> Diagnostic:
     """Return the Diagnostic E502 for a source that does not compile. The source's text is written to `path`.
 
-    why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved beside the text,
+    why: the compiler's reason. log: the compiler's complete output, if longer than `why`; it is saved next to the text,
     and shown by -v.
     """
     path.write_text(source.text)
@@ -208,7 +213,7 @@ def compile_error(compiler: str, source: Source, why: str, path: Path, loc: str,
     if log:
         messages = path.with_suffix(".log")
         messages.write_text(log)
-        saved += f", the compiler's messages as {messages.name} beside it"
+        saved += f", the compiler's messages as {messages.name} next to it"
     of_package = f" of the package {source.package}" if source.package else ""
     remedy = f"correct the kernel; {saved}" if source.package else f"{saved}; report it, or choose another target"
     error = Diagnostic("E502", f"{compiler} could not compile {title(source)}{of_package}: {why}", remedy, loc=loc)
@@ -225,3 +230,29 @@ def sweep(cache: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         except FileNotFoundError:  # its owner has just removed it
             continue
+
+
+def entry_path(cache: Path, key: str) -> Path:
+    """Return the path of a key's entry."""
+    return cache / f"{key}.{SUFFIX}"
+
+
+def read_entry(path: Path) -> Compiled | None:
+    """Read an entry (one line of JSON, then the binary); None if it is absent, truncated or modified."""
+    try:
+        head, _, binary = path.read_bytes().partition(b"\n")
+        facts = json.loads(head)
+        intact = hashlib.sha256(binary).hexdigest() == facts["sha256"]
+        boxes = tuple((tuple(map(int, box)), int(swizzle)) for box, swizzle in facts.get("boxes", ()))
+        return Compiled(binary, int(facts["threads"]), int(facts["shared"]), boxes) if intact else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_entry(path: Path, c: Compiled) -> None:
+    """Write an entry atomically."""
+    head = {"threads": c.threads, "shared": c.shared, "sha256": hashlib.sha256(c.binary).hexdigest(), "boxes": c.boxes}
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        entry = Path(folder, "entry")
+        entry.write_bytes(json.dumps(head).encode() + b"\n" + c.binary)
+        os.replace(entry, path)

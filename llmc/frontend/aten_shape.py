@@ -146,7 +146,7 @@ def index(c: Call, x: Value, indices: Sequence[Value | None]) -> Value:
         raise Unsupported("an index other than one integer tensor")
     axis, at = tensors[0]
     if product(x.type.shape[:axis]).const != 1:
-        raise Unsupported(f"an index along axis {axis} behind axes of size {list(map(str, x.type.shape[:axis]))}")
+        raise Unsupported(f"an index along axis {axis} after axes of size {list(map(str, x.type.shape[:axis]))}")
     return c.reshape(c.b.take(c.reshape(x, x.type.shape[axis:]), at), c.shape)
 
 

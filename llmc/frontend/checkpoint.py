@@ -52,7 +52,7 @@ class WeightDecoder(Protocol):
 
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `place`
         returns where the model has a weight, by the weight's name in the checkpoint.
-        `metadata` returns the texts beside the tensors in the files' headers.
+        `metadata` returns the `__metadata__` of the files' headers.
         """
 
     def kv_scales(
@@ -286,7 +286,7 @@ class Checkpoint:
             )
 
     def _no_bias(self, value: Value, stored: Container[str]) -> bool:
-        """Whether a stored tensor is a bias of zeros beside a weight."""
+        """Whether a stored tensor is a bias of zeros that belongs to a weight."""
         module, _, part = (value.name if value.node is None else "").rpartition(".")
         if part != "bias" or f"{module}.weight" not in stored or value.type.rank != 1 or value.type.dtype not in FLOATS:
             return False

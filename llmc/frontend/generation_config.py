@@ -13,7 +13,7 @@ MAX_INTEGER = 1 << 53  # largest integer that every JSON parser represents exact
 DEFAULTS = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
 )  # fmt: skip
-# Keys with which transformers generates other tokens, and their values without effect beside None. Others concern only
+# Keys with which transformers generates other tokens, and their values without effect besides None. Others concern only
 # transformers' own loop.
 NOT_APPLIED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 from llmc_runtime.option_type import option
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
 from llmc.frontend.model_folder import (
     POOLING_FILES,
-    TEMPLATES,
     TOKENIZER_FILES,
     check_weights,
     open_source,
@@ -97,7 +97,7 @@ def files_to_download(names: Collection[str], shards: Collection[str] | None) ->
 def _is_inner(name: str) -> bool:
     """Whether a file in a subfolder is wanted: an additional chat template, or the config of a pooling module."""
     folder, _, rest = name.partition("/")
-    if folder == TEMPLATES:
+    if folder == TEMPLATE_DIR:
         return "/" not in rest and rest.endswith(".jinja")
     return folder.endswith("_Pooling") and rest == "config.json"
 
@@ -172,7 +172,7 @@ class _Fetch:
     def downloaded(self) -> tuple[str, dict[str, int]]:
         """Commit and files of an earlier download."""
         folder = self.file("config.json", self.revision).parent
-        paths = [*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"), *folder.glob("*_Pooling/config.json")]
+        paths = [*folder.iterdir(), *folder.glob(f"{TEMPLATE_DIR}/*"), *folder.glob("*_Pooling/config.json")]
         return folder.name, {p.relative_to(folder).as_posix(): p.stat().st_size for p in paths}
 
     def file(self, name: str, revision: str) -> Path:

@@ -63,7 +63,7 @@ def reads_audio(name: str) -> bool:
 
 
 def _reads(part: Any) -> bool:
-    """Whether the class of a part's config describes a language model with inputs beside text."""
+    """Whether the class of a part's config describes a language model with inputs other than text."""
     name = getattr(part, "model_type", "")
     return name in CONFIG_MAPPING_NAMES and (reads_images(name) or reads_audio(name))
 
@@ -82,7 +82,7 @@ def text_part(name: str) -> str:
 
 
 def other_modalities(config: Any) -> str:
-    """Return what a model reads beside text, such as `images and audio`; "" for nothing."""
+    """Return what a model reads besides text, such as `images and audio`; "" for nothing."""
     name = config.model_type
     if config.get_text_config() is config or not (reads_images(name) or reads_audio(name)):
         return ""
@@ -130,7 +130,7 @@ def tower_weights(model: torch.nn.Module) -> Iterator[re.Pattern[str]]:
 
 
 def weights_of_other_parts(name: str) -> Iterator[re.Pattern[str]]:
-    """Yield patterns of the names of stored weights of the parts of a type beside the one that writes."""
+    """Yield patterns of the names of stored weights of the parts of a type other than the language model."""
     if part := text_part(name):
         others = (key.removesuffix("_config") for key in CONFIG_MAPPING[name].sub_configs if key != part)
         yield from (re.compile(rf"^{re.escape(other)}\.") for other in others)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.json_fields import too_much
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported
@@ -42,7 +43,6 @@ POOLING_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transfor
 
 DOWNLOAD_AGAIN = "correct the file, or download it again"
 _POINTER = b"version https://git-lfs.github.com/spec/"
-TEMPLATES = "additional_chat_templates"  # folder of additional chat templates, NAME.jinja
 
 # Architectures whose logits tests/models compares with those of transformers; others may work, too.
 TESTED = (
@@ -127,7 +127,7 @@ def open_source(path: str | Path) -> Source:
 
 
 def adapter_note(folder: Path) -> str:
-    """Return a note about an adapter beside a model's weights, which is not applied; "" if there is none."""
+    """Return a note about an adapter next to a model's weights, which is not applied; "" if there is none."""
     has_adapter = (folder / ADAPTER).exists()
     return (
         f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are"
@@ -144,7 +144,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 def small_files(folder: Path) -> tuple[str, ...]:
     """Return the possible names of small files: a fixed list, and the folder's additional chat templates."""
-    return (*TOKENIZER_FILES, *sorted(f"{TEMPLATES}/{p.name}" for p in (folder / TEMPLATES).glob("*.jinja")))
+    return (*TOKENIZER_FILES, *sorted(f"{TEMPLATE_DIR}/{p.name}" for p in (folder / TEMPLATE_DIR).glob("*.jinja")))
 
 
 def check_files(folder: Path) -> None:
@@ -152,7 +152,7 @@ def check_files(folder: Path) -> None:
 
     A pointer of Git LFS is refused, too.
 
-    Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files beside its
+    Small files are copied into the artifact, so a link must not expose other files. A hub cache keeps files next to its
     snapshots, in blobs/, which is allowed. Weights may be anywhere: only bytes of their tensors are copied.
     """
     inside = tuple(Path(os.path.realpath(p)) for p in (folder, folder.resolve().parent.parent / "blobs"))

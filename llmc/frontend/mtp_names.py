@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-MTP_NAMES = re.compile(r"^mtp\.")  # beside those of the model, which transformers skips
+MTP_NAMES = re.compile(r"^mtp\.")  # in addition to the model's; transformers skips them
+OTHER_DRAFTS = "draft with --draft MODEL or --draft eagle:PATH"  # the remedy if a model has no such layer
 FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
 
 
@@ -21,6 +22,6 @@ def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
 
 
 def are_apart(model: Any) -> bool:
-    """Whether checkpoints of a model may have an MTP layer apart from its layers (see mtp_apart)."""
+    """Whether checkpoints of a model may have an MTP layer apart from its layers (see mtp_head.ApartHead)."""
     skipped = model._keys_to_ignore_on_load_unexpected or ()
     return tensors_of(model.config) is None and any(pattern.startswith("^mtp") for pattern in skipped)

@@ -67,10 +67,11 @@ def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> Poole
     return replace(model, pooling=replace(model.pooling, whole=whole))
 
 
-def refuse_pooled(source: Source, why: str) -> None:
-    """Raise Diagnostic E313 if the model of a folder pools; `why` names what it cannot do."""
+def refuse_pooled(source: Source) -> None:
+    """Raise Diagnostic E313 if the model of a folder, which is to be calibrated, pools."""
     if (pooled := read_pooled(source)) is not None:
-        cause = f"{source.folder} is a model that pools ({pooled.pooling.task}): {why}"
+        cause = f"{source.folder} is a model that pools ({pooled.pooling.task}): calibrating needs the logits of a "
+        cause += "language model"
         raise Diagnostic("E313", cause, "compile it as it is, or with a --quant recipe that rounds weights")
 
 
@@ -113,7 +114,22 @@ def _settings(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def embedding_notes(source: Source) -> Iterator[str]:
+def pooling_notes(pooling: Pooling, source: Source) -> Iterator[str]:
+    """Yield notes about the results of the artifact, and about what sentence-transformers does otherwise."""
+    yield _describe(pooling)
+    if pooling.task == EMBED:
+        yield from _embedding_notes(source)
+
+
+def _describe(pooling: Pooling) -> str:
+    result = f"{pooling.width} logits" if pooling.task == CLASSIFY else f"an embedding of {pooling.width} numbers"
+    tokens = {"last": "the last token", "cls": "the first token", "mean": "the mean of all tokens"}[pooling.kind]
+    normalised = ", normalised" if pooling.normalize else ""
+    steps = "; a prompt runs in one step, without the prefix cache" if pooling.whole else ""
+    return f"the model returns {result} of {tokens}{normalised}{steps}"
+
+
+def _embedding_notes(source: Source) -> Iterator[str]:
     """Yield the effects of sentence-transformers' settings on texts and embeddings that requests have to reproduce."""
     settings = _settings(source.folder)
     prompts, name = settings.get("prompts"), settings.get("default_prompt_name")

@@ -1,4 +1,4 @@
-"""Reads how a model is quantised from all places where tools write it: config.json and files beside it."""
+"""Reads how a model is quantised from all places where tools write it: config.json and files next to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_quantization(config: Mapping[str, Any], other_files: Mapping[str, Mappi
     """Return a config.json whose `quantization_config` has the keys of all places that describe the quantisation.
 
     These are `quantization_config` and `compression_config` of config.json and of its `text_config`, `quantization` of
-    MLX, and the files beside it, by name. If several places have a key, the first one is used. Raises Diagnostic E340
+    MLX, and the files next to it, by name. If several places have a key, the first one is used. Raises Diagnostic E340
     for places, or synonyms in one place, that contradict one another.
     """
     known, source = config.get(KEY), "config.json"
@@ -70,7 +70,7 @@ def with_quantization(config: Mapping[str, Any], other_files: Mapping[str, Mappi
 def _places(
     config: Mapping[str, Any], other_files: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yield (name, content, default method) of the places beside `quantization_config` of config.json."""
+    """Yield (name, content, default method) of the places besides `quantization_config` of config.json."""
     inner, mlx = config.get("text_config"), config.get(MLX_KEY)
     places = [(OLD_KEY, config.get(OLD_KEY), OLD_METHOD)]
     if isinstance(mlx, Mapping) and {"bits", "group_size"} <= mlx.keys():

@@ -110,7 +110,7 @@ class TensorFiles:
         return copied
 
     def metadata(self) -> Mapping[str, str]:
-        """Return the texts that the headers of all files have beside the tensors (`__metadata__`), by name."""
+        """Return the `__metadata__` of all files' headers, texts by name."""
         merged: dict[str, str] = {}
         for data in self._data.values():
             header = load_json(data[8 : 8 + header_length(data[:8], len(data), "")], "")

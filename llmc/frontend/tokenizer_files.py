@@ -1,24 +1,23 @@
-"""Checks the tokenizer files of a model folder before anything is compiled."""
+"""Checks the tokenizer files of a model folder before anything is compiled, also against those of a draft model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.text.chat_template import ChatTemplate, read_templates
+from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
+from llmc_runtime.text.chat_template import TEMPLATE_FILE, ChatTemplate, read_templates
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.model_folder import TEMPLATES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONFIG = "tokenizer_config.json"
 BESIDE = (CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.json")
-TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 # Tokenizer files that the runtime does not read; transformers reads them and saves most as tokenizer.json.
 FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "vocab.json",
@@ -45,7 +44,7 @@ def check_tokenizer(folder: Path) -> Tokenizer | None:
             path = folder / name
             if path.exists():
                 _check(tokenizer_files.document(path))
-        for path in (folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))):
+        for path in (folder / TEMPLATE_FILE, *sorted((folder / TEMPLATE_DIR).glob("*.jinja"))):
             if path.exists():
                 tokenizer_files.plain_bytes(path, tokenizer_files.MAX_CONFIG).decode("utf-8")
     except BaseException as e:
@@ -94,3 +93,19 @@ def _check(config: Any) -> None:
     if not isinstance(config, dict):
         raise ValueError(f"expected an object, found {type(config).__name__}")
     tokenizer_files.templates(config.get("chat_template"))
+
+
+def check_same_tokens(model: Path, draft: Path, subject: str, remedy: str) -> None:
+    """Raise Diagnostic E360 if both folders have a tokenizer.json with different tokens. `subject` names the second."""
+    ours, theirs = _tokens(model), _tokens(draft)
+    if ours and theirs and ours != theirs:
+        differ = next((t for t in sorted(ours, key=ours.__getitem__) if theirs.get(t) != ours[t]), min(theirs))
+        raise Diagnostic("E360", f"{subject} has another tokenizer: token {differ!r:.60} differs", remedy)
+
+
+def _tokens(folder: Path) -> Mapping[str, int]:
+    """Return the ids of all tokens by text; empty without a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True) if path.exists() else {}

@@ -17,13 +17,12 @@ from llmc.frontend.generation_config import generation_notes, sampling_defaults
 from llmc.frontend.model_folder import Source, adapter_note, open_source
 from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, returns_segments, segments_of
 from llmc.frontend.truncate import first_layers
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Module
 from llmc.ir.types import Type
 
 if TYPE_CHECKING:
     import numpy as np
-
-FLOATS = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)

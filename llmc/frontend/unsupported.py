@@ -61,7 +61,7 @@ WEIGHED = "its attention adds a weight of each key, computed from its value"
 RECURRENT = "it has recurrent layers only, and no attention, whose pages count the tokens of a sequence"
 GATED = "its recurrence (RG-LRU) is written out in the model's code"
 SHARED = "layers share its attention, which has no number of its own"
-INDEXED = "an indexer of its own selects the keys of its attention, beside layers that mix several residual streams"
+INDEXED = "an indexer of its own selects the keys of its attention, and layers mix several residual streams"
 NGRAMS = (
     "its embeddings depend on the tokens before each one (n-grams), and its indexer selects blocks of averaged keys"
 )

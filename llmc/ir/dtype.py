@@ -8,6 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+FLOATS = ("f32", "bf16", "f16")  # in which kernels compute
+INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
+
 
 @dataclass(frozen=True)
 class DType:

@@ -88,15 +88,13 @@ class Settings:
     kernels: tuple[str, ...] = ()
 
 
-def tune(
-    source: Path, output: Path, settings: Settings, options: Any = None, registry: Registry | None = None
-) -> Tuned:
+def tune(source: Path, output: Path, settings: Settings, options: Any = None) -> Tuned:
     """Measure the nodes of an artifact, or of a Hugging Face folder compiled with `options`, into the file `output`.
 
     Raises LlmcError E101 to E104, Diagnostic E433 if there is nothing to measure, E5xx like a compile, and E110 and
     E115 to E117 if this machine lacks the target's device.
     """
-    known = registry or load()
+    known = load()
     check_names(settings.kernels, known)
     with scratch() as folder:
         cache = settings.cache or folder

@@ -11,7 +11,7 @@ from llmc_runtime.exec import canary as canaries
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.exec.load_executor import load_executor
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.folder import Folder
+from llmc_runtime.format.folder import CANARY, Folder
 from llmc_runtime.format.manifest import Manifest
 
 from llmc.artifact.amend import put_file
@@ -38,7 +38,7 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
         "digest": manifest.digest,
         "files": len(sizes),
         "bytes": sum(sizes),
-        "canary": {"state": "recorded" if canaries.NAME in manifest.files else "absent"},
+        "canary": {"state": "recorded" if CANARY in manifest.files else "absent"},
     }
     if not problems:
         try:
@@ -64,7 +64,7 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
         if record or canary:
             raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
         return {}
-    if canary and not record and canaries.NAME not in manifest.files:
+    if canary and not record and CANARY not in manifest.files:
         raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a trusted machine")
     executor = load_executor(path)
     try:
@@ -77,13 +77,13 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
 
 def _record(path: Path, executor: Executor) -> dict[str, Any]:
     recorded = canaries.record(executor)
-    put_file(path, canaries.NAME, recorded.dump())
+    put_file(path, CANARY, recorded.dump())
     counts = {"prompts": len(recorded.runs), "tokens": sum(len(r.tokens) for r in recorded.runs)}
     return {"state": "recorded", **counts, "tolerance": recorded.tolerance, "device": dict(recorded.device)}
 
 
 def _compare(executor: Executor, problems: list[LlmcError]) -> dict[str, Any]:
-    recorded = canaries.Canary.load(executor.artifact.read(canaries.NAME))
+    recorded = canaries.Canary.load(executor.artifact.read(CANARY))
     verdict = canaries.check(executor, recorded)
     failed = canaries.failure(verdict, recorded, executor)
     problems += [failed] if failed else []

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Value
 from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, refuse, shape_of, supported
 
 METHOD = "bitnet"
-FLOATS = ("bf16", "f16", "f32")
 PARTS = ("weight", "weight_scale")
 CLASSES = ("bitlinear", "autobitlinear")
 CODES_PER_BYTE = 4  # codes in a byte

@@ -30,6 +30,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Value
 from llmc.quant.fp8 import tile
 from llmc.quant.scheme import (
@@ -55,7 +56,6 @@ PARTS = (
     "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape",
     "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale",
 )  # fmt: skip
-SCALES = ("bf16", "f16", "f32")
 FUSED = ("weight_input", "weight_output")  # locations of transforms that are part of the stored weights
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 Decode = Callable[[Stored, Mapping[str, Any]], Codes]
@@ -103,7 +103,7 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
     b, bits = stored.build, integer(args, "num_bits", METHOD)
     if not 2 <= bits <= 8:
         raise refuse(METHOD, f"num_bits of {stored.module}", bits, tuple(range(2, 9)))
-    words, scale = stored.part("weight_packed", ("i32",), 2), stored.part("weight_scale", SCALES)
+    words, scale = stored.part("weight_packed", ("i32",), 2), stored.part("weight_scale", FLOATS)
     shape = stored.part("weight_shape", ("i64", "i32"), 1)
     stored.expect(shape, 2)
     n, k = (int(x) for x in stored.load(shape.name))
@@ -142,7 +142,7 @@ def _plain(label: str, *dtypes: str) -> Decode:
     """Return the decoder of codes that are stored one per element; zero points are signed."""
 
     def decode(stored: Stored, args: Mapping[str, Any]) -> Codes:
-        code, scale = stored.part("weight", dtypes, 2), stored.part("weight_scale", SCALES)
+        code, scale = stored.part("weight", dtypes, 2), stored.part("weight_scale", FLOATS)
         stored.check_scales(scale)
         n, k = shape_of(code)
         size = (1, _columns(args, k))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, integer, refuse, shape_of, supported
 
 METHOD = "gemma"
@@ -37,7 +38,7 @@ class Gemma(PartNames):
         b, bits = stored.build, self._bits(stored.module)
         name, scale_name = (TABLE, TABLE_SCALE) if TABLE in stored.parts else ("weight", "weight_scale")
         code = stored.part(name, ("i8" if bits == 8 else "u8",), 2)
-        scale = stored.part(scale_name, ("f32", "bf16", "f16"), 2)
+        scale = stored.part(scale_name, FLOATS, 2)
         stored.check_scales(scale)
         n, k = shape_of(code)[0], stored.shape[1] if len(stored.shape) == 2 else shape_of(code)[1] * (8 // bits)
         if bits != 8:  # the last byte of a row may have fields of no column
@@ -57,7 +58,7 @@ class Gemma(PartNames):
     def _rounds(self, stored: Stored) -> bool:
         """Whether the inputs of a product are rounded to 8 bits."""
         value = stored.parts[INPUT]
-        stored.number(INPUT, ("f32", "bf16", "f16"))
+        stored.number(INPUT, FLOATS)
         stored.check_finite(value)
         return bool(stored.load(value.name).any())
 

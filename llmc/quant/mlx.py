@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.quant.scheme import (
     AGAIN,
     Codes,
@@ -34,7 +34,6 @@ from llmc.quant.scheme import (
 )
 
 METHOD, METAL = "mlx", "metal"
-FLOATS = ("bf16", "f16", "f32")
 PARTS = ("weight", "scales", "biases")
 BITS = (2, 3, 4, 5, 6, 8)
 # Modes of floats -> bits, columns of a group, the dtype of the scales' bytes.

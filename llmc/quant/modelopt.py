@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.quant.decoder import dequantized
 from llmc.quant.fp8 import ACT, SCALE_DTYPES, scaled
 from llmc.quant.scheme import (
@@ -47,7 +48,6 @@ from llmc.quant.scheme import (
 PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 TILE, GROUP = 128, 16  # columns that share a scale in FP8_PB_WO and NVFP4
 MIXED = "MIXED_PRECISION"
-FLOATS = ("f32", "bf16", "f16")
 
 
 def _rounding(stored: Stored) -> Codes:

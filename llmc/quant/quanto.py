@@ -1,4 +1,4 @@
-"""optimum-quanto checkpoints in safetensors (`quanto_qmap.json` beside config.json, or `quant_method: quanto`).
+"""optimum-quanto checkpoints in safetensors (`quanto_qmap.json` next to config.json, or `quant_method: quanto`).
 
 The file names the type of each module's weight. Tensors of a weight X.weight [n, k]:
 
@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.quant.scheme import AGAIN, Codes, Stored, block_of, last_part, refuse, shape_of, supported, with_offsets
 
 METHOD = "quanto"
-FLOATS = ("bf16", "f16", "f32")
 ACTIVATIONS = ("input_scale", "output_scale")
 PACKED = "_data._data"
 # Types of weights -> the dtype of unpacked codes, or the bits of packed ones.

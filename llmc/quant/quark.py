@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Value
 from llmc.quant.awq import ORDER
 from llmc.quant.scheme import AGAIN, Codes, PartNames, Stored, integer, refuse, shape_of, supported, table
@@ -35,7 +36,6 @@ PARTS = (
     "weight", "weight_scale", "weight_zero_point", "weight_scale_2", "weight_zero_point_2", "input_scale",
     "input_zero_point", "input_scale_2", "input_zero_point_2", "output_zero_point", "input_rotation", "input_prescale",
 )  # fmt: skip
-SCALES = ("f32", "bf16", "f16")
 DTYPES = ("fp8_e4m3", "int8", "uint8", "int4", "uint4", "fp4")
 SCHEMES = ("per_tensor", "per_channel", "per_group")
 INPUT_CHANGES = ("input_rotation", "input_prescale")  # weights whose inputs are changed
@@ -111,7 +111,7 @@ def _decoded(stored: Stored, weight: Mapping[str, Any], order: tuple[int, ...]) 
     if scheme == "per_group" and (size < 1 or k % size):
         raise refuse(METHOD, f"group_size of {stored.module} with {k} columns", size, ("divisors of the columns",))
     counts = {"per_tensor": (1, 1), "per_channel": (n, 1)}.get(scheme) or (n, k // size)
-    scale = _placed(stored, stored.part("weight_scale", (*SCALES, "u8", "f8e8m0")), counts, turned)
+    scale = _placed(stored, stored.part("weight_scale", (*FLOATS, "u8", "f8e8m0")), counts, turned)
     stored.check_scales(stored.parts["weight_scale"])
     if scale.type.dtype == "u8":
         scale = b.bitcast(scale, dtype="f8e8m0")

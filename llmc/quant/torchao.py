@@ -29,11 +29,11 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Value
 from llmc.quant.scheme import AGAIN, Codes, Stored, nibbles, refuse, shape_of, supported, with_offsets
 
 METHOD = "torchao"
-FLOATS = ("f32", "bf16", "f16")
 INTEGERS = ("i8", "i16", "i32", "i64")
 # The name of a weight is as short as possible: "_weight_per_tensor_scale" is not that of "weight_per_tensor".
 PART = re.compile(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
@@ -99,7 +100,7 @@ def _about(artifact: Opened) -> dict[str, Any]:
         "seed": m.weights.seed,
         "compiler": m.compiler,
         **named("file ", tokenizer),
-        "canary": m.files["canary.json"].sha256[:16] if "canary.json" in m.files else None,
+        "canary": m.files[CANARY].sha256[:16] if CANARY in m.files else None,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import weight_bytes
@@ -97,7 +98,7 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
         ("vocabulary", f"{m.vocab_size:,}"),
         ("generation defaults", schedule_text(m.generation)),
         ("options", schedule_text({k: v for k, v in compiled.get("options", {}).items() if v not in (None, "")})),
-        ("canary", "recorded" if "canary.json" in m.files else "not recorded (llmc verify --record)"),
+        ("canary", "recorded" if CANARY in m.files else "not recorded (llmc verify --record)"),
         ("revision", m.source.revision),
         ("digest", m.digest),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.nccl_call import ABI
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, Program, method_of
@@ -41,7 +42,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "deterministic": m.deterministic,
-        "canary": "canary.json" in m.files,
+        "canary": CANARY in m.files,
         "eval": a.reports.get("eval"),
         "compile": a.reports.get("compile", {}),
         "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},

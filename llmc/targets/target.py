@@ -1,12 +1,22 @@
-"""The record that describes a machine to compile for."""
+"""The record that describes a machine to compile for, and its variants: deterministic kernels, collectives of NCCL."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from llmc_runtime.format.nccl_call import LANGUAGE
+
+from llmc.diagnostics import Diagnostic
 
 PDL = "pdl"  # feature: programmatic dependent launch
 FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices
+_ORDERED_GPUS = ("sm_80", "sm_90")  # for whose matrix instructions Triton kernels declare an order of sums
+_DETERMINISTIC_ROWS = (
+    256  # default maximum of sequences in a step: kernels have one order of sums, measured up to this batch size
+)
+# Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
+_BY_TOKENS = ("fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized", "split-recurrence")
 
 
 @dataclass(frozen=True)
@@ -77,3 +87,39 @@ def check_record(t: Target, name: str) -> None:
         raise ValueError(f"peaks={dict(t.peaks)!r}: positive rates are needed, one of them of f32")
     if not t.languages or not t.pipeline.strip():
         raise ValueError("languages and pipeline must not be empty")
+
+
+def with_nccl(target: Target, ranks: int) -> Target:
+    """Return the target with the collectives of NCCL.
+
+    Raises Diagnostic E439 if it is not an NVIDIA GPU, or for a single rank, and E512 if it is deterministic.
+    """
+    if target.family != "cuda":
+        cause = f"--collectives nccl for {target.name}: NCCL is for NVIDIA GPUs"
+        raise Diagnostic("E439", cause, "leave out --collectives, or compile for an NVIDIA GPU")
+    if ranks == 1:
+        cause = "--collectives nccl without --tensor-parallel-size: one rank exchanges nothing"
+        raise Diagnostic("E439", cause, "leave out --collectives, or add --tensor-parallel-size 2")
+    if target.deterministic:
+        cause = "--deterministic with --collectives nccl: the order of NCCL's sums depends on the number of elements"
+        raise Diagnostic("E512", cause, "leave out one of them")
+    return replace(target, languages=(*target.languages, LANGUAGE))
+
+
+def deterministic(target: Target, speculate: int) -> Target:
+    """Return the target with deterministic kernels, for steps that verify up to `speculate` drafts per row.
+
+    Raises Diagnostic E512 if it has none.
+    """
+    if target.family == "cpu":
+        return replace(target, deterministic=True, flags=(*target.flags, "-ffp-contract=off"))
+    if target.arch not in _ORDERED_GPUS:
+        cause = f"--deterministic is not supported for {target.name}: the sums of its matrix instructions are not known"
+        raise Diagnostic("E512", cause, f"use a CPU target, or --target cuda:{_ORDERED_GPUS[-1]}")
+    if speculate:
+        cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
+        raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
+    without = "".join(f", without {name}" for name in _BY_TOKENS if name in target.pipeline)
+    pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
+    pipeline = pipeline.replace("fuse-experts", "fuse-experts{route=false}")  # other ops for a single token
+    return replace(target, deterministic=True, rows=min(target.rows, _DETERMINISTIC_ROWS), pipeline=pipeline + without)

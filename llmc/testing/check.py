@@ -12,13 +12,12 @@ from llmc.codegen.launch_plan import package_of
 from llmc.codegen.toolchain import Compiled
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
+from llmc.ir.dtype import FLOATS
 from llmc.ir.opdef import OpDef
 from llmc.targets.cpu_targets import native
 from llmc.targets.target import Target
 from llmc.testing.case import Case, case_of
 from llmc.testing.cpu import compile_cases, run_case
-
-DTYPES = ("f32", "bf16", "f16")
 
 
 def compile_for(case: Case, target: Target, cache: Path) -> Compiled:
@@ -33,13 +32,13 @@ def compile_for(case: Case, target: Target, cache: Path) -> Compiled:
     return toolchain.compile([(source, "")], cache, jobs=1)[toolchain.key(source)]
 
 
-def run_on_cpu(case: Case, threads: int = 3) -> None:
+def run_on_cpu(case: Case) -> None:
     """Compile a C++ kernel for this CPU, run it, and compare it with the reference; see `run_case`."""
     why = case.kernel.reject(case.node, native())
     assert why is None, why
     with tempfile.TemporaryDirectory(prefix="llmc-testing-") as folder:
         source, function = compile_cases([case], native(), Path(folder))[case.name]
-        run_case(case, source, function, threads)
+        run_case(case, source, function, threads=3)
 
 
 def check_case(case: Case) -> None:
@@ -59,7 +58,7 @@ def check_case(case: Case) -> None:
         raise Diagnostic("E504", cause, "compile it: llmc.testing.compile_for(case, target, folder)")
 
 
-def check_kernel(kernel: Kernel, op: OpDef, dtypes: Iterable[str] = DTYPES, seed: int = 0) -> int:
+def check_kernel(kernel: Kernel, op: OpDef, dtypes: Iterable[str] = FLOATS, seed: int = 0) -> int:
     """Check a kernel with all of its schedules on operands that the op's declaration draws; return the number of cases.
 
     Dtypes and schedules whose node the kernel rejects are skipped. Raises AssertionError if all are rejected or a

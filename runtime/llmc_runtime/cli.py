@@ -238,14 +238,29 @@ def _run(args: argparse.Namespace, compiles: bool) -> int:
 
 
 def _pooled(args: argparse.Namespace, llm: LLM, prompt: str | None) -> str:
-    """Return the line that --embed or --classify prints. Raises LlmcError E643 without a prompt."""
-    from llmc_runtime.pooled_command import class_line, embedding_line
+    """Return the embedding of a prompt, or its classification from labels to probabilities, as one line of JSON.
+
+    With --json, the line is an object that also has the token ids. Raises LlmcError E643 without a prompt, and those of
+    LLM.embed and LLM.classify.
+    """
+    from llmc_runtime.pooling_params import PoolingParams
 
     if prompt is None:
         raise LlmcError("E643", "--embed and --classify need a prompt", "pass --prompt TEXT, or pipe a prompt in")
+    result: Any
     if args.classify:
-        return class_line(llm, prompt, args.json)
-    return embedding_line(llm, prompt, args.dimensions, args.json)
+        (classified,) = llm.classify(prompt, use_tqdm=False)
+        probs = classified.outputs.probs
+        labels = llm.pooling.labels if llm.pooling is not None else ()
+        name, result, ids = (
+            "probs",
+            dict(zip(labels or map(str, range(len(probs))), probs)),
+            classified.prompt_token_ids,
+        )
+    else:
+        (embedded,) = llm.embed(prompt, PoolingParams(args.dimensions), use_tqdm=False)
+        name, result, ids = "embedding", embedded.outputs.embedding, embedded.prompt_token_ids
+    return json.dumps({name: result, "prompt_token_ids": ids} if args.json else result)
 
 
 def _prompt(args: argparse.Namespace) -> str | None:

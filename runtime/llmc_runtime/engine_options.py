@@ -132,7 +132,7 @@ class EngineOptions(metaclass=KeywordChecks):
         engine=True,
     )  # fmt: skip
     target_itl_ms: float | None = option(
-        None, "target duration in milliseconds of steps that compute prompts beside decoding requests; prompts are cut "
+        None, "target duration in milliseconds of steps that compute prompts while others decode; prompts are cut "
         "into chunks that fit, by measured step times; 0: no target (default: 20; with --max-num-batched-tokens, and "
         "in LLM, no target)", commands=_SERVE, read=float, metavar="MS",
         check=_number(0, MAX_ITL_MS, optional=True), engine=True,

@@ -57,7 +57,7 @@ _DRAFTS = """use --speculative-config, such as '{"method": "ngram", "num_specula
 _ONE_FRONT = "one process answers HTTP for all engines; for more, start servers behind a load balancer"
 _COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
-_ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
+NO_ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
 _ONE_MACHINE = "engines run on one machine: for more machines, start a server on each, behind a router"
 _EXPERTS = "ranks divide every expert"
 _STATES = "states of recurrent layers are float32, and --state-snapshots sets how many are kept"
@@ -167,8 +167,8 @@ REFUSED = (
     _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),
     _refused("--trust-remote-code", "code of a model is never run; leave the flag out", values=""),
     _refused("--runner --convert", _TASK, "auto", "generate", "none"),
-    _refused("--enable-lora", _ADAPTERS, values=""),
-    _refused("--lora-modules", _ADAPTERS, values="+"),
+    _refused("--enable-lora", NO_ADAPTERS, values=""),
+    _refused("--lora-modules", NO_ADAPTERS, values="+"),
     _refused("--logits-processors --middleware", _NO_CODE, values="+"),
     _refused("--tool-parser-plugin --reasoning-parser-plugin --logits-processor-pattern --scheduler-cls", _NO_CODE),
     _refused("--trust-request-chat-template", "requests have no templates: use --chat-template", values=""),

@@ -35,11 +35,6 @@ class LogprobRows(LazySequence[Row | None]):
         self._tokens, self._rows, self._decode, self._unscored = tokens, rows, decode, unscored
         self.start, self.stop = start, stop
 
-    @property
-    def width(self) -> int:
-        """The maximum number of candidates of a token, besides itself."""
-        return self._rows.width
-
     def own(self, index: int) -> Logprob | None:
         """Return the entry of the token itself, without the other candidates."""
         at = self.start + index

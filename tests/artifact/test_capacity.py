@@ -9,9 +9,9 @@ import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
-from llmc_runtime.exec.buckets import bucket, buckets, token_bucket
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import Need, plan_kv
+from llmc_runtime.exec.entry_points import bucket, buckets, token_bucket
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.expr import parse as parse_size

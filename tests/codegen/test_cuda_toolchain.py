@@ -13,8 +13,8 @@ from llmc.codegen.backends.cuda import nvrtc_toolchain as module
 from llmc.codegen.backends.cuda.nvrtc_toolchain import NvrtcToolchain
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Map, Param, Source
-from llmc.codegen.kernel_cache import entry_path
 from llmc.codegen.launch_check import passed
+from llmc.codegen.toolchain import entry_path
 from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D
 from llmc.targets.gpu_targets import sm_80, sm_90, sm_100

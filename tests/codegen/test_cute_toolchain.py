@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmc.artifact.licenses import license_of
+from llmc.artifact.write import license_of
 from llmc.codegen import cubin, cubin_toolchain
 from llmc.codegen.backends.cuda import nvrtc_toolchain as nvrtc
 from llmc.codegen.backends.cute import cute_toolchain as module

@@ -14,8 +14,8 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import Type, tensor
 from llmc.passes.fuse.fuse_experts import FuseExperts
 from llmc.passes.pipeline import parse_pipeline
-from llmc.targets.deterministic import deterministic
 from llmc.targets.gpu_targets import sm_90
+from llmc.targets.target import deterministic
 
 Member = tuple[Graph, Node, Orders]
 

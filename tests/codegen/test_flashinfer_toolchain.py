@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llmc.artifact.licenses import license_of
+from llmc.artifact.write import license_of
 from llmc.codegen import cubin, cubin_toolchain
 from llmc.codegen.backends.flashinfer import flashinfer_toolchain as module
 from llmc.codegen.backends.flashinfer import xqa, xqa_source

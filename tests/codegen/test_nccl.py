@@ -11,11 +11,10 @@ from kernel_cache import CACHE
 from llmc_runtime.format.nccl_call import NcclCall
 from models.kit import fails
 
+from llmc.check.compare_outputs import run_ranks
 from llmc.check.random_inputs import draw
-from llmc.check.run_ranks import run_ranks
 from llmc.codegen.backends.nccl.nccl_toolchain import NcclToolchain
-from llmc.codegen.build import place_graphs
-from llmc.codegen.dry_build import dry_build
+from llmc.codegen.build import dry_build, place_graphs
 from llmc.driver import compile_model
 from llmc.extension import load
 from llmc.ir.graph import Module
@@ -24,7 +23,7 @@ from llmc.options import Options
 from llmc.passes.base import Ctx
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
-from llmc.targets.nccl import with_nccl
+from llmc.targets.target import with_nccl
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model-small"
 GATHERS = """

@@ -18,7 +18,7 @@ from llmc.codegen import build as codegen
 from llmc.codegen.backends.triton import triton_toolchain as module
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain, reason_of
 from llmc.codegen.kernel import Source
-from llmc.codegen.kernel_cache import write_entry
+from llmc.codegen.toolchain import write_entry
 from llmc.compilation import Compilation
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic

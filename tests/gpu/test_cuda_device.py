@@ -19,8 +19,8 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.gpu import weight_upload
+from llmc_runtime.exec.buffer_layout import RandomWeights
 from llmc_runtime.exec.executor import Executor
-from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format import expr
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from draw import SEED  # noqa: E402
 from gpu import rank_work  # noqa: E402
 from llmc_runtime import LLM, AsyncLLM, RequestOutput, SamplingParams  # noqa: E402
-from llmc_runtime.device.cuda.nccl import Nccl  # noqa: E402
+from llmc_runtime.device.cuda.nccl_group import Nccl  # noqa: E402
 from llmc_runtime.format.errors import LlmcError  # noqa: E402
 from models.cases import LISTED, SMALL, Case  # noqa: E402
 from models.recurrent_cases import RECURRENT  # noqa: E402

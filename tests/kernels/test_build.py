@@ -176,7 +176,6 @@ def test_equal_nodes_share_a_binary(made: Any) -> None:
     decode, step = built.programs
     norms = {x.kernel for p in (decode, step) for x in p.launches if x.op == "rms_norm"}
     assert len(norms) == 1, "the norms of both layers and both entry points are one kernel"
-    assert set(built.kernels[norms.pop()].locs) == {"l0.norm", "l1.norm"}
     for k in built.kernels.values():
         assert not {"T", "R"} & {w for line in k.source.splitlines()[:1] for w in line.split()}
 

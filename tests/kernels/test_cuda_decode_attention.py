@@ -21,9 +21,8 @@ from llmc.extension import load
 from llmc.ir.graph import Node
 from llmc.ir.ops import OPS
 from llmc.ir.text import parse
-from llmc.targets.deterministic import deterministic
 from llmc.targets.gpu_targets import sm_90, sm_100
-from llmc.targets.target import Target
+from llmc.targets.target import Target, deterministic
 
 
 def attention(

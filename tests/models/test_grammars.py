@@ -205,7 +205,7 @@ def test_enforced_calls_have_their_schemas(llm: LLM, form: type[CallFormat]) -> 
     text = ChatTemplate(template, tokenizer.named_tokens).render(request.messages, tools=TOOLS)
     ended = 0
     for prompt in (text, text + "<think></think>"):
-        plan = plan_of(request, formats).behind(Prompt([], prompt), request)
+        plan = plan_of(request, formats).after(Prompt([], prompt), request)
         drawn = SamplingParams(temperature=0.8, seed=SEED, n=4, max_tokens=300)
         params = plan.constrained(drawn, "tools")
         (output,) = llm.generate(prompt, params, use_tqdm=False)

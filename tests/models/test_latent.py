@@ -16,7 +16,7 @@ from llmc_runtime import LLM, SamplingParams
 from models.cases import EXPERTS, FURTHER, MLA, MLA_EXPERTS, UNLISTED, Case
 from models.kit import eager_logits, fails, ir_logits, prompts, relative_error, save
 
-from llmc.check.run_ranks import run_ranks
+from llmc.check.compare_outputs import run_ranks
 from llmc.driver import compile_model
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint

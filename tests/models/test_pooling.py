@@ -19,13 +19,13 @@ from llmc_runtime import LLM, LlmcError, PoolingParams
 from models.kit import fails
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from llmc.compilation import pooling_notes
 from llmc.driver import compile_model
 from llmc.frontend.export import quiet
 from llmc.frontend.model_folder import open_source
 from llmc.frontend.pooling_files import read_pooled
 from llmc.frontend.trace_model import trace
 from llmc.options import Options
-from llmc.pooled_compile import pooling_notes
 
 VOCAB, LENGTH, ROWS = 96, 64, 4
 SIZES: dict[str, Any] = {

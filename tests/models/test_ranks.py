@@ -14,7 +14,7 @@ from models.cases import FURTHER, LISTED, ROPES, UNLISTED, Case
 from models.kit import prompts, relative_error, save
 from models.recurrent_cases import RECURRENT
 
-from llmc.check.run_ranks import run_ranks
+from llmc.check.compare_outputs import run_ranks
 from llmc.extension import load
 from llmc.frontend.checkpoint import Checkpoint
 from llmc.frontend.trace_model import trace

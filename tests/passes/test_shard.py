@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmc.check.compare_outputs import run_ranks
 from llmc.check.random_inputs import draw
-from llmc.check.run_ranks import run_ranks
 from llmc.extension import load
 from llmc.ir.graph import Module
 from llmc.ir.interp import run

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from llmc.console import Quiet
 from llmc.frontend.model_folder import open_source
 from llmc.quant.make import sign_rounding
-from llmc.quant.make.awq_scales import awq_scales
+from llmc.quant.make.channel_scales import awq_scales, smooth_scales
 from llmc.quant.make.clipping import round_clipped
 from llmc.quant.make.gptq_codes import gptq
 from llmc.quant.make.layer_runs import Inputs, LayerRuns
@@ -26,7 +26,6 @@ from llmc.quant.make.plan import Settings
 from llmc.quant.make.quantize_model import quantize_model
 from llmc.quant.make.recipes import RECIPES
 from llmc.quant.make.rounding import round_to_nearest
-from llmc.quant.make.smooth_scales import smooth_scales
 from llmc.quant.make.texts import read_texts, windows
 
 pytestmark = pytest.mark.drawn

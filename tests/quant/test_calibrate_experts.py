@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from llmc.console import Quiet
 from llmc.frontend.model_folder import open_source
 from llmc.quant.make import sign_rounding
-from llmc.quant.make.expert_folding import fold_experts
 from llmc.quant.make.expert_weights import expert_inputs, expert_tokens, too_few_tokens
+from llmc.quant.make.folding import fold_experts
 from llmc.quant.make.layer_runs import Layer, LayerRuns
 from llmc.quant.make.model_source import ModelSource
 from llmc.quant.make.plan import Settings

@@ -14,7 +14,7 @@ from quant.test_compiled import compiled, scored
 from quant.test_decode import opened
 from quant.test_handmade import CASES, made
 
-from llmc.check.run_ranks import run_ranks
+from llmc.check.compare_outputs import run_ranks
 from llmc.extension import load
 from llmc.ir.graph import Graph
 from llmc.ir.interp import run

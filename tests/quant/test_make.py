@@ -21,8 +21,7 @@ from llmc.cli import main
 from llmc.console import Quiet
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.ir.ops import OPS
-from llmc.quant.make.folder_writer import ShardWriter
-from llmc.quant.make.packing import pack
+from llmc.quant.make.folder_writer import ShardWriter, pack
 from llmc.quant.make.plan import Settings
 from llmc.quant.make.quantize_model import quantize_model
 from llmc.quant.make.recipes import RECIPES, ROUNDED

@@ -116,7 +116,7 @@ def prompt_length_of_a_resumed_request(self: Scheduler, step: Step) -> None:
 
 
 def budget_overdrawn(self: Scheduler, step: Step) -> None:
-    left = self.config.max_num_batched_tokens - step.num_tokens
+    left = self.config.max_num_batched_tokens - sum(work.num_tokens for work in step.work)
     for request in self.running[len(step.work) :]:
         if left == 0 and step.work and request.num_total < request.limit:
             request.num_planned += 1

@@ -79,8 +79,8 @@ class _Row:
 
     def __init__(self, init: Any) -> None:
         self.tokens, self.table, self.length = list(init.tokens), list(init.pages), init.computed
-        self.proposed = 0  # tokens that a draft model has drafted behind the last one
-        self.placed: list[int] = []  # tokens that the host has drafted behind the last one
+        self.proposed = 0  # tokens that a draft model has drafted after the last one
+        self.placed: list[int] = []  # tokens that the host has drafted after the last one
         self.ahead: list[int] = []  # tokens that the device has drafted, if the row is guided
         self.look = 0, 0  # the tokens that the step returns: where they begin, and how many
         self.num_prompt, self.params = init.num_prompt, init.params
@@ -139,7 +139,7 @@ class FakeExecutor:
         """
         open_now = len(self._queue) + len(self._outputs)
         _require(open_now < self.depth, f"{open_now} steps are under way")
-        _require(not self._held, "a step behind an open one")
+        _require(not self._held, "a step after an open one")
         self._queue.append(step)
         self._held = step.open
         if self._rng is not None:
@@ -196,7 +196,7 @@ class FakeExecutor:
             table = self._row(grow.row).table
             self._check_pages(grow.pages)
             _require(grow.start <= len(table), f"row {grow.row} has {len(table)} pages, not {grow.start}")
-            table[grow.start :] = grow.pages  # pages behind it were those of rejected drafts
+            table[grow.start :] = grow.pages  # pages after it were those of rejected drafts
         for drafts in step.drafts:
             row = self._row(drafts.row)
             _require(drafts.start == len(row.tokens), f"row {drafts.row}: drafts at {drafts.start}")
@@ -260,7 +260,7 @@ class FakeExecutor:
         row, size = self._row(item.row), self.page_size
         _require(item.emit and item.num_tokens == 1 + item.drafts, f"row {item.row}: {item}")
         end = row.length + item.num_tokens
-        _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
+        _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts past its pages")
         if not row.params.drafting[0] or self._stops:
             drafted = len(row.placed) or row.proposed
             _require(item.drafts <= drafted, f"row {item.row}: {item.drafts} drafts of {drafted}")
@@ -302,7 +302,7 @@ class FakeExecutor:
         if row.params.guided and (made or not row.params.drafting[0]):
             row.ahead = self._guess(row, made)
         end = max(item.fill_from + item.fill, row.length + item.propose)
-        _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts behind its pages")
+        _require(end <= min(len(row.table) * size, self.max_model_len), f"row {item.row}: drafts past its pages")
 
         def slot(position: int) -> int:
             return int(row.table[position // size] * size + position % size)
@@ -316,7 +316,7 @@ class FakeExecutor:
         if item.propose:
             _require(item.emit and len(row.tokens) == row.length + 1, f"row {item.row}: drafts without a last token")
         if self._head:
-            _require(not item.fill, f"row {item.row}: a head computes KV behind a step")
+            _require(not item.fill, f"row {item.row}: a head computes KV after a step")
             return self._likely(made)
         extend(item.fill_from, item.fill_from + item.fill)
         if item.propose:

@@ -25,9 +25,7 @@ class Wandering:
         self.left, self.closed = 0, False
         self.begun = False
         self.drafts: list[int] = []
-        self.shown = self.late = (
-            0  # masks behind drafts that are known, and how often the next one is requested in vain
-        )
+        self.shown = self.late = 0  # masks after drafts that are known, and how often the next one is requested in vain
 
     def mask(self) -> bytes | None:
         """Return a mask of two thirds of the vocabulary."""

@@ -88,10 +88,10 @@ def parrots() -> Iterator[Servers]:
         async with AsyncLLM.over(front, heartbeat_timeout=20.0, say=lambda line: None) as llm:
             apps = {}
             for name, (text, calls, thoughts) in SERVERS.items():
-                meters = ServerMetrics("parrot", llm.stats)
-                admission = Admission(64, 1 << 20, None, meters.refused)
+                metrics = ServerMetrics("parrot", llm.stats)
+                admission = Admission(64, 1 << 20, None, metrics.refused)
                 more: dict[str, Any] = {"store_bytes": 1 << 20, "variables": VARIABLES.get(name, {})}
-                one = Serving(llm, ("parrot",), admission, meters, template(text), calls, thoughts, **more)
+                one = Serving(llm, ("parrot",), admission, metrics, template(text), calls, thoughts, **more)
                 found[name], apps[name] = one, application(one)
 
             async def chosen(scope: Any, receive: Any, send: Any) -> None:

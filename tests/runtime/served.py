@@ -20,10 +20,10 @@ from llmc_runtime.server.http.auth import Limits
 from llmc_runtime.server.http.connection_limit import ConnectionLimit
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import LoadShedder
-from llmc_runtime.server.new_connections import light_connections
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
 from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection
+from llmc_runtime.server.run_server import light_connections
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -84,12 +84,13 @@ def served(
         async with fake(pace, tok=TOK, **options) as llm:
             engines = len(llm.engines)
             stats = llm.stats if engines == 1 else llm.stats_by_engine
-            meters = ServerMetrics("toy", stats, lambda: engine_info(llm, "toy"), alias, names or {})
+            metrics = ServerMetrics("toy", stats, lambda: engine_info(llm, "toy"), alias, names or {})
             admission = Admission(
-                sequences, tokens, per_key, meters.refused, ROWS * engines, len(keys), max_wait, lambda: llm.num_waiting
-            )
-            serving = Serving(llm, ("toy", "other"), admission, meters, timeout=timeout, store_bytes=store)
-            limit = ConnectionLimit(connections, lambda: meters.refused("connections"))
+                sequences, tokens, per_key, metrics.refused, ROWS * engines, len(keys), max_wait,
+                lambda: llm.num_waiting,
+            )  # fmt: skip
+            serving = Serving(llm, ("toy", "other"), admission, metrics, timeout=timeout, store_bytes=store)
+            limit = ConnectionLimit(connections, lambda: metrics.refused("connections"))
             shed = LoadShedder(serving)
             hosts = ("localhost", "127.0.0.1", "[::1]")
             app = application(

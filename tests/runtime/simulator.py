@@ -76,7 +76,7 @@ class Watch:
             rows += work.rows
         assert scheduled <= config.max_num_batched_tokens, f"{scheduled} tokens in a step"
         assert rows <= config.logits, f"{rows} rows of logits in a step"
-        assert all(r.num_total <= r.limit for r in scheduler.running), "work behind the last token"
+        assert all(r.num_total <= r.limit for r in scheduler.running), "work after the last token"
         # No starvation: the first in line runs in every step, unless its last token by length is in flight; and under
         # fcfs it is the oldest live request.
         for request in scheduler.running:
@@ -241,7 +241,7 @@ class Episode:
             return
         finish = None
         for index, got in enumerate(delta.new_token_ids):
-            assert finish is None, f"{delta.id}: tokens behind the last one"
+            assert finish is None, f"{delta.id}: tokens after the last one"
             token, finish, stop = expected.next()
             if not index:
                 assert delta.prompt_logprobs == expected.scores(), f"{delta.id}: scores of the prompt"

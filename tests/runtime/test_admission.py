@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot
-from llmc_runtime.server.operations.throughput import Throughput
+from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission, AdmissionSlot, Throughput
 
 
 class Clock:
@@ -23,7 +22,7 @@ class Clock:
 
 def admission(clock: Clock, **options: Any) -> Admission:
     given = {"sequences": 1000, "tokens": 1 << 30, "rows": 4, **options}
-    return Admission(**given, pace=Throughput(clock))
+    return Admission(**given, throughput=Throughput(clock))
 
 
 def status(refusal: pytest.ExceptionInfo[ApiError]) -> tuple[int, str | None]:

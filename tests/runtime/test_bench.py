@@ -325,7 +325,7 @@ def test_failures_are_counted_and_reported_and_idle_connections_may_be_closed() 
 
     def answer(connection: socket.socket, asked: dict[str, Any]) -> bool:
         turn = next(count) % 4
-        if turn == 0:  # in order, and closed behind it without a word
+        if turn == 0:  # in order, and closed after it without a word
             connection.sendall(STREAM + part(event("a", "length")) + end_of(asked, 1))
             return False
         if turn == 1:

@@ -128,7 +128,7 @@ def test_unfinished_bodies_of_one_key_leave_room_for_others_and_for_its_small_on
             reply = httpx.post(f"{server.url}/v1/completions", json=sent, headers=head, timeout=60)
             assert reply.status_code == 200, reply.text
         until(lambda: budget.used <= 500 * KB)
-        lines = server.serving.meters.text().decode().splitlines()
+        lines = server.serving.metrics.text().decode().splitlines()
         assert any(line.startswith("llmc:admission_rejections_total") and 'reason="bodies"' in line
                    and float(line.split()[-1]) >= 2 for line in lines)  # fmt: skip
         for link in (*links, more):

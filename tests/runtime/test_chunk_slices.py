@@ -9,8 +9,8 @@ import socket
 
 import pytest
 from draw import of_test
-from llmc_runtime.server.http import chunk_slices
-from llmc_runtime.server.http.chunk_slices import SLICE_LINES, SliceTurns, first_slice
+from llmc_runtime.server.http import parser_limits
+from llmc_runtime.server.http.parser_limits import SLICE_LINES, SliceTurns, first_slice
 
 from tests.runtime.served import served
 
@@ -52,7 +52,7 @@ def test_one_slice_is_parsed_per_iteration_in_order() -> None:
 @pytest.mark.parametrize("piece", [1, 7, 700, 1 << 20])
 def test_requests_in_slices_are_those_that_were_sent(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies in chunks of a few bytes and others in one pipeline, in pieces that end anywhere."""
-    monkeypatch.setattr(chunk_slices, "SLICE_LINES", 6)
+    monkeypatch.setattr(parser_limits, "SLICE_LINES", 6)
     rng = random.Random(of_test())
     seed = rng.randrange(1 << 30)
     print(f"seed {seed}")

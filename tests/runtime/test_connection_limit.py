@@ -20,7 +20,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.http.connection_limit import ConnectionLimit, UnsentResponses
 from llmc_runtime.server.http.errors import ApiError
-from llmc_runtime.server.http.request_shares import SHARE, RequestShares
+from llmc_runtime.server.http.middleware import SHARE, RequestShares
 
 from tests.runtime.fake_core import ROWS
 from tests.runtime.served import Served, served

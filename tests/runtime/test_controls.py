@@ -12,13 +12,12 @@ from draw import of_test
 from llmc_runtime import LlmcError, SamplingParams
 from llmc_runtime.device.device import Memory
 from llmc_runtime.engine.core import EngineCore
-from llmc_runtime.engine.input_processor import EngineRequest
+from llmc_runtime.engine.input_processor import EngineRequest, bad_word_ids
 from llmc_runtime.exec.device_rows import Rows
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import RowInit, RowParams
 from llmc_runtime.sched.token_guide import Banned, Bans, both, empty, mask_of, without_ids
-from llmc_runtime.text.bad_words import bad_word_ids
 
 from tests.runtime.guides import Wandering, bits
 from tests.runtime.rig import Rig

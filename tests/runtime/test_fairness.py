@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from llmc_runtime.sched.request import Request, Status
-from llmc_runtime.sched.row_shares import ROW_WAIT_SECONDS
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
-from llmc_runtime.sched.waiting_queue import _MIN_KEPT, OUTPUT_WEIGHT, WaitingQueue
+from llmc_runtime.sched.waiting_queue import _MIN_KEPT, OUTPUT_WEIGHT, ROW_WAIT_SECONDS, WaitingQueue
 
 from tests.runtime.oracle import Expected
 from tests.runtime.rig import Rig

@@ -88,7 +88,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     assert prefix.match([root], [1, 2, 3]) == pages[:1]
     assert prefix.match([root], [1, 2]) == []
     assert prefix.match([root], [3, 4, 1, 2, 0]) == [], "the same pages in another order are another prefix"
-    assert prefix.match([root], [9, 9, 3, 4, 0]) == [], "a page counts only behind its parent"
+    assert prefix.match([root], [9, 9, 3, 4, 0]) == [], "a page counts only after its parent"
 
 
 def test_salt_and_context_separate() -> None:

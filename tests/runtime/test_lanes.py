@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("starlette")
 from draw import of_test
-from llmc_runtime.server.fair_slots import FairSlots
-from llmc_runtime.server.text_threads import threads_of_key
+from llmc_runtime.server.fair_slots import FairSlots, threads_of_key
 
 
 class Full(Exception):

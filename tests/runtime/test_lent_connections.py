@@ -34,7 +34,7 @@ def lend(server: Served) -> Link:
 
 def test_a_lent_connection_refuses_and_serves() -> None:
     with full(own_loop=True) as server:
-        link, refused = lend(server), server.serving.meters._refused
+        link, refused = lend(server), server.serving.metrics._refused
         before = refused["queue_full"]
         for i in range(20):
             link.send(head(len(BODY), f"X-Request-Id: r{i}"), BODY)

@@ -15,10 +15,9 @@ import pytest
 
 pytest.importorskip("uvicorn")
 from llmc_runtime.server.http.event_loop import ServerLoop
-from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.light_connections import LightConnections
-from llmc_runtime.server.http.light_requests import LightConnection, LightState, answer_waiting
-from llmc_runtime.server.http.returning_clients import ReturningClients
+from llmc_runtime.server.http.light_requests import LightConnection, LightState, ReturningClients, answer_waiting
+from llmc_runtime.server.http.read_turns import HeadTurns
 from llmc_runtime.server.load_shedding import Answer
 
 REFUSED, LATE, FULL = b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", b"late", b"full"

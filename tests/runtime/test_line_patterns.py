@@ -11,7 +11,7 @@ pytest.importorskip("starlette")
 import h11
 import h11._abnf as abnf
 from draw import of_test
-from llmc_runtime.server.http.line_patterns import CHUNK, HEADER
+from llmc_runtime.server.http.parser_limits import CHUNK, HEADER
 from llmc_runtime.server.protocol import HttpConnection
 
 PIECES = {  # our pattern, h11's, the pieces of drawn lines, their likely beginning, and their end

@@ -140,11 +140,11 @@ def test_large_bodies_are_read_elsewhere_and_their_unknown_fields_counted(
 
     seen: list[int] = []
     monkeypatch.setattr(endpoint, "parse", lambda data, kind, unknown: seen.append(len(data)))
-    before = server.serving.meters._counts["request_unknown_fields"]
+    before = server.serving.metrics._counts["request_unknown_fields"]
     for path in ("/v1/completions", "/tokenize"):
         assert post(server, path, {"prompt": "x", "one": PAD, "two": 2}).status_code == 200
     assert seen == [] and pids(server)
-    assert server.serving.meters._counts["request_unknown_fields"] == before + 4
+    assert server.serving.metrics._counts["request_unknown_fields"] == before + 4
     server.rest()
 
 

@@ -17,7 +17,7 @@ from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
 
 pytest.importorskip("starlette")
-from llmc_runtime.server import pooled_run, serving
+from llmc_runtime.server import serving
 from llmc_runtime.server.call import Call, Resources
 from llmc_runtime.server.fair_slots import FairSlots
 from llmc_runtime.server.http.errors import ApiError
@@ -52,7 +52,7 @@ class FakeServing(SimpleNamespace):
         self.admission = Admission(512, 1 << 20, keys=2, answers=answers)
         self.starts = FairSlots(serving._STARTS_PER_ITERATION, lambda: AssertionError("refused"))
         self.encoding, self.names, self.max_answer = Pauses(), ("m",), 64 << 20
-        self.meters = SimpleNamespace(count_for_key=lambda *_: None, begin=lambda *_: None)
+        self.metrics = SimpleNamespace(count_for_key=lambda *_: None, begin=lambda *_: None)
         self.llm = SimpleNamespace(pool=self.pool, pooling=POOLING)
         self.iteration, self.starts_in = 0, Counter[int]()
         self.check_model = self.check_ready = lambda *_: None
@@ -104,10 +104,10 @@ def test_few_prompts_are_started_in_an_iteration() -> None:
         counting = asyncio.ensure_future(server.counting())
         calls = [called(key) for key in "aabb"]
         for call in calls:
-            pooled_run.reserve(server, call, 64)  # type: ignore[arg-type]
+            pooled.reserve_slot(server, call, 64)  # type: ignore[arg-type]
         prompts = [Prompt([5, 6]) for _ in range(64)]
         await asyncio.gather(
-            *(pooled_run.run(server, prompts, 0, "", call) for call in calls)  # type: ignore[arg-type]
+            *(pooled.run_prompts(server, prompts, 0, "", call) for call in calls)  # type: ignore[arg-type]
         )
         counting.cancel()
         return server
@@ -129,8 +129,8 @@ def test_a_few_prompts_end_in_an_iteration_when_a_client_leaves() -> None:
 
         server.llm.pool, call = pool, called()
         counting = asyncio.ensure_future(server.counting())
-        pooled_run.reserve(server, call, 64)  # type: ignore[arg-type]
-        running = asyncio.ensure_future(pooled_run.run(server, [Prompt([5])] * 64, 0, "", call))  # type: ignore[arg-type]
+        pooled.reserve_slot(server, call, 64)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(pooled.run_prompts(server, [Prompt([5])] * 64, 0, "", call))  # type: ignore[arg-type]
         while server.iteration < 100:
             await asyncio.sleep(0)
         running.cancel()
@@ -155,8 +155,8 @@ def test_a_request_that_is_cancelled_twice_releases_its_slot() -> None:
                 await released.wait()
 
         server.llm.pool = pool
-        pooled_run.reserve(server, call, 64)  # type: ignore[arg-type]
-        running = asyncio.ensure_future(pooled_run.run(server, [Prompt([5])] * 64, 0, "", call))  # type: ignore[arg-type]
+        pooled.reserve_slot(server, call, 64)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(pooled.run_prompts(server, [Prompt([5])] * 64, 0, "", call))  # type: ignore[arg-type]
         for _ in range(2):
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -183,9 +183,9 @@ def test_the_first_error_ends_all_prompts_and_leaves_nothing_to_the_garbage_coll
 
         server.llm.pool = pool
         calls.append(weakref.ref(call))
-        pooled_run.reserve(server, call, 3)  # type: ignore[arg-type]
+        pooled.reserve_slot(server, call, 3)  # type: ignore[arg-type]
         with pytest.raises(ApiError, match="refused"):
-            await pooled_run.run(server, [Prompt([5]), Prompt([6]), Prompt([6])], 0, "", call)  # type: ignore[arg-type]
+            await pooled.run_prompts(server, [Prompt([5]), Prompt([6]), Prompt([6])], 0, "", call)  # type: ignore[arg-type]
         assert not server.admission.open_sequences
 
     gc.disable()

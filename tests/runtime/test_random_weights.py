@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from llmc_runtime.exec.random_weights import RandomWeights
+from llmc_runtime.exec.buffer_layout import RandomWeights
 
 
 @pytest.mark.parametrize("width", [64, 1024, 2048, 4096, 14336])

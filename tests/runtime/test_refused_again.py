@@ -18,7 +18,7 @@ from tests.runtime.test_server_shed import KEYS, head, occupy
 
 
 def test_a_request_on_a_kept_connection_like_others_of_the_turn_takes_the_short_way() -> None:
-    """The first two requests of a connection do not, nor one with something behind it."""
+    """The first two requests of a connection do not, nor one with something after it."""
 
     async def main() -> None:
         async with serving() as state:
@@ -43,7 +43,7 @@ def test_a_refusal_like_others_of_the_turn_is_the_same_and_is_counted() -> None:
         until(lambda: server.serving.admission.open_sequences == 2)
         shed = LoadShedder(server.serving)
         shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
-        refused, turn, whole = server.serving.meters._refused, shed.turn([]), head(2, "X-Request-Id: same") + b"{}"
+        refused, turn, whole = server.serving.metrics._refused, shed.turn([]), head(2, "X-Request-Id: same") + b"{}"
         assert turn.repeated(whole) is None, "nothing was refused in this turn"
         first, before = turn(whole[:-2], False), refused["key_limit"]
         assert first is not None and turn.repeated(whole) == first.data and refused["key_limit"] == before + 1

@@ -153,7 +153,7 @@ def test_offsets_are_places_in_the_text(server: Served, as_ids: bool) -> None:
     body = {"prompt": words, **FIXED, "logprobs": 0, "echo": True, "return_tokens_as_token_ids": as_ids}
     (whole,) = ask(server, **body)["choices"]
     offsets, ids = whole["logprobs"]["text_offset"], TOK.encode(words)
-    assert ids[0] == TOK.bos_token_id and offsets[:2] == [0, 0]  # the text begins behind what the tokenizer put there
+    assert ids[0] == TOK.bos_token_id and offsets[:2] == [0, 0]  # the text begins after what the tokenizer put there
     for token, place in list(zip(ids, offsets))[1:]:
         assert whole["text"].startswith(TOK.token_text(token), place)
     assert offsets[len(ids)] == len(words)

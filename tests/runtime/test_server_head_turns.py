@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 import pytest
-from llmc_runtime.server.http import head_turns
-from llmc_runtime.server.http.head_turns import (
+from llmc_runtime.server.http import read_turns
+from llmc_runtime.server.http.read_turns import (
     HEAD_SECONDS,
     HELD_ITERATIONS,
     ITERATION_SECONDS,
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(head_turns, "time", found := Clock())
+    monkeypatch.setattr(read_turns, "time", found := Clock())
     Connection.clock = found
     return found
 

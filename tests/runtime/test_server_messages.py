@@ -269,9 +269,9 @@ def test_fields_without_effect_are_accepted(servers: Servers) -> None:
             "edits": [{"type": "clear_thinking_20251015", "keep": keep} for keep in ("all", {"type": "all"})]
         },
     }  # fmt: skip
-    before = servers[1]["think"].meters._counts["request_unknown_fields"]
+    before = servers[1]["think"].metrics._counts["request_unknown_fields"]
     assert post(servers, body).status_code == 200
-    assert servers[1]["think"].meters._counts["request_unknown_fields"] == before
+    assert servers[1]["think"].metrics._counts["request_unknown_fields"] == before
 
 
 def test_keys_and_errors_have_the_form_of_the_api_in_every_layer() -> None:

@@ -109,8 +109,8 @@ def test_every_name_is_there_from_the_beginning_with_its_kind() -> None:
 
 
 def test_an_alias_changes_only_names() -> None:
-    meters = ServerMetrics("llmc:toy", lambda: {"num_steps": 3}, alias="vllm")
-    lines = [line for line in meters.text().decode().splitlines() if "num_steps_total" in line and line[0] != "#"]
+    metrics = ServerMetrics("llmc:toy", lambda: {"num_steps": 3}, alias="vllm")
+    lines = [line for line in metrics.text().decode().splitlines() if "num_steps_total" in line and line[0] != "#"]
     assert lines == [
         'llmc:num_steps_total{model_name="llmc:toy"} 3.0',
         'vllm:num_steps_total{model_name="llmc:toy"} 3.0',
@@ -282,17 +282,17 @@ def test_many_requests_for_the_metrics_share_few_texts() -> None:
     """A text takes the event loop 5 ms: requests one after the other, and at the same time, wait for the next one."""
 
     async def main() -> None:
-        meters, begun, values = ServerMetrics("toy", dict), list[float](), itertools.count()
+        metrics, begun, values = ServerMetrics("toy", dict), list[float](), itertools.count()
 
         def parts() -> Iterator[bytes]:
             begun.append(time.monotonic())
             yield b"%d" % next(values)
 
-        meters._parts = parts  # type: ignore[method-assign]
-        first = await meters.shared_text()
-        same = set(await asyncio.gather(*(meters.shared_text() for _ in range(100))))
+        metrics._parts = parts  # type: ignore[method-assign]
+        first = await metrics.shared_text()
+        same = set(await asyncio.gather(*(metrics.shared_text() for _ in range(100))))
         assert first == b"0" and same == {b"1"}, "those that wait share a text, which begins after they came"
-        assert [await meters.shared_text() for _ in range(3)] == [b"2", b"3", b"4"]
+        assert [await metrics.shared_text() for _ in range(3)] == [b"2", b"3", b"4"]
         pauses = [later - earlier for earlier, later in itertools.pairwise(begun)]
         assert len(begun) == 5 and min(pauses) > 0.9 * _TEXT_SECONDS
 

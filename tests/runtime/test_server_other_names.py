@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.other_routes import OTHER_ROUTES
+from llmc_runtime.server.api_routes import OTHER_ROUTES
 
 from tests.runtime.served import Served, served
 from tests.vllm_names import served_routes

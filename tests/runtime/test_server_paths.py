@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.server.app import application
 from llmc_runtime.server.http.auth import LOOPBACK
-from llmc_runtime.server.http.request_target import normalize_root
+from llmc_runtime.server.http.middleware import normalize_root
 
 from tests.runtime.served import Served, served
 

@@ -139,7 +139,7 @@ def test_keys_are_checked_first_and_answers_are_those_of_the_parser(parsed: list
 @own_loop
 def test_refusals_are_counted_and_a_connection_serves_on(parsed: list[str], own_loop: bool) -> None:
     with full(own_loop) as server:
-        refused, link = server.serving.meters._refused, Link(server)
+        refused, link = server.serving.metrics._refused, Link(server)
         for _ in range(50):
             link.send(head(len(BODY)), BODY)
             status, headers, _ = link.answer()
@@ -260,7 +260,7 @@ def test_a_turn_refuses_each_key_for_itself() -> None:
         until(lambda: server.serving.admission.open_sequences == 2)
         shed = LoadShedder(server.serving)
         shed.check = Guard(Starlette(), Keys(KEYS), Limits(), None).check
-        refused, answer = server.serving.meters._refused, shed.turn([])
+        refused, answer = server.serving.metrics._refused, shed.turn([])
         before = refused["key_limit"]
         first, second = (answer(head(2, "X-Request-Id: same"), False) for _ in range(2))
         assert first == second and first is not None and first.data.startswith(b"HTTP/1.1 429")
@@ -331,7 +331,7 @@ def test_a_prepared_refusal_is_sent_again_for_a_moment_and_only_for_its_key_and_
     with full() as server:
         admission, common = server.serving.admission, [(b"date", b"today")]
         shed, clock = shedder(server, monkeypatch)
-        waits, counts = iter((2.0, 30.0, 40.0, 50.0)), server.serving.meters._refused
+        waits, counts = iter((2.0, 30.0, 40.0, 50.0)), server.serving.metrics._refused
 
         def answered(key: str = KEYS[0]) -> tuple[bytes, str]:
             answer = shed.answer(head(2, key=key), common)

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 import httpx  # noqa: E402
 from llmc_runtime.server.http.auth import KEY_SCOPES  # noqa: E402
-from llmc_runtime.server.http.durations import seconds_of  # noqa: E402
+from llmc_runtime.server.http.middleware import seconds_of  # noqa: E402
 
 from tests.runtime.served import Served, served  # noqa: E402
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette")
-from llmc_runtime.server.http import head_turns
+from llmc_runtime.server.http import read_turns
 from llmc_runtime.server.http.auth import Guard, key_id
-from llmc_runtime.server.http.head_turns import MAX_CHECKED, HeadTurns
+from llmc_runtime.server.http.read_turns import MAX_CHECKED, HeadTurns
 
 from tests.runtime.served import served
 from tests.runtime.test_light_connections import REFUSED, begun, run, serving
@@ -99,14 +99,14 @@ def test_waiting_requests_are_refused_in_parts(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.sleep(0)
             seen.append(len(log) - before)
         assert seen == [MAX_CHECKED, MAX_CHECKED, 5] and log == [f"{i} refused" for i in range(len(log))]
-        clock.step = head_turns.HEAD_SECONDS / 3
+        clock.step = read_turns.HEAD_SECONDS / 3
         for number in range(9):
             found.begin(Waiting(str(number), log), b"a post")
         await asyncio.sleep(0)
         assert 0 < len(log) - sum(seen) < 4
 
     clock = Clock()
-    monkeypatch.setattr(head_turns, "time", clock)
+    monkeypatch.setattr(read_turns, "time", clock)
     asyncio.run(main())
 
 

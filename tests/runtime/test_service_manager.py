@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.operations.service_manager import READY, notify
+from llmc_runtime.server.run_server import READY, notify
 
 from tests.runtime.test_server_load import Command
 

@@ -14,13 +14,13 @@ pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import Grammars
-from llmc_runtime.server.call_format_names import FormatNames
+from llmc_runtime.server.server_options import CALL_FORMATS
 from llmc_runtime.server.tool_calls.definitions import tools_of
-from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.json_shape import Json, JsonShape, Optional, Word
 from llmc_runtime.server.tool_calls.message_shape import MessageShape
 from llmc_runtime.server.tool_calls.parser_select import OutputFormats, select_formats
 from llmc_runtime.server.tool_calls.registry import FORMATS, GROUP
+from llmc_runtime.server.tool_calls.response_plan import answer, calls_of
 
 from tests.runtime.followed import Followed
 from tests.runtime.parrots import TOK
@@ -132,7 +132,7 @@ def test_a_package_brings_a_format_by_name(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(LlmcError, match=f"tool_call_parser = '{name}': .*(CallFormat|loaded)"):
             select_formats(None, None, name)
     parser = argparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--tool-call-parser", choices=FormatNames())
+    parser.add_argument("--tool-call-parser", choices=CALL_FORMATS)
     assert parser.parse_args(["--tool-call-parser", "arrow"]).tool_call_parser == "arrow"
     with pytest.raises(argparse.ArgumentError):
         parser.parse_args(["--tool-call-parser", "bow"])
@@ -143,7 +143,7 @@ def test_our_names_do_not_read_the_installed_packages(monkeypatch: pytest.Monkey
         raise AssertionError("the entry points were read")
 
     monkeypatch.setattr("importlib.metadata.entry_points", never)
-    assert all(name in FormatNames() and select_formats(None, None, name) for name in FormatNames())
+    assert all(name in CALL_FORMATS and select_formats(None, None, name) for name in CALL_FORMATS)
 
 
 @pytest.mark.parametrize("form", [form for form in FORMATS if issubclass(form, JsonShape)], ids=lambda form: form.name)

@@ -21,10 +21,9 @@ from llmc_runtime.server.prompting import Prompting
 from llmc_runtime.server.requests.request_fields import ChatRequest, JsonSchema, ResponseFormat, TokenizeRequest
 from llmc_runtime.server.requests.sampling_fields import _of_format
 from llmc_runtime.server.tool_calls.definitions import enforced, tools_of
-from llmc_runtime.server.tool_calls.grammar import form_of
 from llmc_runtime.server.tool_calls.history import for_template
 from llmc_runtime.server.tool_calls.parser_select import select_formats
-from llmc_runtime.server.tool_calls.response_plan import plan_of
+from llmc_runtime.server.tool_calls.response_plan import form_of, plan_of
 from llmc_runtime.text.chat_template import ChatTemplate
 from llmc_runtime.text.template_analysis import Reads
 from llmc_runtime.text.tokenizer import Tokenizer

@@ -21,10 +21,10 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.tool_calls import registry, tagged_args
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.definitions import tools_of
-from llmc_runtime.server.tool_calls.grammar import answer, calls_of
 from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.registry import FORMATS, Hermes, OpenAI, Pythonic, Qwen3Coder
+from llmc_runtime.server.tool_calls.response_plan import answer, calls_of
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
 
 from tests.runtime.followed import Followed

@@ -1,8 +1,8 @@
 """Collectives: ops between the ranks of a group, which all run the same graph with their own parts of the weights.
 
 A reference takes one array per rank, in the ranks' order, and gives the result that every rank then has. The
-interpreter of all ranks is `llmc.check.run_ranks`; that of one rank can evaluate a collective of one rank only.
-`bytes` are those that a rank sends and receives over its link.
+interpreter of all ranks is `llmc.check.compare_outputs.run_ranks`; that of one rank can evaluate a collective of one
+rank only. `bytes` are those that a rank sends and receives over its link.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def pointwise(
     )  # fmt: skip
 
 
-def _unary(name: str, doc: str, oracle: str | None = None, **kw: Any) -> OpDef:
-    return pointwise(name, lambda a: call(name, a), doc, oracle=oracle or f"torch.{name}", **kw)
+def _unary(name: str, doc: str, **kw: Any) -> OpDef:
+    return pointwise(name, lambda a: call(name, a), doc, oracle=f"torch.{name}", **kw)
 
 
 def _compare(name: str, sign: str) -> OpDef:

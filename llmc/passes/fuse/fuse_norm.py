@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Graph, Value
 from llmc.passes.analysis import core, made_by
 from llmc.passes.base import Ctx, Pass
@@ -46,7 +47,7 @@ def _constant_length(m: Match) -> str | None:
 def _source(x: Value, dtype: str) -> Value:
     """Return the operand of the casts of `x` that has the result's dtype: norms compute in float32 anyway."""
     v = x
-    while v.type.dtype != dtype and (n := made_by(v, "cast")) and n.operands[0].type.dtype in ("bf16", "f16", "f32"):
+    while v.type.dtype != dtype and (n := made_by(v, "cast")) and n.operands[0].type.dtype in FLOATS:
         v = n.operands[0]
     return v if v.type.dtype == dtype else x
 

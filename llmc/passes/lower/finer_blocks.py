@@ -23,9 +23,9 @@ def cuttable(b: Builder, v: Value, axis: int, ends: Iterable[Dim]) -> Value:
     return _finer(b, v, axis, gcd(size, *(c for end in inner for _, c in end.terms)))
 
 
-def can_be_finer(v: Value, axis: int) -> bool:
-    """Whether `cuttable` finds smaller blocks of `v` along an axis, for any end."""
-    return v.type.format is not None and axis >= v.type.rank - 2 and _assembled(v)
+def can_be_finer(v: Value) -> bool:
+    """Whether `cuttable` finds smaller blocks of the matrix `v` along its first axis, for any end."""
+    return v.type.format is not None and v.type.rank <= 2 and _assembled(v)
 
 
 def _assembled(v: Value) -> bool:

@@ -15,7 +15,7 @@ MIXED_TOKENS, MIXED_HEAD = 768, 128  # up to these sizes, one kernel computes pr
 def in_one_launch(n: Node, tokens: int, max_tokens: int = MIXED_TOKENS) -> bool:
     """Whether one kernel computes the prompts and decoding rows of this paged_attention in steps of `tokens` tokens.
 
-    On an H200, it took 15 to 20 % less time than two kernels for 448 to 704 tokens of a prompt beside 64 rows. For
+    On an H200, it took 15 to 20 % less time than two kernels for 448 to 704 tokens of a prompt with 64 rows. For
     large heads, its tiles would be too small.
     """
     q, rows = n.operands[0].type.shape, n.operands[3].type.shape[0]

@@ -1,6 +1,7 @@
 """Writes a model folder: tensors in shards, their index, config.json, and the files of the tokenizer.
 
-Everything is written to a hidden folder beside the output, which is renamed to the output once it is complete.
+Quantised weights are stored as compressed-tensors stores them. Everything is written to a hidden folder next to
+the output, which is renamed to the output once it is complete.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llmc.diagnostics import Diagnostic
-from llmc.quant.make.packing import stored_parts
 from llmc.quant.make.rounding import Quantised
 
 SHARD_BYTES = 2 << 30  # bytes of tensors in a file
@@ -42,7 +43,7 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a new hidden folder beside `out`, and rename it to `out` at the end; an error removes it.
+    """Yield a new hidden folder next to `out`, and rename it to `out` at the end; an error removes it.
 
     Raises Diagnostic E120 if `out` exists, E123 if it cannot be written.
     """
@@ -166,3 +167,24 @@ def copy_files(files: tuple[Path, ...], source: Path, folder: Path) -> None:
         if str(name) != "config.json":
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / name)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack signed codes [n, k] of 4 or 8 bits along k into int32 words, least significant first, plus 2^(bits-1)."""
+    raw = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    raw = pad(raw, (0, -codes.shape[1] % (32 // bits)))
+    joined = raw[:, ::2] | raw[:, 1::2] << 4 if bits == 4 else raw
+    flat = joined.reshape(-1).contiguous()  # a contiguous single row may have a stride that is not a multiple of a word
+    return flat.view(torch.int32).reshape(len(joined), joined.shape[1] // 4)
+
+
+def stored_parts(q: Quantised) -> dict[str, Tensor]:
+    """Return the tensors of a weight by the last part of their names."""
+    recipe = q.grid.recipe
+    parts = {"weight_scale": q.grid.scale}
+    if recipe.layout != "pack-quantized":
+        return parts | {"weight": q.codes}
+    parts |= {"weight_packed": pack(q.codes, recipe.bits), "weight_shape": torch.tensor(q.codes.shape)}
+    if q.grid.zero is not None:
+        parts["weight_zero_point"] = pack(q.grid.zero.T, recipe.bits).T.contiguous()
+    return parts

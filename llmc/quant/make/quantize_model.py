@@ -54,7 +54,7 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
     check_free(out)
     at = locate(model, hub, progress=lambda done, of: progress.part("fetch", done, of, "B"))
     opened = open_source(at.folder)
-    refuse_pooled(opened, "calibrating needs the logits of a language model")
+    refuse_pooled(opened)
     with ModelSource(opened) as source:
         plan = make_plan(source, recipe, settings.ignore, settings.kv)
         for line in plan.lines(source):
@@ -83,7 +83,7 @@ def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Ten
     size = tokens.numel() * source.config.get_text_config().hidden_size * 4
     progress.note(
         f"calibration: {settings.calibrate}, {len(tokens)} windows of {length} tokens, seed {settings.seed}; "
-        f"their hidden states take {size_text(size)} of disk beside the output"
+        f"their hidden states take {size_text(size)} of disk next to the output"
     )
     return tokens
 

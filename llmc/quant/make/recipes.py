@@ -106,11 +106,10 @@ BY_LAYER, BY_HEAD = "layer", "head"  # values of --kv-scales
 F8_LARGEST = 448.0
 
 
-def config_group(recipe: Recipe, kv: str = "", version: str = "0.19.0") -> dict[str, Any]:
+def config_group(recipe: Recipe, kv: str = "") -> dict[str, Any]:
     """Return the quantization_config of a recipe, without its list of modules to ignore.
 
-    kv: which scales a KV cache of 8-bit floats has ("layer" or "head"), "" for none. `version` is that of
-    compressed-tensors whose fields these are.
+    kv: which scales a KV cache of 8-bit floats has ("layer" or "head"), "" for none.
     """
     strategy = {BY_LAYER: "tensor", BY_HEAD: "attn_head", "": ""}[kv]
     return {
@@ -120,7 +119,7 @@ def config_group(recipe: Recipe, kv: str = "", version: str = "0.19.0") -> dict[
         "kv_cache_scheme": _args("float", 8, strategy) if strategy else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "version": version,
+        "version": "0.19.0",  # of compressed-tensors, whose fields these are
     }
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
-from llmc_runtime.api.output_stream import Stream
+from llmc_runtime.api.output_stream import ProgressBar, Stream
 from llmc_runtime.api.pooling_api import PoolingAPI
-from llmc_runtime.api.progress_bar import ProgressBar
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine

@@ -7,7 +7,7 @@ engine in the same process (LLM), or as a message to the engine process (AsyncLL
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,6 @@ from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, SamplingParams
 from llmc_runtime.sched.scheduler_config import check_token_ids
 from llmc_runtime.sched.token_guide import TokenMask, mask_size
-from llmc_runtime.text.bad_words import bad_word_ids
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _MAX_SEED = (1 << 64) - 1
@@ -117,3 +116,18 @@ def params_of_output(params: SamplingParams, index: int) -> SamplingParams:
         return params
     seed = None if params.seed is None else params.seed + index & _MAX_SEED
     return params.changed(n=1, seed=seed, prompt_logprobs=None if index else params.prompt_logprobs)
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
+    """Return the token sequences of bad words; the last id of a sequence must not be generated after the ids before it.
+
+    Each word yields its ids, and its ids after a space if they are equally many and differ in the first one.
+    """
+    out: list[list[int]] = []
+    texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
+    encoded = tokenizer.encode_all(texts, add_special_tokens=False)  # one call: each of many would take the GIL
+    for bare, spaced in zip(encoded, encoded):
+        out.append(bare)
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+            out.append(spaced)
+    return out

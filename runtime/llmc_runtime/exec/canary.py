@@ -17,12 +17,12 @@ from typing import Any
 
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.json_fields import Fields, an_integer, anything, damaged, load_json
 from llmc_runtime.format.pooling import require_generation
 from llmc_runtime.format.record import Record, stored
 from llmc_runtime.sched.step import RowInit, RowParams, Step, TokenLogprobs, Work
 
-NAME = "canary.json"
 LENGTHS = (16, 150, 1)  # maximum tokens per prompt
 STEPS = 16  # tokens generated after each prompt
 TOP = 5  # most likely ids recorded per token
@@ -84,7 +84,7 @@ class Canary(Record):
         return json.dumps(self.json(), indent=1, allow_nan=False).encode() + b"\n"
 
     @staticmethod
-    def load(data: bytes, where: str = NAME) -> Canary:
+    def load(data: bytes, where: str = CANARY) -> Canary:
         """Parse a canary file; raise LlmcError E103 if it is malformed."""
         return Canary.read(load_json(data, where), where)
 
@@ -213,10 +213,10 @@ def require(executor: Executor) -> None:
     Raises LlmcError E125 if the check fails, and E126 if the artifact has no canary.
     """
     artifact = executor.artifact
-    if NAME not in artifact.manifest.files:
+    if CANARY not in artifact.manifest.files:
         remedy = f"llmc verify --record {artifact.root}, on a trusted machine"
         raise LlmcError("E126", f"{artifact.root} has no canary", remedy)
-    canary = Canary.load(artifact.read(NAME))
+    canary = Canary.load(artifact.read(CANARY))
     if error := failure(check(executor, canary), canary, executor):
         raise error
 

@@ -79,7 +79,7 @@ NOTHING = Need(0, 0, 0)
 def plan_kv(
     manifest: Manifest, kv_bytes: int | None, free: int, share: float, need: Need, snapshots: int | None = 0
 ) -> KvCapacity:
-    """Compute the size of the KV cache, and the number of snapshots of recurrent layers' states beside it.
+    """Compute the size of the KV cache, and the number of snapshots of recurrent layers' states.
 
     `kv_bytes` is the budget. The default is the size that all rows of maximum length can use, limited to the fraction
     `share` of the remaining memory. `free` is the free memory in bytes before anything is allocated, from which `need`
@@ -102,7 +102,7 @@ def plan_kv(
         remedy = f"set at least {size_text(sequence_bytes)}, enough for one sequence of {limits.max_model_len} tokens"
         raise LlmcError("E202", f"the KV cache has {size_text(budget)}; {page}", remedy)
     if need.total and pages * kv.bytes_per_page > available:
-        remaining = f"{size_text(available)} of {size_text(free)} are left beside {need}"
+        remaining = f"{size_text(available)} of {size_text(free)} are left in addition to {need}"
         tokens = available // kv.bytes_per_page * kv.page_size
         remedy = f"set at most {size_text(available)}, enough for {tokens} tokens"
         raise LlmcError("E205", f"the KV cache needs {size_text(budget)}; {remaining}", remedy)

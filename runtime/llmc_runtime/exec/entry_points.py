@@ -1,4 +1,7 @@
-"""The programs of an artifact that have one role, bound to their buffers, and the inputs that they share."""
+"""The programs of an artifact that have one role, bound to their buffers, and the inputs that they share.
+
+A step runs in one of few sizes (`bucket`, `token_bucket`), so that each can be one device graph.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,46 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Run
-from llmc_runtime.exec.buckets import ROWS, TOKENS, bucket, buckets, token_bucket, top_rows
 from llmc_runtime.exec.buffer_layout import INPUTS, Layout
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import FIRST, Program
 
 _PADDING = (-1, 0, 0)  # inputs of a padding row: no row, zero tokens, nothing sampled
 Columns = tuple[list[int], ...]  # of a step's entries: rows, numbers of tokens, and whether each emits
+ROWS, TOKENS = "R", "T"
+_TILES = ((256, 64), (16, 16))  # steps of more than the first number of tokens are a multiple of the second
+
+
+def bucket(rows: int, top: int) -> int:
+    """Round `rows` up to 1, 2, 4 or a multiple of 8, limited to `top`."""
+    size = rows if rows <= 2 else 4 if rows <= 4 else -(-rows // 8) * 8
+    return min(size, top)
+
+
+def token_bucket(tokens: int, top: int) -> int:
+    """Round the tokens of a step with prompts up to 1, 2, 4, 8, a multiple of 16, or of 64 from 257 on; at most `top`.
+
+    Kernels compute tiles of tokens, so that most of the padding costs nothing.
+    """
+    size = next((size for minimum, size in _TILES if tokens > minimum), 0)
+    return min(-(-tokens // size) * size, top) if size else bucket(tokens, top)
+
+
+def top_rows(program: Program, max_rows: int) -> int:
+    """Return the largest number of entries that the program can run: of rows, unless rows have several entries."""
+    top = program.serves.get(ROWS, program.symbols.get(ROWS, (1, max_rows)))[1]
+    return top if program.drafts or program.role == FIRST else min(top, max_rows)
+
+
+def buckets(program: Program, max_rows: int) -> Iterator[int]:
+    """Yield every size in which a program with one token per row runs, in ascending order."""
+    top = top_rows(program, max_rows)
+    rows = max(1, program.serves.get(ROWS, (1, top))[0])
+    while rows <= top:
+        size = bucket(rows, top)
+        yield size
+        rows = size + 1
 
 
 @dataclass(frozen=True)

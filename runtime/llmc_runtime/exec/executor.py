@@ -12,20 +12,45 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Device, Event, Run
+from llmc_runtime.device.device import Device, Event, Memory, Run
 from llmc_runtime.exec.buffer_layout import Layout, kv_capacity
 from llmc_runtime.exec.device_rows import ROLES, Rows
 from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.exec.entry_points import Bound, Columns, EntryPoints
 from llmc_runtime.exec.logits import as_f32, find_logits, row_bytes
-from llmc_runtime.exec.state_snapshots import StateSnapshots
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.manifest import RECURRENT
+from llmc_runtime.format.manifest import RECURRENT, State, in_snapshot
 from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import RANK, Program
 from llmc_runtime.sched.step import RowMasks, RowSave, Step, StepOutput, TokenLogprobs, Work
 
 _LOGPROBS = (("logprob", np.float32), ("rank", np.int32), ("top_ids", np.int32), ("top_logprobs", np.float32))
+
+
+class StateSnapshots:
+    """Snapshots in `memory`, one after the other, each with a row's part of every state, in order.
+
+    The copies run in the device's order of execution, so the host waits for none.
+    """
+
+    def __init__(self, device: Device, memory: Memory, states: Sequence[tuple[State, Memory]]) -> None:
+        self._device, self._memory = device, memory
+        self._parts: list[tuple[Memory, int, int]] = []  # a state, its bytes per row, and their place in a snapshot
+        at = 0
+        for state, place in states:
+            self._parts.append((place, state.row_bytes, at))
+            at += in_snapshot(state)
+        self._stride = at
+
+    def save(self, row: int, entry: int) -> None:
+        """Copy the states of a row to a snapshot."""
+        for state, nbytes, at in self._parts:
+            self._device.copy(self._memory, entry * self._stride + at, state, row * nbytes, nbytes)
+
+    def restore(self, entry: int, row: int) -> None:
+        """Copy a snapshot to the states of a row."""
+        for state, nbytes, at in self._parts:
+            self._device.copy(state, row * nbytes, self._memory, entry * self._stride + at, nbytes)
 
 
 @dataclass(eq=False)

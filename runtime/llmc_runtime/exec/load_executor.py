@@ -18,18 +18,16 @@ if TYPE_CHECKING:
     from llmc_runtime.exec.rank_group import RankGroup
 
 
-def load_executor(
-    path: str | Path, *, kv_bytes: int | None = None, threads: int | None = None, careful: bool = False
-) -> Executor:
+def load_executor(path: str | Path, *, kv_bytes: int | None = None, careful: bool = False) -> Executor:
     """Open and check the artifact and load it onto its device, for tools. The caller closes the executor.
 
     Raises the LlmcErrors of `open_artifact`, `open_device` and `Executor`.
     """
-    artifact = open_artifact(path, threads=threads)
-    group = start_ranks(artifact, threads)
+    artifact = open_artifact(path)
+    group = start_ranks(artifact, None)
     device: Device | None = None
     try:
-        threads, member = (group.threads, group.member) if group else (threads, None)
+        threads, member = (group.threads, group.member) if group else (None, None)
         device = open_device(artifact, threads, careful=careful, member=member)
         return make_executor(artifact, device, group, kv_bytes)
     except BaseException:

@@ -15,6 +15,7 @@ from llmc_runtime.format.json_fields import REMEDY, check_name
 from llmc_runtime.format.manifest import NAME, FileInfo, Manifest, WeightFile
 
 MAX_MANIFEST = 16 << 20
+CANARY = "canary.json"  # expected log-probabilities (see exec.canary)
 _WRITTEN_FIRST = frozenset(("programs", "kernels", "weights", "ir"))  # folders of an artifact; the manifest is last
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

@@ -52,10 +52,6 @@ class Buffer(Record):
     offset: int = stored(Fields.integer, 0)
     alias: str | None = stored(nullable(Fields.item), None, item=a_text)
 
-    def numel(self, env: Mapping[str, int]) -> int:
-        """Return the number of elements, with the symbols' values from `env`."""
-        return math.prod(d(env) for d in self.shape)
-
     def validate(self, where: str) -> None:
         """See Record."""
         if self.kind not in KINDS:

@@ -101,7 +101,7 @@ class Worker:
                 break
             _limit_cpu(OPERATION_CPU_SECONDS)
             began = time.thread_time()
-            mask = self._mask_behind(matcher, draft)
+            mask = self._mask_after(matcher, draft)
             follower.look_seconds += time.thread_time() - began
             _limit_cpu(0.0)
             if mask is None:
@@ -114,7 +114,7 @@ class Worker:
         if follower is not None:
             self._send(number, wire.AHEAD_END, serial, b"")
 
-    def _mask_behind(self, matcher: Any, draft: int) -> bytes | None:
+    def _mask_after(self, matcher: Any, draft: int) -> bytes | None:
         """Accept a draft; return the next mask, empty if the text has ended, None if the draft is not allowed."""
         if not matcher.validate_tokens([draft]):
             return None

@@ -123,11 +123,11 @@ def calls_without_marks(calls: Sequence[tuple[str, str]], never: str, begin: str
     """Return rules in which `calls` matches a text with calls of a format without required marks.
 
     A call starts a line with one of `calls`: a regular expression of what precedes the arguments, and a Lark expression
-    of the rest. Or it consists of the mark `begin`, the rule `behind` and `end`. `never` matches other ways in which a
-    call could start.
+    of the rest. Or it consists of the mark `begin`, the rule `after_mark` and `end`. `never` matches other ways in
+    which a call could start.
     """
     leads = [f"lead_{i}[lazy]: /{_LINE}{opening}/" for i, (opening, _) in enumerate(calls)]
-    ones = [f"lead_{i} {rest}" for i, (_, rest) in enumerate(calls)]
+    choices = [f"lead_{i} {rest}" for i, (_, rest) in enumerate(calls)]
     free = f"FREE: {text_without([begin])} & ~/{_LINE}{never}{ANY}/"
     tagged, rules = after_text(begin, marker, [])
-    return "\n".join([f"calls: ({' | '.join([*ones, f'{tagged} behind {end}'])})? FREE?", free, *leads, *rules])
+    return "\n".join([f"calls: ({' | '.join([*choices, f'{tagged} after_mark {end}'])})? FREE?", free, *leads, *rules])

@@ -134,9 +134,9 @@ class _Rules:
 
     def _tag(self, form: Any, where: str, depth: int, last: bool) -> str:
         begin = self._literal(_field(form, "begin", str, where))
-        return self._rule(f"{begin} {self._behind(form, where, depth, last)}")
+        return self._rule(f"{begin} {self._content_and_end(form, where, depth, last)}")
 
-    def _behind(self, tag: Any, where: str, depth: int, last: bool) -> str:
+    def _content_and_end(self, tag: Any, where: str, depth: int, last: bool) -> str:
         """Return the expression of a tag's content and end."""
         ends = [tag["end"]] if isinstance(tag.get("end"), str) else _texts(tag, "end", where)
         content = _field(tag, "content", Mapping, where)
@@ -166,7 +166,7 @@ class _Rules:
         for i, tag in enumerate(tags):
             place = f"{where}.tags[{i}]"
             trigger, rest = self._split(_field(tag, "begin", str, place), triggers, place)
-            by_trigger.setdefault(trigger, []).append(f"{rest} {self._behind(tag, place, depth, last=False)}")
+            by_trigger.setdefault(trigger, []).append(f"{rest} {self._content_and_end(tag, place, depth, last=False)}")
         following = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
         tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in following.items()))
         led = self._rule(

@@ -194,9 +194,9 @@ def take_drafts(
     if request.guide is None or request.status is not Status.RUNNING:
         return
     if whole:
-        looked, flies = output.looked.get(work.row, ()), request.num_total > len(request.tokens)
-        made = max(work.propose, proposals) if flies else request.num_drafts
-        request.take_drafts(looked[count : count + made])
+        looked, in_flight = output.looked.get(work.row, ()), request.num_total > len(request.tokens)
+        proposed = max(work.propose, proposals) if in_flight else request.num_drafts
+        request.take_drafts(looked[count : count + proposed])
     else:
         request.restart()
 

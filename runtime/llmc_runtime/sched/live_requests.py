@@ -17,13 +17,12 @@ from llmc_runtime.sched.guided_requests import GuidedRequests
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.row_shares import ROW_WAIT_SECONDS, row_to_share
 from llmc_runtime.sched.row_snapshots import RowSnapshots
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step
 from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
-from llmc_runtime.sched.waiting_queue import WaitingQueue, prompt_service
+from llmc_runtime.sched.waiting_queue import ROW_WAIT_SECONDS, WaitingQueue, prompt_service, row_to_share
 
 # A step is planned so many seconds, and at least this share of the duration of the step that runs, before that ends.
 AHEAD, AHEAD_SHARE = 0.002, 0.25
@@ -213,7 +212,7 @@ class LiveRequests:
         self.waiting.add(request)
 
     def _drop_in_flight(self, now: float) -> None:
-        """Forget the steps in flight, and let their running requests wait again, and those behind them in line."""
+        """Forget the steps in flight, and let their running requests wait again, and those after them in line."""
         dropped = [request for _, planned in self._in_flight for request in planned]
         if self.snapshots is not None:
             for step, _ in self._in_flight:

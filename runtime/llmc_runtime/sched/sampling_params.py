@@ -97,8 +97,8 @@ class SamplingParams(metaclass=KeywordChecks):
     ignore_eos: bool = parameter(False, flag(), "continue after the model's end-of-sequence token", flag=True)
     include_stop_str_in_output: bool = parameter(False, flag(), "include the stop string in the output", engine=False)
     logprobs: int | None = parameter(
-        None, _LOGPROBS, "number of most likely tokens whose log-probabilities are returned, beside the output token's "
-        "own", flag=True, request=False,
+        None, _LOGPROBS, "number of most likely tokens whose log-probabilities are returned, besides the output "
+        "token's own", flag=True, request=False,
     )  # fmt: skip
     skip_special_tokens: bool = parameter(True, flag(), "omit special tokens from the text", engine=False)
     detokenize: bool = parameter(

@@ -4,7 +4,7 @@ There is one token budget per step and no prefill or decode phase: every request
 known tokens, running requests first, then waiting ones as rows and pages allow (the scheme of vLLM's V1 scheduler).
 Invariants: `running` is sorted by key, so its first request runs in every step and is preempted last. The pages of a
 running request cover its planned tokens and, from admission, all tokens known then. A chunk of a prompt leaves a token
-of the budget to each request behind it that decodes: prompts that are admitted late may stand before these by key.
+of the budget to each request after it that decodes: prompts that are admitted late may stand before these by key.
 
 Steps in flight. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
 request counts them in `num_total`, and the device feeds them to the next step. This is correct because *the device
@@ -53,12 +53,11 @@ from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, 
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status
-from llmc_runtime.sched.row_shares import last_of_most_served
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, last_of_most_served
 
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
@@ -199,7 +198,7 @@ class Scheduler(LiveRequests):
             self.speculation.learn(work, planned, output, seconds, self.counters)
 
     def rollback(self) -> None:
-        """Drop all steps in flight. Their requests, and those behind them in line, wait again and recompute."""
+        """Drop all steps in flight. Their requests, and those after them in line, wait again and recompute."""
         self.timer.forget()
         if self.planner is not None:
             self.planner.forget()

@@ -1,4 +1,4 @@
-"""Step budget: the number of prompt tokens in a step beside decoding requests, so that these are not delayed.
+"""Step budget: the number of prompt tokens in a step with decoding requests, so that these are not delayed.
 
 A step that computes a long chunk of a prompt delays the next token of every decoding request. The duration of a step is
 modelled as that of a step that only decodes, plus a time for each token of a prompt; both are running means of measured

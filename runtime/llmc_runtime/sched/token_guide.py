@@ -107,19 +107,19 @@ class Bans:
     def __init__(self, allowed: bytes, sequences: Sequence[Sequence[int]], needed: bytes) -> None:
         self.mask, self.needed = without_ids(allowed, [s[0] for s in sequences if len(s) == 1]), needed
         self.window = max(map(len, sequences), default=1) - 1  # number of last tokens that determine the next mask
-        self._behind: dict[int, list[tuple[bytes, int]]] = {}  # by the token before the banned one
+        self._endings: dict[int, list[tuple[bytes, int]]] = {}  # by the token before the banned one
         for s in sequences:
             if len(s) > 1:
-                self._behind.setdefault(s[-2], []).append((array("I", s[:-1]).tobytes(), s[-1]))
+                self._endings.setdefault(s[-2], []).append((array("I", s[:-1]).tobytes(), s[-1]))
 
     @property
     def fixed(self) -> bool:
         """Whether the mask does not depend on the output so far."""
-        return not self._behind
+        return not self._endings
 
     def after(self, past: Sequence[int]) -> bytes:
         """Return the mask after `past`, the last `window` tokens of an output."""
-        endings = self._behind.get(past[-1]) if past else None
+        endings = self._endings.get(past[-1]) if past else None
         if not endings:
             return self.mask
         text = array("I", past).tobytes()  # comparing bytes is fast for long words, too
@@ -147,7 +147,7 @@ class Banned:
         """See Guide."""
         if self._inner is not None:
             self._inner.accept(token)
-        self._past = self._behind([token])
+        self._past = self._after([token])
         follows = bool(self._drafts) and self._drafts[0] == token
         self._mask = self._ahead[0] if follows and self._ahead else None
         self._drafts, self._ahead = (self._drafts[1:], self._ahead[1:]) if follows else ([], [])
@@ -166,7 +166,7 @@ class Banned:
             last = self._ahead[-1] if self._ahead else self.mask()
             while last and len(self._ahead) < known and allows(last, self._drafts[len(self._ahead)]):
                 count = len(self._ahead)
-                last = self._next(self._behind(self._drafts[: count + 1]), None if inner is None else inner[count])
+                last = self._next(self._after(self._drafts[: count + 1]), None if inner is None else inner[count])
                 self._ahead.append(last or b"")
         except LlmcError:  # `mask` raises it, now or when the draft is accepted
             pass
@@ -181,7 +181,7 @@ class Banned:
         if self._inner is not None:
             self._inner.close()
 
-    def _behind(self, tokens: Sequence[int]) -> list[int]:
+    def _after(self, tokens: Sequence[int]) -> list[int]:
         """Return the last tokens that determine the bans, with `tokens` at the end of the output."""
         window = self._bans.window
         return [*self._past, *tokens][-window:] if window else []

@@ -8,12 +8,18 @@ minimum of the waiting tenants. Within a tenant, requests are ordered by their k
 come before those that arrived later.
 
 Counts only grow, so entries of the tenants' heap may be outdated: they are corrected when they reach the top.
+
+Admission is fair, but a tenant may hold every row when another one arrives, for as long as its outputs are long. A
+waiting request therefore takes a row after ROW_WAIT_SECONDS, if its tenant has fewer rows and has received less service
+than the tenant that gives it (`row_to_share`). If pages run out, the tenant that has received most gives some. The
+request that loses its row waits like any other, and is computed again later.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
 from operator import attrgetter
 
@@ -22,6 +28,7 @@ from llmc_runtime.sched.request import Account, Request
 OUTPUT_WEIGHT = 2
 _MIN_KEPT = 256  # tenants without requests that are remembered at least
 _KEY = attrgetter("key")
+ROW_WAIT_SECONDS = 1.0
 
 
 class Tenant(Account):
@@ -185,3 +192,23 @@ class WaitingQueue:
         for name in [n for n, t in self.tenants.items() if not t.live and t.service <= floor]:
             del self.tenants[name]
         self._max_tenants = max(_MIN_KEPT, 2 * len(self.tenants))
+
+
+def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None:
+    """Return the running request whose row goes to `waiting`, or None if there is none.
+
+    Of the tenant with the most rows it is the last one in the order of `running`. The tenant keeps at least as many
+    rows as the other one then has, so that two tenants never take the same row from each other in turns. Priorities
+    order the requests of a tenant, and are no claim against another one: a client may send any number.
+    """
+    rows = Counter(request.tenant for request in running)
+    tenant, num_rows = max(rows.items(), key=lambda item: item[1], default=("", 0))
+    if num_rows < rows[waiting.tenant] + 2:
+        return None
+    victim = next(request for request in reversed(running) if request.tenant == tenant)
+    return victim if victim.account.service > waiting.account.service else None
+
+
+def last_of_most_served(running: Sequence[Request]) -> Request:
+    """Return the last request of the tenant that has received the most service, of these in order of their keys."""
+    return max(reversed(running), key=lambda request: request.account.service)

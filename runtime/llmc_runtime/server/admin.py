@@ -27,10 +27,9 @@ from llmc_runtime import __version__
 from llmc_runtime.engine.control_rpc import MAX_SECONDS
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.http.auth import Limits, read_body
-from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import ApiError, not_found, unavailable
+from llmc_runtime.server.http.middleware import query_of, seconds_of
 from llmc_runtime.server.http.replies import as_error, as_json, catch_errors, while_connected
-from llmc_runtime.server.http.request_target import query_of
 from llmc_runtime.server.requests.parse import parse
 from llmc_runtime.server.server_options import LOG_LEVELS
 from llmc_runtime.server.serving import Serving

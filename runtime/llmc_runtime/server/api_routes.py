@@ -2,15 +2,18 @@
 
 The application's routes, the jobs of text processes, load shedding and the OpenAPI description derive from these
 declarations. Probes are in http.probes; the routes of stored responses, which have several methods, in openapi.
+OTHER_ROUTES are routes of other servers (vLLM, OpenAI, Ollama, TGI) that this one lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
+from llmc_runtime.ignored_options import NO_ADAPTERS
 from llmc_runtime.server.requests import messages_request, responses_request
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
 from llmc_runtime.server.requests.pooling_request import (
@@ -27,6 +30,38 @@ from llmc_runtime.server.requests.request_fields import (
     TokenizeRequest,
 )
 from llmc_runtime.server.requests.responses_request import InputTokensRequest, ResponsesRequest
+
+_SLEEP = "stop the server; a start takes seconds"
+_TEXT = "prompts are text"
+_IDS = "use /v1/completions, which takes token ids"
+_BATCHES = "send the requests of a file one by one"
+_OLLAMA = "Ollama's API is not served: use "
+_MOVED = "with an admin key, use "
+
+# path -> what to use instead, or why there is nothing like it
+OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
+    {
+        "/pooling": "hidden states of single tokens are not returned: use /v1/embeddings, /classify or /score",
+        "/v1/audio/transcriptions": _TEXT, "/v1/audio/translations": _TEXT,
+        "/v1/audio/speech": "only text is generated", "/v1/images/generations": "only text is generated",
+        "/docs": "/openapi.json describes the API", "/redoc": "/openapi.json describes the API",
+        "/invocations": "use the route of the task, such as /v1/chat/completions",
+        "/reset_prefix_cache": f"{_MOVED}/admin/reset_prefix_cache",
+        "/start_profile": f"{_MOVED}/admin/trace", "/stop_profile": f"{_MOVED}/admin/trace",
+        "/sleep": _SLEEP, "/wake_up": _SLEEP, "/is_sleeping": _SLEEP,
+        "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
+        "/v1/completions/render": "use /tokenize", "/v1/chat/completions/render": "use /tokenize",
+        "/api/chat": f"{_OLLAMA}/v1/chat/completions", "/api/generate": f"{_OLLAMA}/v1/completions",
+        "/api/tags": f"{_OLLAMA}/v1/models", "/api/show": f"{_OLLAMA}/v1/models", "/api/version": f"{_OLLAMA}/version",
+        "/api/embed": f"{_OLLAMA}/v1/embeddings", "/api/embeddings": f"{_OLLAMA}/v1/embeddings",
+        "/generate_stream": "use /v1/completions with stream", "/embed": "use /v1/embeddings",
+        "/v1/moderations": "use /classify, with a model that classifies",
+        "/inference/v1/generate": _IDS, "/generate": _IDS,
+        "/v1/batches": _BATCHES, "/v1/files": _BATCHES,
+        "/collective_rpc": "engine processes take no calls",
+    }
+)  # fmt: skip
+_PREFIX = "/v1"
 
 
 @dataclass(frozen=True)
@@ -130,3 +165,16 @@ PAGE = GetRoute(("/",), "A chat and metrics, for a browser", "text/html", "strin
 GET_ROUTES: Sequence[GetRoute] = (
     MODELS, MODEL, TOKENIZER_INFO, VERSION, SERVER_INFO, MODEL_INFO, METRICS, LOAD, ROUTER_LOAD, OPENAPI, PAGE,
 )  # fmt: skip
+
+
+def not_a_route(path: str, served: frozenset[str]) -> str:
+    """Return the message of a 404 for `path`, which is none of the `served` paths."""
+    path = path.rstrip("/")
+    cause = "there is no such route"
+    if path in OTHER_ROUTES:
+        return f"{cause}: {OTHER_ROUTES[path]}"
+    if _PREFIX + path in served:
+        return f"{cause}: use {_PREFIX}{path}; the base URL of OpenAI's clients ends in {_PREFIX}"
+    if path.startswith(_PREFIX * 2) and (route := path.removeprefix(_PREFIX)) in served:
+        return f"{cause}: use {route}; the base URL has {_PREFIX} twice"
+    return cause

@@ -18,14 +18,13 @@ from llmc_runtime import __version__
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
+from llmc_runtime.server.api_routes import not_a_route
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
-from llmc_runtime.server.http.cors import allow_origins
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
+from llmc_runtime.server.http.middleware import NormalizeTarget, RequestShares, allow_origins, normalize_root
 from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
-from llmc_runtime.server.http.request_shares import RequestShares
-from llmc_runtime.server.http.request_target import NormalizeTarget, normalize_root
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.messages_api.messages_response import MessagesResponse
 from llmc_runtime.server.openai.chat import ChatResponse
@@ -34,7 +33,6 @@ from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.openai.responses import ResponsesResponse
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
-from llmc_runtime.server.other_routes import not_a_route
 from llmc_runtime.server.page import page_route
 from llmc_runtime.server.requests.messages_request import CountRequest, to_chat
 from llmc_runtime.server.requests.pooling_request import repeats
@@ -241,7 +239,7 @@ class Endpoints(Endpoint):
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics, for Prometheus."""
-        return Response(await self.serving.meters.shared_text(), media_type=CONTENT_TYPE)
+        return Response(await self.serving.metrics.shared_text(), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json."""

@@ -112,7 +112,7 @@ class Endpoint:
         finally:
             if not offloaded:
                 body.drop()
-                self.serving.meters.unknown(sum(unknown))
+                self.serving.metrics.unknown(sum(unknown))
 
     async def _text(self, request: Request, route: PostRoute, run: Callable[[Any], Awaitable[Response]]) -> Response:
         """Run a request for tokenization. A text process handles a large body and makes its response, whose memory is
@@ -148,7 +148,7 @@ class Endpoint:
 
         Generation releases the admission slot; it is released here if generation never starts.
         """
-        encoding, on_disconnect = self.serving.encoding.of(call.key), self.serving.meters.count_disconnect
+        encoding, on_disconnect = self.serving.encoding.of(call.key), self.serving.metrics.count_disconnect
         sent = call.resources.release_response
 
         async def complete() -> Response:

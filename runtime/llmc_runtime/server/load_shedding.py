@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.types import Scope
@@ -31,10 +31,11 @@ from starlette.types import Scope
 from llmc_runtime.server.api_routes import POST_ROUTES
 from llmc_runtime.server.http.auth import REQUEST_ID
 from llmc_runtime.server.http.errors import MESSAGES_PATH, ApiError, body_of
-from llmc_runtime.server.http.head_turns import HeadTurns
+from llmc_runtime.server.http.light_requests import Answer
+from llmc_runtime.server.http.middleware import normalize_root
 from llmc_runtime.server.http.probes import PROBES, READY
+from llmc_runtime.server.http.read_turns import HeadTurns
 from llmc_runtime.server.http.request_log import Record, RefusalLog, log, log_request
-from llmc_runtime.server.http.request_target import normalize_root
 
 if TYPE_CHECKING:
     from llmc_runtime.server.serving import Serving
@@ -52,16 +53,6 @@ _LENGTH = re.compile(rb"[0-9]{1,10}")
 _PARSER_ONLY = frozenset({b"transfer-encoding", b"expect", b"upgrade"})  # heads with these fields go to the parser
 Lane = tuple[str | None, bool]  # a key, and whether errors have the format of /v1/messages
 _SINGLE = frozenset({b"content-length", b"host", b"authorization", b"x-api-key", b"connection", b"x-request-id"})
-
-
-class Answer(NamedTuple):
-    """A complete response, the length of the request's body in bytes, whether the connection is closed, and whether the
-    request is a health probe."""
-
-    data: bytes
-    length: int
-    closes: bool
-    is_probe: bool = False
 
 
 @dataclass(frozen=True)
@@ -335,12 +326,12 @@ class LoadShedder:
             record = Record(began=time.monotonic())
             record.status, record.complete = error.status, True
             record.fail(error.code, error.reason)
-            key = self.serving.meters.key_names.get(request.key or "")
+            key = self.serving.metrics.key_names.get(request.key or "")
             log_request({"path": request.path, "method": "POST", "llmc.id": name.decode()}, record, key)
 
 
 class Turn:
-    """Refuses requests that are handled without returning to the event loop (see refusals.Refuse).
+    """Refuses requests that are handled without returning to the event loop (see light_requests.Refuse).
 
     Meanwhile nothing is admitted and nothing ends, so that a key which was refused is refused again.
     """
@@ -363,7 +354,7 @@ class Turn:
         return self._shedder.answered(prepared, request, last)
 
     def repeated(self, data: bytes) -> bytes | None:
-        """See refusals.Refuse."""
+        """See light_requests.Refuse."""
         end = data.find(b"\r\n\r\n") + 4
         request = self._parsed.get(data[:end])
         if request is None or not request.keeps or len(data) - end != request.length:

@@ -13,18 +13,15 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from llmc_runtime.server.http.arriving_head import ArrivingHead
-from llmc_runtime.server.http.chunk_slices import first_slice
 from llmc_runtime.server.http.connection_limit import ConnectionLimit, limit_unsent
-from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.errors import ApiError, closing_response, head_timeout, too_many_connections
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
-from llmc_runtime.server.http.head_turns import is_probe
 from llmc_runtime.server.http.light_connections import LightConnections
-from llmc_runtime.server.http.line_patterns import use_linear_patterns
 from llmc_runtime.server.http.lingering_close import Lingering
-from llmc_runtime.server.http.plain_errors import closing_response, head_timeout, too_many_connections
+from llmc_runtime.server.http.parser_limits import ArrivingHead, first_slice, use_linear_patterns
 from llmc_runtime.server.http.probes import PROBES
+from llmc_runtime.server.http.read_turns import is_probe
 from llmc_runtime.server.load_shedding import LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from llmc_runtime.server.api_routes import INPUT_TOKENS
 from llmc_runtime.server.endpoint import Endpoint
 from llmc_runtime.server.http.errors import ApiError, not_found, renamed
+from llmc_runtime.server.http.middleware import query_of
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
-from llmc_runtime.server.http.request_target import query_of
 from llmc_runtime.server.requests.parse import SMALL_BODY
 from llmc_runtime.server.requests.responses_request import InputTokensRequest, references_of, to_responses_request
 from llmc_runtime.server.stored_responses import StoredResponse, separated

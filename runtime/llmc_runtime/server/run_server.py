@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import math
 import signal
 import socket
@@ -17,6 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.server import ServerState
 
 from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.compile_cache import is_id
@@ -30,17 +32,17 @@ from llmc_runtime.server.http.connection_limit import (
     allocate_descriptors,
     set_descriptor_limit,
 )
+from llmc_runtime.server.http.errors import closing_response, head_timeout, too_many_connections
 from llmc_runtime.server.http.event_loop import ServerLoop
+from llmc_runtime.server.http.light_connections import LightConnections, Refuse
 from llmc_runtime.server.http.listen import listening, name_of
 from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
-from llmc_runtime.server.new_connections import light_connections
 from llmc_runtime.server.openapi import prepare_checks
 from llmc_runtime.server.operations.admission import Admission
 from llmc_runtime.server.operations.malloc import return_freed_memory
 from llmc_runtime.server.operations.metrics_exporter import ServerMetrics, engine_info
-from llmc_runtime.server.operations.service_manager import READY, STOPPING, notify
 from llmc_runtime.server.protocol import MAX_HEAD_BYTES, HttpConnection
 from llmc_runtime.server.server_options import Options
 from llmc_runtime.server.serving import Serving
@@ -60,6 +62,8 @@ _SWITCH_SECONDS = 0.0005  # after which a thread that renders a template yields 
 # 5 ms for each 7,000 new objects.
 _GC_THRESHOLDS = 700, 3, 333
 _POLL_SECONDS = 0.05  # between checks of the open requests while draining
+READY, STOPPING = "READY=1", "STOPPING=1"  # states for the service manager
+log = logging.getLogger("llmc.serve")
 
 
 class DrainingServer(uvicorn.Server):
@@ -232,8 +236,8 @@ async def _end_with_engine(llm: AsyncLLM, server: DrainingServer, say: Callable[
 
 def _config(options: Options, serving: Serving, connections: int, tracer: RequestTracer | None) -> uvicorn.Config:
     """Return uvicorn's configuration, loaded."""
-    limit = ConnectionLimit.within_descriptors(connections, lambda: serving.meters.refused("connections"))
-    serving.meters.gauges["connections_open"] = ("Open client connections", lambda: limit.open)
+    limit = ConnectionLimit.within_descriptors(connections, lambda: serving.metrics.refused("connections"))
+    serving.metrics.gauges["connections_open"] = ("Open client connections", lambda: limit.open)
     shed = LoadShedder(serving, options.root_path, RefusalLog(options.access_log))
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
@@ -269,7 +273,7 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     names = names_of(options)
     engines = llm.args.data_parallel_size
     stats: Any = llm.stats if engines == 1 else llm.stats_by_engine
-    meters = ServerMetrics(
+    metrics = ServerMetrics(
         names[0], stats, partial(engine_info, llm, names[0]), options.metrics_alias, _key_names(options)
     )
     rows, length = llm.config.max_num_seqs * engines, llm.config.max_model_len
@@ -277,13 +281,63 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     if queued_tokens is None:
         queued_tokens = options.max_queued_requests * length
     admission = Admission(
-        options.max_queued_requests + rows, queued_tokens + rows * length, options.max_per_key, meters.refused, rows,
+        options.max_queued_requests + rows, queued_tokens + rows * length, options.max_per_key, metrics.refused, rows,
         len(options.keys), math.inf if options.max_queue_wait is None else options.max_queue_wait,
         lambda: llm.num_waiting, answers=_MAX_LARGE_RESPONSES * options.max_answer,
     )  # fmt: skip
-    meters.gauges["estimated_queue_wait_seconds"] = ("Estimated queueing time of a new request", admission.wait)
+    metrics.gauges["estimated_queue_wait_seconds"] = ("Estimated queueing time of a new request", admission.wait)
     return Serving(
-        llm, names, admission, meters, options.chat_template, options.tool_call_parser, options.reasoning_parser,
+        llm, names, admission, metrics, options.chat_template, options.tool_call_parser, options.reasoning_parser,
         options.request_timeout, options.max_answer, options.response_store or 0,
         options.default_chat_template_kwargs or {},
     )  # fmt: skip
+
+
+def light_connections(
+    loop: ServerLoop, protocol: type[HttpConnection], state: ServerState, keep_alive: float
+) -> LightConnections:
+    """Return the light connections of a server whose others are instances of `protocol` and share `state`."""
+    limit, shed, fair = protocol.limit, protocol.shed, loop.fair
+    assert shed is not None
+    shed.overloaded = lambda: fair.batching
+
+    def on_change(change: int) -> None:
+        limit.open += change
+
+    def full_response() -> bytes:
+        limit.on_refused()
+        return closing_response(too_many_connections())
+
+    def refusals() -> Refuse | None:
+        return shed.turn(state.default_headers) if shed.active else None
+
+    light = LightConnections(
+        fair,
+        capacity=lambda: max(0, limit.maximum - limit.open),
+        refusals=refusals,
+        on_change=on_change,
+        timeout_response=head_timeout(protocol.head_seconds),
+        head_seconds=protocol.head_seconds,
+        keep_alive=keep_alive,
+        turns=limit.head_turns,
+        full_response=full_response,
+        probe=lambda head: shed.probe(head, state.default_headers),
+    )
+    limit.evict_light = light.evict
+    return light
+
+
+def notify(address: str, state: str) -> None:
+    """Tell the service manager a state of the server, by the protocol of sd_notify(3).
+
+    `address` is a datagram socket: a path, or @ and a name in the abstract namespace; "" for none. An address that
+    cannot be reached is logged: the server works without it.
+    """
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as link:
+            link.connect("\0" + address[1:] if address.startswith("@") else address)
+            link.sendall(state.encode())
+    except OSError as e:
+        log.warning("the state %s was not reported to the service manager: %s", state, e.strerror)

@@ -1,6 +1,7 @@
 """The options of llmc-serve, each declared once; those of the engine are in llmc_runtime.engine_options.
 
-Flags have vLLM's names if their meaning is the same.
+Flags have vLLM's names if their meaning is the same. vLLM's flags that have no meaning here are accepted, too (see
+`llmc_runtime.ignored_options`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,50 @@ from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.ignored_options import by_flag
 from llmc_runtime.option_type import Option, of_command, options_of, parse_bytes, positive, serve_option
-from llmc_runtime.server.call_format_names import FormatNames
 from llmc_runtime.server.http.tls import Tls
-from llmc_runtime.server.ignored_flags import add_ignored
 from llmc_runtime.server.requests.request_fields import MAX_NAME
+from llmc_runtime.server.tool_calls import registry
+from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING_FORMATS
 from llmc_runtime.text.chat_template import wrong_variable
 
 _GROUPS = ("configuration", "server", "keys and TLS", "load", "logs", "chats and sampling", "engine")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# The names in tool_calls.reasoning, which needs packages of the extra `serve`.
-_REASONING_PARSERS = (
-    "auto", "qwen3", "deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "mistral", "openai_gptoss",
-    "kimi_k2", "minimax_m2", "seed_oss", "hunyuan_a13b", "ernie45", "step3", "step3p5", "olmo3", "nemotron_v3",
-    "holo2", "mimo", "none",
-)  # fmt: skip
+
+
+class FormatNames(tuple[str, ...]):
+    """The values of `--tool-call-parser`, ours. `in` also finds the names of installed packages."""
+
+    __slots__ = ()
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and registry.is_offered(name))
+
+
+CALL_FORMATS = FormatNames(("auto", *registry.names(), "none"))
+
+
+class _Collect(argparse.Action):
+    """Appends (flag, values) to `ignored_flags`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        texts = [values] if isinstance(values, str) else list(values or [])
+        flag = option or self.option_strings[0]
+        namespace.ignored_flags = [*(namespace.ignored_flags or []), (flag, texts)]
+
+
+def add_ignored(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags that have no meaning here, hidden from the help."""
+    nargs: dict[str, int | str | None] = {"": 0, "1": None}
+    for flag, row in by_flag().items():
+        parser.add_argument(
+            flag, action=_Collect, dest="ignored_flags", nargs=nargs.get(row.values, row.values), default=[],
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
 
 
 def _port(text: str) -> int:
@@ -235,10 +264,12 @@ class Options:
         read=parse_override, metavar="JSON", check=_variables,
     )  # fmt: skip
     tool_call_parser: str = _chats(
-        "auto", "format of the model's tool calls (auto: from its template)", choices=FormatNames()
+        "auto", "format of the model's tool calls (auto: from its template)", choices=CALL_FORMATS
     )
     reasoning_parser: str = _chats(
-        "auto", "format of the model's reasoning (auto: from its template)", choices=_REASONING_PARSERS
+        "auto",
+        "format of the model's reasoning (auto: from its template)",
+        choices=("auto", *REASONING_FORMATS, "none"),
     )
     on_engine_failure: str = _engine(
         "exit", "action when the engine has ended four times within an hour: exit with code 4, or retry at growing "

@@ -1,4 +1,4 @@
-"""The service of one model: submits requests to the engine, meters them, and ends them early if necessary."""
+"""The service of one model: submits requests to the engine, measures them, and ends them early if necessary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.server.call import Call, Resources
-from llmc_runtime.server.fair_slots import FairSlots
+from llmc_runtime.server.fair_slots import FairSlots, TextThreads
 from llmc_runtime.server.http.body_budget import BodyBudget
-from llmc_runtime.server.http.durations import seconds_of
 from llmc_runtime.server.http.errors import OF_ENGINE, ApiError, internal, late, to_api_error, unavailable
 from llmc_runtime.server.http.lazy_json import Encoding
+from llmc_runtime.server.http.middleware import seconds_of
 from llmc_runtime.server.http.request_log import Record
 from llmc_runtime.server.operations.admission import LATEST, SOONEST, Admission
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics, ServerMetrics
@@ -36,7 +36,6 @@ from llmc_runtime.server.requests.response_size import MAX_ANSWER, SCORE_WEIGHT,
 from llmc_runtime.server.stored_responses import ResponseStore
 from llmc_runtime.server.text_pool.pool import TextPool
 from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
-from llmc_runtime.server.text_threads import TextThreads
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 
@@ -61,7 +60,7 @@ class Serving:
         llm: AsyncLLM,
         names: Sequence[str],
         admission: Admission,
-        meters: ServerMetrics,
+        metrics: ServerMetrics,
         template: str | None = None,
         calls: str = AUTO,
         reasoning: str = AUTO,
@@ -72,7 +71,7 @@ class Serving:
     ) -> None:
         self.max_answer = max_answer
         self.llm, self.names = llm, tuple(names)
-        self.admission, self.meters, self.timeout = admission, meters, timeout
+        self.admission, self.metrics, self.timeout = admission, metrics, timeout
         self.created = int(time.time())
         self.fingerprint = f"fp_{llm.digest[:10]}" if llm.digest else None  # OpenAI's system_fingerprint
         self.encoding = Encoding()
@@ -88,7 +87,7 @@ class Serving:
         self.starts = FairSlots(_STARTS_PER_ITERATION, self._too_many_texts)  # of prompts of models that pool
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options, self._variables = (template, calls, reasoning), dict(variables)
-        self.text_processes = TextPool(self._text_process_config, self._too_many_texts, meters.unknown, admission.keys)
+        self.text_processes = TextPool(self._text_process_config, self._too_many_texts, metrics.unknown, admission.keys)
 
     def close(self) -> None:
         """Stop tokenization."""
@@ -271,8 +270,8 @@ class Serving:
     ) -> Updates:
         record, resources = call.record or Record(), call.resources
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id, jobs[0][1])
-        meters = [self.meters.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
-        self.meters.count_for_key(call.key, "key_requests")
+        per_prompt = [self.metrics.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
+        self.metrics.count_for_key(call.key, "key_requests")
         assert resources.slot is not None  # reserved in `run`
         try:
             outputs = sum((params.max_tokens or 0) * params.n for _, params in jobs)
@@ -284,7 +283,7 @@ class Serving:
             )  # fmt: skip
             resources.running = len(jobs)
             updates = [
-                self.watched(generate(prompt, params, f"{call.id}-{i}"), call, meters[i], i)
+                self.watched(generate(prompt, params, f"{call.id}-{i}"), call, per_prompt[i], i)
                 for i, (prompt, params) in enumerate(jobs)
             ]
             async with aclosing(merged(updates)) as items:  # type: ignore[type-var]
@@ -296,24 +295,24 @@ class Serving:
             record.fail(e.code)
             raise
         finally:
-            resources.release_slot(sum(meter.tokens for meter in meters))
+            resources.release_slot(sum(metrics.tokens for metrics in per_prompt))
 
     async def watched(
-        self, generated: AsyncGenerator[RequestOutput, None], call: Call, meter: RequestMetrics, index: int = 0
+        self, generated: AsyncGenerator[RequestOutput, None], call: Call, metrics: RequestMetrics, index: int = 0
     ) -> Updates:
-        """Run prompt `index` of a request with metering, and convert its errors to ApiErrors."""
+        """Run prompt `index` of a request with metrics, and convert its errors to ApiErrors."""
         unfinished = "error"  # the finish reason of outputs that have none
         try:
             async with aclosing(generated) as outputs:
                 async for output in outputs:
-                    meter.take(output)
+                    metrics.take(output)
                     for choice in output.outputs:
                         if choice.finish_reason == "abort":
                             raise unavailable("the request was ended by the server", "aborted")
                     yield index, output
         except LlmcError as e:
             if e.code == "E666":
-                self.meters.count_timeout()
+                self.metrics.count_timeout()
                 raise late(call.resources.seconds or 0.0) from None
             if e.code in OF_ENGINE and not self.admission.draining:
                 cause, seconds = self._absence()
@@ -327,4 +326,4 @@ class Serving:
         except Exception as e:
             raise internal() from e
         finally:
-            meter.end(unfinished)
+            metrics.end(unfinished)

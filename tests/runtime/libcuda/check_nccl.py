@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from artifact import tiny
 from llmc_runtime.artifact import open_artifact
-from llmc_runtime.device.cuda import nccl as nccl_library
 from llmc_runtime.device.cuda import nccl_group
-from llmc_runtime.device.cuda.nccl import Nccl
-from llmc_runtime.device.cuda.nccl_group import NcclGroup
+from llmc_runtime.device.cuda.nccl_group import Nccl, NcclGroup
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.executor import Executor
@@ -131,7 +129,7 @@ def test_ranks_that_do_not_connect_in_time(artifact: Path, monkeypatch: pytest.M
 def test_a_library_that_is_missing_or_too_old(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_VERSION", "21003")
     refused(artifact, "E143", "is NCCL 2.10.3; ranks need 2.18.0 or newer.*pip install nvidia-nccl-cu13.*-cu12")
-    monkeypatch.setattr(nccl_library, "LIBRARY", "libnccl-missing.so.2")
+    monkeypatch.setattr(nccl_group, "LIBRARY", "libnccl-missing.so.2")
     refused(artifact, "E143", "cannot be loaded: libnccl-missing.so.2.*pip install nvidia-nccl-cu13.*LD_LIBRARY_PATH")
 
 

@@ -23,8 +23,8 @@ from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.loader import open_engine
 from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.exec.buffer_layout import RandomWeights
 from llmc_runtime.exec.executor import Executor
-from llmc_runtime.exec.random_weights import RandomWeights
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, CppKernel, pointers
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, pointers, unsupported
 from llmc.codegen.backends.cpp.shape import item
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import product
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

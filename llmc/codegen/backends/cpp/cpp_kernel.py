@@ -26,8 +26,6 @@ CTYPES = MappingProxyType(
         "i16": "int16_t", "i8": "int8_t", "u32": "uint32_t", "u16": "uint16_t", "u8": "uint8_t", "bool": "b8",
     }
 )  # fmt: skip
-FLOATS = ("f32", "bf16", "f16")
-INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"[^\n]*\n', re.M)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, INTS, Call, CppKernel, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, Call, CppKernel, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.expert_stack import Stack, pack_stack
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.moe import gate

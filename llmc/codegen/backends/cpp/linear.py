@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, CppKernel, pointers, product_text, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, CppKernel, pointers, product_text, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.print_expr import Dag, Names, convert, statements
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D, Dim
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import parse_expr
@@ -20,8 +20,8 @@ from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 MAX_PARTS = 4
-_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it is applied to rows of x
-_COPY_BYTES = 512 << 10  # maximum bytes of converted rows of x
+PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it is applied to rows of x
+COPY_BYTES = 512 << 10  # maximum bytes of converted or rounded rows of x
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class Linear(PackedProduct):
         registers = {64: 24, 32: 12}.get(target.vector, 8)  # accumulators, by the bytes of a vector
         mr = max(1, registers // (rows // (target.vector // 4)))
         size = DTYPES[p.w.dtype].bits // 8
-        kc = max(512, _PANEL_BYTES // (rows * size)) // 2 * 2
+        kc = max(512, PANEL_BYTES // (rows * size)) // 2 * 2
         k = -(-(p.k.const or 1) // p.pair) * p.pair
-        mb = 8 if p.dp(target) else max(4, min(8, _COPY_BYTES // (4 * k * mr)))
+        mb = 8 if p.dp(target) else max(4, min(8, COPY_BYTES // (4 * k * mr)))
         return [{"rows": rows, "mr": mr, "mb": mb, "kc": kc}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, FLOATS, unsupported
-from llmc.codegen.backends.cpp.linear import PackedProduct, Problem
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, unsupported
+from llmc.codegen.backends.cpp.linear import COPY_BYTES, PANEL_BYTES, PackedProduct, Problem
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.packed_quantized import QUAD, RUN
@@ -20,8 +21,6 @@ from llmc.targets.target import Target
 SCALES = FLOATS
 ZEROS = (*FLOATS, "u8")
 MAX_DEPTH = 1 << 16  # columns whose products have a sum below 2^31
-_PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it is applied to rows of x
-_COPY_BYTES = 512 << 10  # maximum bytes of rounded rows of x
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,8 @@ class QuantizedLinear(PackedProduct):
         # in registers. Otherwise, accumulators take half of the registers, and codes, products and scales the others.
         registers, tiles = (8, 16) if target.vector < 64 else (12, 32) if p.act else (24, 16)
         mr = max(1, registers // (rows // lanes))
-        kc = max(512, _PANEL_BYTES * 8 // (rows * p.bits))
-        mb = max(4, min(tiles, _COPY_BYTES // (p.width * p.code_size(target) * mr)))
+        kc = max(512, PANEL_BYTES * 8 // (rows * p.bits))
+        mb = max(4, min(tiles, COPY_BYTES // (p.width * p.code_size(target) * mr)))
         return [{"rows": rows, "mr": mr, "mb": mb, "kc": kc}]
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:

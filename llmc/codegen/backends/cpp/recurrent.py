@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, CppKernel, ctype, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, ctype, pointers, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node, Value
 from llmc.targets.target import Target
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, ctype, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, ctype, pointers, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

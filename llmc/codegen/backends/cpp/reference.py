@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, Call, CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import Call, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.ir.ops.moe import gate
 from llmc.targets.target import Target

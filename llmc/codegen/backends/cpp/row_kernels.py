@@ -5,12 +5,13 @@ Reductions split a row program into passes over the row; expensive values that t
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.print_expr import ELEMENT, VECTOR, Names, convert, statements
 from llmc.codegen.row_program import RowProgram, Space, expressions, same_layout
 from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.ir.scalar import reduces_rows
 from llmc.targets.target import Target

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import INTS, CppKernel, ctype, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, ctype, pointers, unsupported
 from llmc.codegen.emit import Sizes, merged, strided_view
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, product
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from llmc.codegen.backends.cpp.cpp_kernel import FLOATS, INTS, Call
+from llmc.codegen.backends.cpp.cpp_kernel import Call
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, Dim
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -18,11 +18,10 @@ from llmc_runtime.format.nccl_call import LANGUAGE
 from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.kernel import EXACT, Kernel, Schedule, Source
 from llmc.ir.dim import product
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-FLOATS = ("f32", "bf16", "f16")
 _MOVED = MappingProxyType(
     {8: "u8", 16: "f16", 32: "i32", 64: "i64"}
 )  # bits of an element -> dtype as which it is copied

@@ -10,10 +10,10 @@ from llmc_runtime.format.nccl_call import LANGUAGE as NCCL
 
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dim import Dim, product
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

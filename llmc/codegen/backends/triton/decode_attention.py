@@ -13,9 +13,10 @@ from typing import Self
 
 from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import Schedule, roofline_us
 from llmc.codegen.paged_problem import PagedProblem
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

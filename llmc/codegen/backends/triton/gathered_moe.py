@@ -13,11 +13,11 @@ from llmc.codegen.backends.triton.gemv import StreamTile, joint_sum
 from llmc.codegen.backends.triton.moe import epilogue
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import D, Dim
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

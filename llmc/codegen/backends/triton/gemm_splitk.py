@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.gemm_small import Gemm
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

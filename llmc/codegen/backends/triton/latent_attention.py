@@ -14,17 +14,9 @@ from typing import NamedTuple
 from llmc.codegen.backends.triton.decode_attention import CONTEXT
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import (
-    FLOATS,
-    Code,
-    TritonKernel,
-    Unit,
-    capability,
-    element,
-    unsupported,
-)
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, capability, element, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 

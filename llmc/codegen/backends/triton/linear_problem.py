@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.triton.template import function, literal, record
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, Unit, unsupported
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.ir.scalar import parse_expr, walk
 from llmc.ir.types import Type

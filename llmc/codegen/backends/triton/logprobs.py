@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -18,7 +18,7 @@ LARGE_ROWS, SINGLE_KEYS = 64, 64
 
 
 class MixedAttention(TritonKernel):
-    """Paged attention in which a row of one token has a program with few queries, beside tiles of longer rows."""
+    """Paged attention in which a row of one token has a program with few queries, and longer rows have tiles."""
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs.get("least", 1) > 1:

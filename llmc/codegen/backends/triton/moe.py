@@ -13,13 +13,13 @@ from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Argument, Template, function, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.ir.ops.moe import gate
 from llmc.ir.scalar import walk

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, MATRIX, SMALL, TOKENS, WARPGROUP
+from llmc.codegen.backends.triton.gemm_small import GROUP, LINE_BYTES, MATRIX, SMALL, TOKENS, WARPGROUP
 from llmc.codegen.backends.triton.linear_problem import epilogue, output, peak
 from llmc.codegen.backends.triton.quantized_problem import (
     FEW_TOKENS,
@@ -53,7 +53,6 @@ MANY = (
 )
 # float32 factors are multiplied without tensor cores.
 FLOAT = (GemmTile(16, 32, 32, 4, 2), GemmTile(32, 32, 32, 4, 2), GemmTile(32, 64, 32, 4, 2))
-LINE = 128  # bytes of a prefetch
 _SUMS = 128  # maximum float32 sums per thread of up to 8 warps, which have 255 registers; more warps share those of 8
 # Operations per code, counted in machine code: of warps that multiply by themselves, and of warpgroups, whose codes are
 # read from shared memory two bytes at a time.
@@ -91,7 +90,7 @@ class QuantizedGemm(QuantizedKernel):
     def code(self, u: Unit) -> Code:
         p, s = QuantizedProduct.of(u.node), u.schedule
         rows = p.m.ceildiv(s["bm"])
-        lines = 1 << (s["bk"] // LINE).bit_length() >> 1
+        lines = 1 << (s["bk"] // LINE_BYTES).bit_length() >> 1
         return u.launch(
             Template("quantized_gemm", "quantized_gemm"),
             (rows * -(-p.n // s["bn"]),),

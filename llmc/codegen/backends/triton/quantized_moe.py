@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped, pointer
 from llmc.codegen.backends.triton.quantized_problem import halves, has_assembly, scales_factors
 from llmc.codegen.backends.triton.template import Template, record
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, INTS, Code, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, Code, Unit, element, unsupported
 from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, pack_stack, row_blocks
 from llmc.codegen.kernel import Schedule
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS, INTS
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -20,10 +20,11 @@ from llmc.codegen.backends.triton.tiling import (
     times,
 )
 from llmc.codegen.backends.triton.triton_expr import helpers, loaded
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -73,13 +74,6 @@ class Walk:
         self.across, self.block = self.u.schedule["rows"], self.u.schedule["cols"]
         self.axis = 1 if self.last else 0
         self.shape = f"({self.across}, {self.block})" if self.last else f"({self.block}, {self.across})"
-
-    @property
-    def programs(self) -> Dim:
-        """The number of programs."""
-        if self.last:
-            return self.outer.ceildiv(self.across)
-        return self.outer * self.inner.ceildiv(self.across)
 
     def head(self) -> list[str]:
         """Return the code that defines `base` (offsets of the program's lines) and `there` (lines that exist)."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOAT8, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule, roofline_us
 from llmc.ir.dim import Dim
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.ir.types import Type
 from llmc.targets.target import Target

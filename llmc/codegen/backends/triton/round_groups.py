@@ -9,11 +9,11 @@ from llmc.codegen.backends.triton.row_kernels import Writer, programs, reduces, 
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import cost_us, tiles
 from llmc.codegen.backends.triton.triton_expr import fold, helpers, stored
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.codegen.row_program import RowProgram
 from llmc.ir.dim import product
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.ir.ops.quantized_linear import ACTIVATIONS
 from llmc.ir.scalar import parse_expr

@@ -32,11 +32,12 @@ from llmc.codegen.backends.triton.triton_expr import (
     statement,
     stored,
 )
-from llmc.codegen.backends.triton.triton_kernel import FLOAT8, FLOATS, INTS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import Schedule, schedule_text
 from llmc.codegen.row_program import RowProgram, expressions, same_layout
 from llmc.ir.dim import Dim, product
+from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, fits, joins, penalty, product_us
+from llmc.codegen.backends.triton.gemm_small import GROUP, LINE_BYTES, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
 from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, output
 from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, FLOATS, Code, TritonKernel, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
 from llmc.ir.dim import D
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
 MAX_SLICE = 128  # maximum columns of a slice: the width of the largest swizzle in bytes
 DEPTH = 32  # columns of an instruction; groups are multiples of it
-LINE_BYTES = 128  # bytes of a prefetch
 GROUPS = (16, 32)  # larger groups of row tiles, tried with the first schedule
 TOKENS = (16, 32, 64)
 # bn of all parts, warps, stages, slices of a step.

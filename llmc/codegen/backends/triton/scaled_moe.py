@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.moe import ROWS, Experts, ExpertTile, Grouped
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import CODES, FLOATS, INTS, Code, Unit, unsupported
+from llmc.codegen.backends.triton.triton_kernel import CODES, Code, Unit, unsupported
 from llmc.codegen.expert_stack import Stack
 from llmc.codegen.kernel import Schedule
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from llmc.codegen.backends.triton.tiling import cost_us, decompose, factored, masked, tiles, times, wide
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, INTS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import merged, strided_view
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import D, Dim, product
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 

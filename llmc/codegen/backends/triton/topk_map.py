@@ -8,11 +8,12 @@ from llmc.codegen.backends.triton.reduce import key_function
 from llmc.codegen.backends.triton.row_kernels import START
 from llmc.codegen.backends.triton.tiling import cost_us, max_block_warps, next_power_of_2
 from llmc.codegen.backends.triton.triton_expr import convert, dtypes, fold, helpers, loaded, number, statement
-from llmc.codegen.backends.triton.triton_kernel import FLOATS, Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.codegen.print_expr import Dag
 from llmc.ir.dim import product
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.ir.ops.reduce import row_expr
 from llmc.ir.scalar import E, walk

@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from llmc.codegen.backends.triton.triton_kernel import ELEMENTS, FLOATS
+from llmc.codegen.backends.triton.triton_kernel import ELEMENTS
 from llmc.codegen.print_expr import Dag
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.scalar import E
 

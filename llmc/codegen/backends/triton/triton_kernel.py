@@ -38,11 +38,9 @@ ELEMENTS = MappingProxyType(
         "f8e4m3": ("tl.float8e4nv", "fp8e4nv"), "f8e4m3fnuz": ("tl.float8e4b8", "fp8e4b8"),
     }
 )  # fmt: skip
-FLOATS = ("f32", "bf16", "f16")
 FLOAT8 = ("f8e4m3", "f8e4m3fnuz")
 AMD_FLOAT8 = MappingProxyType({"gfx942": "f8e4m3fnuz", "gfx950": "f8e4m3"})  # of matrix instructions
 CODES = ("i8", *FLOAT8)  # of quantised tensors; two of one dtype can be factors of tl.dot
-INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
 WAIT = "tl.extra.cuda.gdc_wait()"
 GO = "tl.extra.cuda.gdc_launch_dependents()"

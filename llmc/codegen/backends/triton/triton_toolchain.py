@@ -22,9 +22,8 @@ from llmc_runtime.format.install_command import install_command
 
 from llmc.codegen import code_object, cubin
 from llmc.codegen.kernel import Source
-from llmc.codegen.kernel_cache import entry_path, read_entry, write_entry
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, sweep
+from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, entry_path, read_entry, sweep, write_entry
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 

@@ -1,22 +1,164 @@
-"""Multithreaded upload of weights from their files to the GPU, with optional hash checks. `weight_copy` implements the
-two methods of copying.
+"""Multithreaded upload of weights from their files to the GPU, with optional hash checks.
+
+There are two methods of copying a block of weights: from the mapped file, or through pinned memory. Each upload thread
+has one instance. Both methods can check hashes while copying.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
+from llmc_runtime.device.gpu.device_memory import Pinned
 from llmc_runtime.device.gpu.driver import GpuDriver
-from llmc_runtime.device.gpu.upload_work import Work
-from llmc_runtime.device.gpu.weight_copy import CopyMethod, MappedCopy, PinnedCopy, Refused, UploadJob
+from llmc_runtime.device.gpu.upload_work import Block, Span, Work
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
 MAPPED, PINNED = "mapped", "pinned"
+# Bytes per copy with and without hashing. A hashed piece stays in the core's cache until it is copied.
+PIECE, PLAIN_PIECE = 2 << 20, 4 << 20
+_PIECES_IN_FLIGHT = 2  # in flight per thread
+
+
+class Refused(Exception):
+    """The driver refused to register memory of this kind. The message is its reason."""
+
+
+@dataclass(frozen=True)
+class UploadJob:
+    """The state shared by all threads: the work, each file's device address, and whether hashes are checked."""
+
+    driver: GpuDriver
+    work: Work
+    addresses: Mapping[str, int]
+    check: bool
+
+
+class CopyMethod(ABC):
+    """One thread's method of copying. Call `close` once the stream is idle, even if `open` failed."""
+
+    def __init__(self, job: UploadJob, stream: Any) -> None:
+        self._job, self._driver, self._stream = job, job.driver, stream
+
+    @abstractmethod
+    def open(self) -> None:
+        """Acquire resources; raises LlmcError E114 or E203."""
+
+    @abstractmethod
+    def block(self, block: Block) -> None:
+        """Check a block's hash and schedule its copy; raises LlmcError E106, E107 or E114."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything, ignoring errors."""
+
+    def _copy(self, block: Block | Span, at: int, source: int, nbytes: int, event: Any) -> None:
+        target = self._job.addresses[block.file.file] + at
+        self._driver.copy_in(target, source, nbytes, self._stream)
+        self._driver.record(event, self._stream)
+
+
+class MappedCopy(CopyMethod):
+    """Hashes blocks in the page cache, and copies a span from there once all its blocks have been checked.
+
+    Invariant: a span is registered while it is copied, and a thread has at most one such span.
+    """
+
+    def __init__(self, job: UploadJob, stream: Any) -> None:
+        super().__init__(job, stream)
+        self._event: Any = None
+        self._sent: Span | None = None
+
+    def open(self) -> None:
+        """Create the event that marks the end of a copy."""
+        self._event = self._driver.event()
+
+    def block(self, block: Block) -> None:
+        """Check the block, and copy its span if this was the span's last block."""
+        work = self._job.work
+        data = work.load(block)
+        if self._job.check and hashlib.sha256(data.data).hexdigest() != block.file.blocks[block.index]:
+            raise work.folder.wrong_block(block.file, block.index)
+        self._finish_copy()
+        span = work.complete(block)
+        if span is not None:
+            self._send(span)
+
+    def _send(self, span: Span) -> None:
+        address, nbytes = self._job.work.location(span)
+        reason = self._driver.register(address, nbytes)
+        if reason:
+            raise Refused(reason)
+        self._sent = span
+        self._copy(span, span.begin, address, span.end - span.begin, self._event)
+
+    def _finish_copy(self) -> None:
+        """Wait for the previous span's copy, which ran while a block was hashed, and release the span."""
+        if self._sent is not None:
+            self._driver.wait(self._event)
+            self._driver.ok(self._driver.unregister(self._job.work.location(self._sent)[0]))
+            self._job.work.drop(self._sent)
+            self._sent = None
+
+    def close(self) -> None:
+        """Release the span and the event, ignoring errors."""
+        if self._sent is not None:
+            self._driver.unregister(self._job.work.location(self._sent)[0])
+        if self._event is not None:
+            self._driver.destroy_event(self._event)
+
+
+class PinnedCopy(CopyMethod):
+    """Reads blocks into pinned memory piece by piece, hashes and copies them. A wrong hash is reported after the copies
+    have been submitted.
+    """
+
+    def __init__(self, job: UploadJob, stream: Any) -> None:
+        super().__init__(job, stream)
+        self._events: list[Any] = []
+        self._pinned: Pinned | None = None
+        self._pending = [False] * _PIECES_IN_FLIGHT
+        self._slot = 0
+        self._piece = PIECE if job.check else PLAIN_PIECE
+
+    def open(self) -> None:
+        """Create the events and the pinned buffer."""
+        for _ in range(_PIECES_IN_FLIGHT):
+            self._events.append(self._driver.event())
+        self._pinned = Pinned(self._driver, _PIECES_IN_FLIGHT * self._piece)
+
+    def block(self, block: Block) -> None:
+        """Read, hash and copy the block piece by piece."""
+        digest = hashlib.sha256() if self._job.check else None
+        assert self._pinned is not None
+        for at in range(block.begin, block.end, self._piece):
+            slot = self._slot
+            if self._pending[slot]:
+                self._driver.wait(self._events[slot])
+            begin, size = slot * self._piece, min(self._piece, block.end - at)
+            piece = self._pinned.array[begin : begin + size]
+            self._job.work.read(block.file, piece, at)
+            if digest is not None:
+                digest.update(piece.data)
+            self._pending[slot] = True
+            self._copy(block, at, self._pinned.address + begin, size, self._events[slot])
+            self._slot = (slot + 1) % _PIECES_IN_FLIGHT
+        if digest is not None and digest.hexdigest() != block.file.blocks[block.index]:
+            raise self._job.work.folder.wrong_block(block.file, block.index)
+
+    def close(self) -> None:
+        """Free the buffer and the events."""
+        if self._pinned is not None:
+            self._pinned.free()
+        for event in self._events:
+            self._driver.destroy_event(event)
 
 
 @dataclass(frozen=True)

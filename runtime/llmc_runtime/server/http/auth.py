@@ -141,8 +141,8 @@ class Guard:
         """Return an identifier of the valid API key in the beginning of a head; "" if there is none."""
         if not len(self._keys):
             return ""
-        found = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
-        fields = {name.lower(): value.strip(b" \t") for name, value in reversed(found)}
+        pairs = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
+        fields = {name.lower(): value.strip(b" \t") for name, value in reversed(pairs)}
         authorization = fields.get(b"authorization", b"")
         if not authorization and _API_KEY in fields:
             authorization = b"Bearer " + fields[_API_KEY]

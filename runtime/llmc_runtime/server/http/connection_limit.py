@@ -20,12 +20,11 @@ from weakref import WeakKeyDictionary
 
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.server.http.arriving_head import HeadBudget
-from llmc_runtime.server.http.chunk_slices import SliceTurns
+from llmc_runtime.server.http import read_turns
 from llmc_runtime.server.http.event_loop import MIN_HANDSHAKES
-from llmc_runtime.server.http.head_turns import HeadTurns
 from llmc_runtime.server.http.lingering_close import LingerCount
-from llmc_runtime.server.http.read_turns import BodyTurns
+from llmc_runtime.server.http.parser_limits import HeadBudget, SliceTurns
+from llmc_runtime.server.http.read_turns import BodyTurns, HeadTurns
 
 MAX_CONNECTIONS = 4096  # default maximum number of connections
 MAX_UNSENT = 128 << 20  # bytes of responses that wait for slow clients
@@ -35,7 +34,7 @@ _RESERVED, _MIN_RESERVED = 128, 40  # descriptors reserved for the server, open 
 _MAX_REFUSED = 64  # connections over the limit that receive an error response; further ones are closed at once
 
 
-class Connection(Protocol):
+class Connection(read_turns.Connection, Protocol):
     """A connection that counts towards the limits."""
 
     @property
@@ -169,8 +168,8 @@ class ConnectionLimit:
         self._evicted.discard(connection)
         self.unsent.remove(connection)
         self.unsent.release(connection)
-        self.body_turns.leave(connection)  # type: ignore[arg-type]
-        self.head_turns.leave(connection)  # type: ignore[arg-type]
+        self.body_turns.leave(connection)
+        self.head_turns.leave(connection)
 
 
 def set_descriptor_limit(requested: int | None) -> int:

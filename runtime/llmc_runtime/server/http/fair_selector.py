@@ -227,17 +227,17 @@ class FairSelector(selectors.BaseSelector):
 
     def _events(self, ready: list[tuple[int, int]]) -> Events:
         """Convert epoll events to those of selectors. An error is reported as all registered events of its key."""
-        found, watched = [], []
+        events, watched = [], []
         for fd, event in ready:
             if fd in self._watched:
                 watched.append(fd)
             elif (key := self._keys.by_fd.get(fd)) is not None:
                 read = selectors.EVENT_READ if event & ~EPOLLOUT else 0
                 write = selectors.EVENT_WRITE if event & ~EPOLLIN else 0
-                found.append((key, (read | write) & key.events))
+                events.append((key, (read | write) & key.events))
         if watched:
             self.on_input(watched)
-        return found
+        return events
 
     def _set_kind(self, fd: int, target: epoll) -> None:
         if self._client_epolls.get(fd, target) is not target:

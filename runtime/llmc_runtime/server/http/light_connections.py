@@ -4,9 +4,9 @@ asyncio's transport and protocol and the HTTP parser cost several times as much 
 request. A new connection is therefore kept as a plain socket. While the server refuses requests (see load_shedding), a
 refused request is answered and consumed. A request that may be served converts the connection to an ordinary one, whose
 parser receives the data that was read here first; if many connections begin requests at the same time, they wait for
-their turn as plain sockets (see head_turns). If the first request has arrived when the connection is accepted, and its
+their turn as plain sockets (see read_turns). If the first request has arrived when the connection is accepted, and its
 refusal closes the connection, the event loop never watches it. While clients do not use a connection again after a
-refusal, most refusals close it (see returning_clients).
+refusal, most refusals close it (see light_requests.ReturningClients).
 
 An ordinary connection on which a request was refused is lent: its requests are handled here in the same way until one
 may be served, and the connection takes it back.
@@ -27,11 +27,18 @@ from functools import partial
 from itertools import islice
 
 from llmc_runtime.server.http.fair_selector import FairSelector
-from llmc_runtime.server.http.head_turns import HeadTurns
-from llmc_runtime.server.http.light_requests import LightConnection, LightState, answer_waiting, refuse_repeated
-from llmc_runtime.server.http.light_sockets import accept_waiting, send_now
-from llmc_runtime.server.http.refusals import Probe, Refuse
-from llmc_runtime.server.http.returning_clients import ReturningClients
+from llmc_runtime.server.http.light_requests import (
+    LightConnection,
+    LightState,
+    Probe,
+    Refuse,
+    ReturningClients,
+    accept_waiting,
+    answer_waiting,
+    refuse_repeated,
+    send_now,
+)
+from llmc_runtime.server.http.read_turns import HeadTurns
 
 _SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
 _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
@@ -50,17 +57,17 @@ class _Begun:
     reconsider: Callable[[_Begun], None]
 
     def parse(self, data: bytes) -> None:
-        """See head_turns.Connection."""
+        """See read_turns.Connection."""
         self.convert(self)
 
     def pause_reading(self) -> None:
-        """See head_turns.Connection. Nothing is read while it waits."""
+        """See read_turns.Connection. Nothing is read while it waits."""
 
     def resume_reading(self) -> None:
-        """See head_turns.Connection. Nothing is read until it is an ordinary connection."""
+        """See read_turns.Connection. Nothing is read until it is an ordinary connection."""
 
     def refuse(self, data: bytes) -> None:
-        """See head_turns.Connection."""
+        """See read_turns.Connection."""
         self.reconsider(self)
 
 
@@ -115,12 +122,12 @@ class LightConnections:
         end = time.monotonic() + (_QUEUE_SECONDS if self._queued else _TURN_SECONDS)
         while waiting and accepted < allowed and not failed and time.monotonic() < end:
             step = min(_STEP, allowed - accepted)
-            found, failed = accept_waiting(listener, step)
-            accepted, waiting = accepted + len(found), len(found) == step
+            clients, failed = accept_waiting(listener, step)
+            accepted, waiting = accepted + len(clients), len(clients) == step
             for light, state in self._respond(
                 [
                     LightConnection(sock, partial(promote, sock, address), sock.close, deadline)
-                    for sock, address in found
+                    for sock, address in clients
                 ]
             ):
                 self._add(light, state)

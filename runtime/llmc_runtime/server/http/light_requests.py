@@ -1,4 +1,7 @@
-"""Takes the requests that a light connection has sent, as far as they are refused or are probes."""
+"""Answers the requests of a light connection that are refused, or are health probes. No call on a socket blocks.
+
+Load shedding makes the refusals and the answers from the heads of requests (`Refuse` and `Probe`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,94 @@ import enum
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from llmc_runtime.server.http.light_sockets import receive_now
-from llmc_runtime.server.http.refusals import Probe, Refuse
-from llmc_runtime.server.http.returning_clients import ReturningClients
+from typing import NamedTuple, Protocol
 
 _READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
 _MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
+_READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
+_LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
+_AVERAGED = 16  # connections over which the estimate averages; one in so many is left open
+_FEW = 0.25  # part of the connections
+
+
+class Answer(NamedTuple):
+    """A complete response, the length of the request's body in bytes, whether the connection is closed, and whether the
+    request is a health probe."""
+
+    data: bytes
+    length: int
+    closes: bool
+    is_probe: bool = False
+
+
+class Refuse(Protocol):
+    """Refuses the requests of one turn, in which nothing is admitted and nothing ends."""
+
+    def __call__(self, head: bytes, last: bool, /) -> Answer | None:
+        """Return the refusal of a request, whose connection is to be closed if it is the `last`; None if the request
+        may be served."""
+
+    def repeated(self, data: bytes, /) -> bytes | None:
+        """Return the response to `data` if that is one whole request, refused like an earlier one of the turn, whose
+        connection stays open; None for anything else. This takes a fraction of the time of a call."""
+
+
+Probe = Callable[[bytes], Answer | None]
+
+
+class ReturningClients:
+    """Estimates which part of the new connections sends another request after their first one was refused.
+
+    If few do, most are closed with the first refusal: the end of the connection leaves with the response, and nothing
+    waits for the client's.
+    """
+
+    def __init__(self) -> None:
+        self._part, self._count = 1.0, 0
+
+    def saw(self, another: bool) -> None:
+        """Record whether a connection sent another request after its first one was refused, or was closed."""
+        self._part += (another - self._part) / _AVERAGED
+
+    def next_closes(self) -> bool:
+        """Return whether the next new connection is closed with its first refusal; some stay open, to be recorded."""
+        self._count += 1
+        return self._part < _FEW and self._count % _AVERAGED > 0
+
+
+def accept_waiting(listener: socket.socket, count: int) -> tuple[list[tuple[socket.socket, object]], bool]:
+    """Return up to `count` waiting connections with their addresses, and whether accepting failed."""
+    accepted: list[tuple[socket.socket, object]] = []
+    family, kind = int(listener.family), int(listener.type)
+    try:
+        while len(accepted) < count:  # the method `accept` looks up enumerations, which takes as long as accepting
+            fd, address = listener._accept()  # type: ignore[attr-defined]
+            accepted.append((socket.socket(family, kind, listener.proto, fd), address))
+    except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+        pass
+    except OSError:  # asyncio's method reports it, and tries again later
+        return accepted, True
+    return accepted, False
+
+
+def receive_now(sock: socket.socket, size: int) -> bytes:
+    """Return up to `size` bytes of a body that have arrived, at most _READ_BODY. Errors are left to the next read."""
+    try:
+        return sock.recv(min(size, _READ_BODY), socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
+
+
+def send_now(sock: socket.socket, data: bytes, last: bool = False) -> bool:
+    """Send without blocking. Returns False if the client does not take it.
+
+    The `last` data leaves together with the end of the connection, when the socket is closed.
+    """
+    try:
+        return sock.send(data, _LAST_FLAGS if last else socket.MSG_DONTWAIT) == len(data)
+    except OSError:
+        return False
 
 
 @dataclass(eq=False, slots=True)

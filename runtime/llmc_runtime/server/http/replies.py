@@ -260,7 +260,7 @@ def catch_errors(handler: Handler) -> Handler:
                 log.warning("%s %s: %s%s", request.scope["llmc.id"], e.status, e.message, code_location(e.__cause__))
             return as_error(e, request.scope["path"])
         except (ClientDisconnected, ClientDisconnect):
-            self.serving.meters.count_disconnect()
+            self.serving.metrics.count_disconnect()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as e:
             log.error("%s failed%s", request.scope["llmc.id"], code_location(e))

@@ -81,7 +81,7 @@ class ChatResponse(GenerationResponse[ChatRequest]):
             return prompt, replace(plan, reasoning=reasoning, opened=job.done.opened, earlier=job.done.earlier)
         arguments = request, None if plan.tools is None else plan.tools.shown, serving.formats.short_ids
         prompt = await serving.text_threads.run(self._call.key, serving.prompting.chat, *arguments)
-        return prompt, plan.behind(prompt, request)
+        return prompt, plan.after(prompt, request)
 
     async def _updates(self) -> Updates:
         """Start generation. Errors of a grammar that derives from tools are attributed to the tools."""

@@ -167,7 +167,7 @@ class MessageTokens:
         return tokens
 
     def _begin(self, text: str) -> int:
-        """Return where `text` begins in the pending pieces. Before it are markup and spaces, behind it the beginning of
+        """Return where `text` begins in the pending pieces. Before it are markup and spaces, after it the beginning of
         what may be markup: text that leaves out pieces before the last one is in the last one.
         """
         whole, last = "".join(piece.text for piece in self._pending), self._pending[-1].text

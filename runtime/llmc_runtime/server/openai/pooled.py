@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,13 @@ import numpy as np
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.pooling_params import PoolingParams, pooled_values, similarity
+from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, similarity
 from llmc_runtime.prompts import Prompt
-from llmc_runtime.server import pooled_run
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.http.lazy_json import SLICE_SECONDS, Lazy
+from llmc_runtime.server.http.request_log import Record
+from llmc_runtime.server.operations.metrics_exporter import RequestMetrics
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
 from llmc_runtime.server.requests.pooling_request import (
     BASE64,
@@ -34,9 +38,11 @@ from llmc_runtime.server.requests.pooling_request import (
 )
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
+from llmc_runtime.server.updates import end_tasks
 
 # Bytes of a number: as text, in base64, and as the engine returns it; and of an item around them.
 _NUMBER, _BASE64, _FLOAT, _ITEM = 24, 6, 4, 128
+MAX_OPEN = 64  # prompts of one request that wait or run at a time
 
 
 class PooledResponse:
@@ -61,9 +67,9 @@ class PooledResponse:
         if count > 2 * MAX_INPUTS:
             raise ApiError(f"{call.prompt_param}: at most {MAX_INPUTS} a request", param=call.prompt_param)
         self._reserve_response(count, pooling, params)
-        pooled_run.reserve(serving, call, count)
+        reserve_slot(serving, call, count)
         prompts, salt = await self._prompts(pooling), call.cache_salt(request.cache_salt)
-        outputs = await pooled_run.run(serving, prompts, request.priority or 0, salt, call)
+        outputs = await run_prompts(serving, prompts, request.priority or 0, salt, call)
         if isinstance(request, EmbeddingRequest):
             return self._list(outputs, Lazy(_embeddings(request, pooling, params, outputs), small=False))
         if isinstance(request, ClassifyRequest):
@@ -182,3 +188,71 @@ def _ranked(request: RerankRequest, scores: Sequence[float], documents: Sequence
         if request.return_documents is not False:
             result["document"] = {"text": documents[i].text}
         yield result
+
+
+def reserve_slot(serving: Serving, call: Call, count: int) -> None:
+    """Reserve an admission slot for `count` prompts before they are tokenized.
+
+    Raises the ApiErrors of Admission.reserve. The caller releases the call's slot if `run_prompts` is not reached.
+    """
+    remaining = math.inf if call.resources.remaining is None else call.resources.remaining
+    call.resources.slot = serving.admission.reserve(_open(serving, count), count, 0, call.key, remaining)
+
+
+async def run_prompts(
+    serving: Serving, prompts: Sequence[Prompt], priority: int, salt: str, call: Call
+) -> list[RequestOutput]:
+    """Return the outputs of the prompts, in the same order. `call` holds a slot, which is released at the end.
+
+    The first error ends all prompts. Raises ApiError.
+    """
+    record, slot = call.record or Record(), call.resources.slot
+    assert slot is not None
+    record.begin(call.id, prompts, call.request_id)
+    serving.metrics.count_for_key(call.key, "key_requests")
+    outputs: list[RequestOutput | None] = [None] * len(prompts)
+    waiting = iter(range(len(prompts)))
+
+    async def work() -> None:
+        for index in waiting:
+            async with serving.starts.slot(call.key):
+                await asyncio.sleep(0)  # keeps the slot for an iteration, so that few of many prompts start in it
+            output = await _one(serving, prompts[index], f"{call.id}-{index}", priority, salt, call)
+            slot.begin()
+            record.take(output)
+            outputs[index] = output
+
+    tasks, failed = list[asyncio.Task[None]](), None
+    try:
+        slot.resize(sum(len(prompt.ids) for prompt in prompts), 0)
+        tasks += [asyncio.ensure_future(work()) for _ in range(_open(serving, len(prompts)))]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((task for task in tasks if task.done() and task.exception() is not None), None)
+        if failed is not None:
+            failed.result()
+    except Exception as error:
+        record.fail(error.code if isinstance(error, ApiError) else None)
+        raise
+    finally:
+        try:
+            await end_tasks(tasks)
+        finally:
+            tasks.clear()
+            failed = None  # its error refers to this frame
+            call.resources.release_slot()
+    return [output for output in outputs if output is not None]
+
+
+async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt: str, call: Call) -> RequestOutput:
+    metrics: RequestMetrics = serving.metrics.begin(len(prompt.ids), ONE, call.key)
+    source = serving.llm.pool(
+        prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.resources.remaining
+    )
+    async with aclosing(serving.watched(source, call, metrics)) as items:  # type: ignore[type-var]
+        return (await anext(items))[1]
+
+
+def _open(serving: Serving, count: int) -> int:
+    """Return how many of `count` prompts wait or run at a time: at most what the queue accepts of one key."""
+    admission = serving.admission
+    return min(count, MAX_OPEN, admission.sequences, admission.per_key or MAX_OPEN)

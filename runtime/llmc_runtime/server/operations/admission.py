@@ -7,18 +7,68 @@ estimate of its tokens that is corrected afterwards, so that refusing a request 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.server.http.errors import ApiError, retry_after, unavailable
-from llmc_runtime.server.operations.throughput import Throughput
 
 SOONEST, LATEST = 1.0, 60.0  # limits, in seconds, of the retry delay sent to refused clients
 REASONS = ("draining", "engine", "queue_full", "queue_wait", "deadline", "key_limit", "key_share", "too_large",
            "connections", "texts", "bodies", "answer_bytes")  # fmt: skip
 _MAX_SHARE = 4  # a key may have this many times the free capacity open
 _NEWEST_WEIGHT = 0.1  # weight of the newest output in the mean length
+_WINDOW_SECONDS = 30.0  # seconds with a queue that an estimate covers
+_MIN_SECONDS = 1.0  # seconds with a queue before there is an estimate
+_SAMPLE_SECONDS = 0.5  # seconds between two samples
+
+
+class Throughput:
+    """Estimates the throughput of the queue: the work that left it, per second in which there was a queue.
+
+    Time without a queue does not measure the engine's capacity. Work is measured in tokens; `clock` returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None  # start of the current queue; None: there is none
+        self._busy = self._work = 0.0  # seconds with a queue; work that left the queue meanwhile
+        self._samples: deque[tuple[float, float]] = deque([(0.0, 0.0)])  # pairs of these, since the start of the window
+
+    def queue(self, waiting: bool) -> None:
+        """Record whether there is a queue from now on."""
+        now = self._clock()
+        if self._since is not None:
+            self._busy += now - self._since
+        self._since = now if waiting else None
+
+    def left(self, work: float) -> None:
+        """Record that `work` left the queue."""
+        if self._since is None:
+            return
+        self.queue(True)
+        self._work += work
+        if self._busy - self._samples[-1][0] >= _SAMPLE_SECONDS:
+            self._samples.append((self._busy, self._work))
+
+    def seconds(self, work: float, sequences: int) -> float | None:
+        """Return the seconds until `work` of this many sequences has left the queue; None without enough data.
+
+        If nothing has left the queue in the window, one sequence is assumed to leave it now.
+        """
+        if not sequences:
+            return 0.0
+        if self._since is not None:
+            self.queue(True)
+        while len(self._samples) > 1 and self._busy - self._samples[1][0] >= _WINDOW_SECONDS:
+            self._samples.popleft()
+        began, before = self._samples[0]
+        busy, done = self._busy - began, self._work - before
+        if busy < _MIN_SECONDS:
+            return None
+        return work * busy / (done or work / sequences)
 
 
 @dataclass
@@ -40,7 +90,7 @@ class Admission:
     keys: int = 1
     max_wait: float = math.inf
     backlog: Callable[[], int] = lambda: 0
-    pace: Throughput = field(default_factory=Throughput)
+    throughput: Throughput = field(default_factory=Throughput)
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0
@@ -65,7 +115,7 @@ class Admission:
     def wait(self, key: str | None = None) -> float | None:
         """Return the expected seconds until a new sequence gets a row.
 
-        Without `key`, it waits behind everything queued. With `key`, it waits behind the key's own sequences, and at
+        Without `key`, it waits for everything queued. With `key`, it waits for the key's own sequences, and at
         most as much work of each other key. Returns None if there is no estimate yet.
         """
         if not self.waiting_sequences or not self.queued:
@@ -74,7 +124,7 @@ class Admission:
         if key is not None:
             limit = self.work.get(key, 0.0) + total / self.waiting_sequences
             ahead = sum(min(work, limit) for work in self.work.values())
-        seconds = self.pace.seconds(total, self.waiting_sequences)
+        seconds = self.throughput.seconds(total, self.waiting_sequences)
         return None if seconds is None else seconds * ahead / total
 
     @property
@@ -217,7 +267,7 @@ class Admission:
         self.open_tokens += sign * slot.tokens
         self.by_key.change(slot.key, sign * slot.sequences)
         self.tokens_by_key.change(slot.key, sign * slot.tokens)
-        self.pace.queue(self.waiting_sequences > 0)
+        self.throughput.queue(self.waiting_sequences > 0)
 
     def learn(self, tokens: float) -> None:
         """Update the mean output length with an output of `tokens` tokens."""
@@ -262,7 +312,7 @@ class AdmissionSlot:
     def begin(self) -> None:
         """Record that the first token has arrived, so the request no longer waits."""
         if self._queued:  # a slot that never waited is no measure of the queue's throughput
-            self._admission.pace.left(self._work)
+            self._admission.throughput.left(self._work)
             self._wait(0.0)
             self._queued = False
 
@@ -290,4 +340,4 @@ class AdmissionSlot:
         else:
             admission.work.pop(key, None)
         self._work = work
-        admission.pace.queue(admission.waiting_sequences > 0)
+        admission.throughput.queue(admission.waiting_sequences > 0)

@@ -118,7 +118,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, mapped:
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
         cause = "truncate_prompt_tokens: how many tokens of the prompt to keep, at least 1"
-        raise ApiError(f"{cause}; -1 for as many as fit beside max_tokens", param="truncate_prompt_tokens")
+        raise ApiError(f"{cause}; -1 for as many as fit in addition to max_tokens", param="truncate_prompt_tokens")
     if request.truncation_side not in (None, LEFT, RIGHT):
         cause = f"truncation_side: {LEFT} (keeps the last tokens) or {RIGHT} (keeps the first)"
         raise ApiError(cause, param="truncation_side")

@@ -148,7 +148,7 @@ class TextJobs:
         def prompts(earlier: bytes | bytearray) -> Iterator[Prompt]:
             chat, done.items = whole(earlier)
             prompt = self._prompting.chat(chat, tools, self._formats.short_ids)
-            after = plan.behind(prompt, chat)
+            after = plan.after(prompt, chat)
             done.reasons, done.opened, done.earlier = after.reasoning is not None, after.opened, calls_in(chat.messages)
             yield prompt
 
@@ -210,7 +210,7 @@ def check_size(body: bytes | bytearray) -> None:
 def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
     """Check a request to /tokenize and return the tools that its chat template shows.
 
-    Tools beside a prompt are checked as well, although no template shows them. Raises ApiError 400 unless there is
+    Tools next to a prompt are checked as well, although no template shows them. Raises ApiError 400 unless there is
     exactly one of prompt and messages.
     """
     if (request.prompt is None) == (request.messages is None):

@@ -19,11 +19,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from llmc_runtime.grammar.lark_text import Marker, after_text, json_rule, lark, repeated, text_without
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.definitions import enforced
-from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.json_stream import SPACE, JsonText
 from llmc_runtime.server.tool_calls.marks import begun_mark, first_mark
 
 MAX_SPACE = 64
-_SPACE = " \t\r\n"
 _BRACKETS = ("{", "[")  # they may start a call or any other text
 
 T = TypeVar("T")
@@ -125,8 +124,8 @@ class CallFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
-        """Return Lark rules in which `behind` matches what follows the first mark.
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+        """Return Lark rules in which `after_mark` matches what follows the first mark.
 
         That is one call, or up to `max_calls` calls if `between` is None. `tools` maps names to the rules of their
         arguments.
@@ -146,7 +145,7 @@ class CallFormat(ABC):
         """Return Lark rules in which `calls` matches 1 to `max_calls` calls."""
         times = 1 if cls.between is None else max_calls
         whole = repeated("one", lark(cls.between or ""), times)
-        return f"calls: {whole}\none: {marker(cls.markers[0])} behind\n{cls.behind(tools, marker, max_calls)}"
+        return f"calls: {whole}\none: {marker(cls.markers[0])} after_mark\n{cls.after_mark(tools, marker, max_calls)}"
 
     @classmethod
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
@@ -158,8 +157,8 @@ class CallFormat(ABC):
         begin, openers = cls.markers[0], cls.openers()
         times = max_calls if cls.between is not None else 1
         lead, rules = after_text(begin, marker, openers)
-        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} behind", f"FREE: {text_without(openers)}", *rules]
-        return "\n".join([*parts, cls.behind(tools, marker, max_calls)])
+        parts = [f"calls: one{{0,{times}}} FREE?", f"one: {lead} after_mark", f"FREE: {text_without(openers)}", *rules]
+        return "\n".join([*parts, cls.after_mark(tools, marker, max_calls)])
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:
@@ -200,10 +199,10 @@ class CallFormat(ABC):
 
     @abstractmethod
     def _parse_calls(self, opener: str) -> Steps[None]:
-        """Parse the calls behind `opener`. Raises Malformed."""
+        """Parse the calls after `opener`. Raises Malformed."""
 
     def _closing_marks(self, opener: str) -> Steps[None]:
-        """Consume the marks that may follow the calls behind `opener`."""
+        """Consume the marks that may follow the calls after `opener`."""
         yield from ()
 
     def _read(self) -> Steps[None]:
@@ -226,9 +225,9 @@ class CallFormat(ABC):
     def _emit_content(self, text: str) -> None:
         """Emit content."""
         *lines, last = text.split("\n")
-        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(_SPACE)
+        self._fresh_line = (bool(lines) or self._fresh_line) and not last.strip(SPACE)
         text = self._space + text
-        sure = max(len(text.rstrip(_SPACE)), len(text) - MAX_SPACE)
+        sure = max(len(text.rstrip(SPACE)), len(text) - MAX_SPACE)
         self._space = text[sure:]
         if sure:
             self._out.append(text[:sure])
@@ -264,8 +263,8 @@ class CallFormat(ABC):
 
     def _partial(self, text: str, openers: Sequence[str]) -> int:
         """Return the length of the longest prefix of one of `openers` with which `text` ends."""
-        another = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
-        return 0 if self._ended and not another else begun_mark(text, openers)
+        next_call = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
+        return 0 if self._ended and not next_call else begun_mark(text, openers)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
         """Try to parse calls. If the text is malformed, what follows the last mark becomes content. Returns whether
@@ -284,7 +283,7 @@ class CallFormat(ABC):
         """Return which of `markers` follows, after white space, and consume both; consume nothing if there is none."""
         while True:
             rest = self._text[self._at :]
-            bare = rest.lstrip(_SPACE)
+            bare = rest.lstrip(SPACE)
             space = len(rest) - len(bare)
             marker = next((marker for marker in markers if bare.startswith(marker)), None)
             if marker is not None and space <= MAX_SPACE:
@@ -297,9 +296,9 @@ class CallFormat(ABC):
                 return None
             yield
 
-    def _optional(self, marker: str, *, consume: bool = True) -> Steps[bool]:
+    def _optional(self, marker: str) -> Steps[bool]:
         """Return whether `marker` follows, after white space, and consume both; consume nothing otherwise."""
-        return (yield from self._next_marker(marker, consume=consume)) is not None
+        return (yield from self._next_marker(marker)) is not None
 
     def _expect(self, marker: str) -> Steps[None]:
         """Consume `marker`, after white space, or raise Malformed."""
@@ -311,7 +310,7 @@ class CallFormat(ABC):
         while True:
             while self._at < len(self._text):
                 char = self._text[self._at]
-                if not solid or char not in _SPACE:
+                if not solid or char not in SPACE:
                     return char
                 self._at += 1
             if self._ended:

@@ -75,7 +75,7 @@ class JsonShape(CallFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         uses = [i for i, part in enumerate(cls.call) if isinstance(part, Json)]
         before, after = cls.call[: uses[0]], cls.call[uses[-1] + 1 :]
@@ -88,7 +88,7 @@ class JsonShape(CallFormat):
         call = " ".join(filter(None, [cls._lark(before, marker), middle, cls._lark(after, marker)]))
         times = 1 if listed or cls.between is not None else max_calls
         ends = cls._lark([cls.end] if cls.end else [], marker)
-        whole = f"behind: {repeated('one_call', lark(cls.line), times)} {ends}".rstrip()
+        whole = f"after_mark: {repeated('one_call', lark(cls.line), times)} {ends}".rstrip()
         return "\n".join([whole, f"one_call: {call}", f"call: {' | '.join(calls)}"])
 
     @classmethod

@@ -15,7 +15,7 @@ import re
 
 MAX_DEPTH = 64
 MAX_LITERAL = 400
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"  # between the tokens of JSON
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _PART = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")  # of a number
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # part of a string
@@ -80,7 +80,7 @@ class JsonText:
             self._end_value()
             if self.done:
                 return None
-        return char if char in _SPACE or self._between(char) else None
+        return char if char in SPACE or self._between(char) else None
 
     def _in_string(self, char: str) -> str:
         if char == '"':

@@ -52,24 +52,26 @@ class MessageShape(CallFormat):
         return cls._lark(marker, Optional(cls.start, enforced=False), cls.channel, *parts)
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat; this follows `channel`."""
         headers = {name: [name if part is Json.NAME else part for part in cls.call] for name in tools}
         calls = (cls._lark(marker, *headers[name], cls.message, (rule,)) for name, rule in tools.items())
-        return f"behind: {' | '.join(calls)}"
+        return f"after_mark: {' | '.join(calls)}"
 
     @classmethod
     def rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
-        return f"calls: {cls._head(marker)} behind\n{cls.behind(tools, marker, max_calls)}"
+        return f"calls: {cls._head(marker)} after_mark\n{cls.after_mark(tools, marker, max_calls)}"
 
     @classmethod
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
         """See CallFormat."""
         content = cls.message, ("FREE?",)
         comment = f"comment: {cls._head(marker)} {cls._lark(marker, cls.comment, *content, cls.end)}\nFREE: /{ANY}/"
-        last = f"last: {cls._head(marker)} ({cls._lark(marker, cls.answer, *content)} | behind)"
-        return f"calls: comment{{0,{_MAX_COMMENTS}}} last\n{comment}\n{last}\n{cls.behind(tools, marker, max_calls)}"
+        last = f"last: {cls._head(marker)} ({cls._lark(marker, cls.answer, *content)} | after_mark)"
+        return (
+            f"calls: comment{{0,{_MAX_COMMENTS}}} last\n{comment}\n{last}\n{cls.after_mark(tools, marker, max_calls)}"
+        )
 
     @classmethod
     def before_answer(cls, marker: Marker) -> str:

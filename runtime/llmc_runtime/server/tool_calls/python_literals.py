@@ -11,9 +11,8 @@ import json
 import re
 from types import MappingProxyType
 
-from llmc_runtime.server.tool_calls.json_stream import MAX_DEPTH, MAX_LITERAL
+from llmc_runtime.server.tool_calls.json_stream import MAX_DEPTH, MAX_LITERAL, SPACE
 
-_SPACE = " \t\r\n"
 _WORDS = MappingProxyType(
     {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 )
@@ -90,7 +89,7 @@ class PythonText:
             return self._escape(char) if state == _ESCAPE else self._code(char)
         if state == _LITERAL:
             return self._in_literal(char)
-        if char in _SPACE:
+        if char in SPACE:
             return 1
         return 1 if self._between(char) else None
 
@@ -248,5 +247,5 @@ def _signed(sign: str, number: str) -> str:
 
 def python_json(text: str) -> str | None:
     """Return the JSON of a text that is one Python literal, with optional white space around it; else None."""
-    scan, text = PythonText(), text.strip(_SPACE) + "\n"
+    scan, text = PythonText(), text.strip(SPACE) + "\n"
     return scan.take() if scan.feed(text, 0) >= len(text) - 1 and scan.done else None

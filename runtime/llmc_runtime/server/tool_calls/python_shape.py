@@ -75,11 +75,11 @@ class PythonShape(Unmarked, ArguedFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         end = lark(cls._CALL_END)
         calls = " | ".join(f"{lark(name + cls._ARGUMENTS)} {rule} {end}" for name, rule in tools.items())
-        whole = f"behind: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), max_calls)} {lark(cls._END)}"
+        whole = f"after_mark: {lark(cls.bracket)} {repeated('call', lark(cls._BETWEEN), max_calls)} {lark(cls._END)}"
         return "\n".join([whole, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod
@@ -99,8 +99,8 @@ class PythonShape(Unmarked, ArguedFormat):
     def _any(cls, rule: str, marker: Marker) -> str:
         values = " | ".join([*_constants({}, {}), f"{rule}_json"])
         pair = f"{rule}_one: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {lark(cls._IS)} ({values})"
-        ones = repeated(f"{rule}_one", lark(cls._NEXT), MAX_FIELDS)
-        return f"{rule}: ({ones})?\n{pair}\n{rule}_json: {json_rule({})}"
+        pairs = repeated(f"{rule}_one", lark(cls._NEXT), MAX_FIELDS)
+        return f"{rule}: ({pairs})?\n{pair}\n{rule}_json: {json_rule({})}"
 
     @classmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:

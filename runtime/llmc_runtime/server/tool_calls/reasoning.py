@@ -16,7 +16,7 @@ from llmc_runtime.server.tool_calls.marks import begun_mark, first_mark
 from llmc_runtime.text.detokenizer import detokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
-_BEFORE, _OPENING, _INSIDE, _BEHIND, _AFTER, _FRAMED = range(6)
+_BEFORE, _OPENING, _INSIDE, _CLOSED, _AFTER, _FRAMED = range(6)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ReasoningParser:
     @property
     def inside(self) -> bool:
         """Whether further text may be reasoning."""
-        return self._state < _BEHIND
+        return self._state < _CLOSED
 
     @property
     def thinking(self) -> bool:
@@ -119,8 +119,8 @@ class ReasoningParser:
             return "", ""
         if self._state == _INSIDE:
             reasoning = self._reasoning(final)
-        if self._state == _BEHIND:
-            self._behind(final)
+        if self._state == _CLOSED:
+            self._skip_to_answer(final)
         if self._state == _FRAMED:
             return reasoning, self._framed(final)
         if self._state != _AFTER:
@@ -155,18 +155,18 @@ class ReasoningParser:
         end = first_mark(text, (*form.ends, *form.until))
         if end is not None:
             at, mark = end
-            self._text, self._state = text[at + (len(mark) if mark in form.ends else 0) :], _BEHIND
+            self._text, self._state = text[at + (len(mark) if mark in form.ends else 0) :], _CLOSED
             return _trimmed(text[:at])
         sure = _trimmed(text if final else text[: len(text) - begun_mark(text, (*form.ends, *form.until))])
         self._text = "" if final else text[len(sure) :]
         return sure
 
-    def _behind(self, final: bool) -> None:
+    def _skip_to_answer(self, final: bool) -> None:
         """Skip the white space before the answer, and its optional mark."""
         frame, self._text = self._form.frame, self._text.lstrip()
         if frame is not None and self._text.startswith(frame[0]):
             rest = self._text.removeprefix(frame[0]).lstrip()
-            self._text, self._state = rest or frame[0], _FRAMED if rest else _BEHIND
+            self._text, self._state = rest or frame[0], _FRAMED if rest else _CLOSED
         elif self._text and (final or frame is None or not frame[0].startswith(self._text)):
             self._state = _AFTER
 
@@ -210,12 +210,12 @@ def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:
     begin = f"({' | '.join(map(marker, form.begins))})"
     plain = [end for end in form.ends if marker(end).startswith('"')]
     tokens = [marker(end) for end in form.ends if end not in plain]
-    ways, rules = [], []
+    endings, rules = [], []
     if plain:
-        ways.append("closed WS?")
+        endings.append("closed WS?")
         rules.append(f"closed[lazy]: /{ANY}({'|'.join(map(regex, plain))})/")
     if tokens:
-        ways.append(f"ANYTHING? ({' | '.join(tokens)}) WS?")
+        endings.append(f"ANYTHING? ({' | '.join(tokens)}) WS?")
         rules.append(f"ANYTHING: /{ANY}/")
     first = f"{begin}? inside" if opened else f"({begin} inside)?"
-    return "\n".join([f"thought: {first}", f"inside: {' | '.join(ways)}", *rules, "WS: /[ \\n]{1,4}/"])
+    return "\n".join([f"thought: {first}", f"inside: {' | '.join(endings)}", *rules, "WS: /[ \\n]{1,4}/"])

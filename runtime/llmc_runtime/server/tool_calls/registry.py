@@ -28,7 +28,7 @@ class Hermes(JsonShape):
     aliases = ("granite4",)
     markers = ("<tool_call>", "</tool_call>")
     shown = ("<tool_call>", "arguments")
-    hidden = ("<function=", "<arg_key>", "<parameter=")  # other families write XML behind the same mark
+    hidden = ("<function=", "<arg_key>", "<parameter=")  # other families write XML after the same mark
     token = "<tool_call>"
     call = ("\n", Json.OBJECT, "\n")
     end = "</tool_call>"

@@ -153,7 +153,7 @@ def alternatives(schema: Any, root: Mapping[str, Any], budget: PartBudget | None
     target = {} if schema is True else resolved(schema, root)
     has_siblings = target is not schema and isinstance(schema, dict) and len(schema) > 1  # keywords next to a $ref
     if not budget.spend() or target is None or has_siblings:
-        raise Inexpressible("a $ref that cannot be resolved or has other keywords beside it")
+        raise Inexpressible("a $ref that cannot be resolved or has other keywords next to it")
     if list(target) == ["allOf"] and isinstance(target["allOf"], list) and len(target["allOf"]) == 1:
         return alternatives(target["allOf"][0], root, budget)
     for key in ("anyOf", "oneOf"):

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.server.tool_calls.json_stream import JsonText
+from llmc_runtime.server.tool_calls.json_stream import SPACE, JsonText
 from llmc_runtime.server.tool_calls.python_literals import python_json
 
 STRING = frozenset({"string"})
 _MAX_PARTS = 256
-_SPACE = " \t\r\n"
 _MOST_REFS = 16
 _MAX_REF = 1024  # characters
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")  # JSON types
@@ -138,7 +137,7 @@ def _kept(kind: str, types: frozenset[str]) -> bool:
 
 def plain_json(text: str) -> str | None:
     """Return the JSON of a text that is one JSON value, with optional white space around it; else None."""
-    scan, text = JsonText(), text.strip(_SPACE) + "\n"
+    scan, text = JsonText(), text.strip(SPACE) + "\n"
     at = scan.feed(text, 0)
     return scan.take().rstrip("\n") if scan.done and at >= len(text) - 1 else None
 

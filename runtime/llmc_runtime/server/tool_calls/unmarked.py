@@ -34,8 +34,8 @@ class Unmarked(CallFormat):
         if opener != self.bracket and self.markers[1:]:
             yield from self._optional(self.markers[1])
         if self.separator and (yield from self._optional(self.separator)):
-            another = yield from self._next_marker(self.markers[0], self.bracket, consume=False)
-            if another is None and not self._cut:
+            following = yield from self._next_marker(self.markers[0], self.bracket, consume=False)
+            if following is None and not self._cut:
                 self._emit_content(self.separator)
 
     # --- grammar
@@ -44,7 +44,7 @@ class Unmarked(CallFormat):
     def rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         begin, end = cls._marks(marker) if cls.marks_enforced else ("", "")
-        return f"calls: {begin} behind {end}\n{cls.behind(tools, marker, max_calls)}"
+        return f"calls: {begin} after_mark {end}\n{cls.after_mark(tools, marker, max_calls)}"
 
     @classmethod
     def free_rules(cls, tools: Mapping[str, str], marker: Marker, max_calls: int, known: Collection[str]) -> str:
@@ -53,7 +53,7 @@ class Unmarked(CallFormat):
         calls = [(cls._opening(regex(name)), cls._closing(rule, max_calls)) for name, rule in tools.items()]
         never = cls._openings("|".join(map(regex, known)))
         unmarked = calls_without_marks(calls, never, cls.markers[0], marker, end and f"{end}?")
-        return f"{unmarked}\n{cls.behind(tools, marker, max_calls)}"
+        return f"{unmarked}\n{cls.after_mark(tools, marker, max_calls)}"
 
     @classmethod
     def _marks(cls, marker: Marker) -> tuple[str, str]:

@@ -184,16 +184,16 @@ class XmlShape(ArguedFormat):
     # --- grammar
 
     @classmethod
-    def behind(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
+    def after_mark(cls, tools: Mapping[str, str], marker: Marker, max_calls: int) -> str:
         """See CallFormat."""
         at = cls.call.index(Xml.FIELDS)
         heads = {name: [name if part is Xml.NAME else part for part in cls.call[:at]] for name in tools}
         calls = " | ".join(f"{cls._lark(heads[name], marker)} {rule}" for name, rule in tools.items())
         call = f"(call) {cls._lark(cls.call[at + 1 :], marker)}"
-        lines = [f"behind: {call}"]
+        lines = [f"after_mark: {call}"]
         if cls._call_end() != cls.markers[1]:
             repeated_calls = repeated("one_call", lark("\n"), 1 if cls.between is not None else max_calls)
-            lines = [f'behind: "\\n" {repeated_calls} "\\n" {marker(cls.markers[1])}', f"one_call: {call}"]
+            lines = [f'after_mark: "\\n" {repeated_calls} "\\n" {marker(cls.markers[1])}', f"one_call: {call}"]
         return "\n".join([*lines, f"call: {calls}", *cls._shared(marker)])
 
     @classmethod

@@ -1,7 +1,10 @@
-"""AWQ (arXiv 2306.00978): scales of input channels that make rounding cheap for the channels with large inputs.
+"""Scales of input channels, by which activations are divided and the columns of weights multiplied before rounding.
 
-The scale of a channel is mean|x|^r / mean|w|^(1-r). The exponent r is searched on a grid of 20, for the smallest error
-of the products: the sum over modules of tr(D G DT), where D is the error of a weight and G the sum of x xT.
+AWQ (arXiv 2306.00978) makes rounding cheap for the channels with large inputs. The scale of a channel is
+mean|x|^r / mean|w|^(1-r). The exponent r is searched on a grid of 20, for the smallest error of the products: the sum
+over modules of tr(D G DT), where D is the error of a weight and G the sum of x xT.
+
+SmoothQuant (arXiv 2211.10438) moves half of the activations' outliers into the weights (ALPHA = 0.5).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from llmc.quant.make.recipes import Recipe
 from llmc.quant.make.rounding import round_to_nearest
 
 STEPS = 20
+ALPHA = 0.5  # 0 leaves activations as they are, 1 makes all channels equally large
 
 
 def awq_scales(group: Inputs, weights: Sequence[Tensor], recipe: Recipe) -> Tensor:
@@ -41,3 +45,10 @@ def _error(gram: Tensor, weights: Sequence[Tensor], scale: Tensor, recipe: Recip
         d = round_to_nearest(w * scale, recipe, torch.bfloat16).values() / scale - w
         total += float(((d @ gram) * d).sum())
     return total
+
+
+def smooth_scales(group: Inputs, weights: Sequence[Tensor]) -> Tensor:
+    """Return the scale of each input channel, max|x|^a / max|w|^(1-a) of the modules that read it."""
+    size = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
+    scale = group.largest.clamp(min=1e-5) ** ALPHA / size.clamp(min=1e-5) ** (1 - ALPHA)
+    return scale.clamp(min=1e-5)
