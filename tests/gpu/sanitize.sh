@@ -44,7 +44,7 @@ group() { # NAME FILE EXPRESSION SAMPLE-OF-MEMCHECK SAMPLE-OF-OTHERS
   done
 }
 
-for name in ${*:-triton products experts int4 tiles few slices attention codes}; do
+for name in ${*:-triton products experts int4 tiles few slices attention codes drawn}; do
   case $name in
     triton)
       "$python" tests/gpu/kernel_cases.py --sample "$every"
@@ -58,6 +58,7 @@ for name in ${*:-triton products experts int4 tiles few slices attention codes};
     slices) group slices test_cuda_kernels.py in_slices 24 24 ;;
     attention) group attention test_decode_attention.py "" 2 2 ;;
     codes) group codes test_cuda_expert_codes.py "" 7 7 ;;
+    drawn) group drawn test_drawn_shapes.py "" 3 3 ;;
     *) echo "unknown group $name" >&2; exit 2 ;;
   esac
 done
