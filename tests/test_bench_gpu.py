@@ -15,10 +15,12 @@ from bench import shapes
 from bench.gpu import account, experts, floors, in_step, products, speculation
 from bench.gpu.engine import LEAST, Step, decode_steps
 from bench.gpu.kernels import STEPS, Load, groups
+from bench.gpu.nvml import Sample
 from bench.gpu.plan import parser, plan_of
 from bench.gpu.plot import svg
 from bench.gpu.rows import Row, Rows, engine_row, read, tables
 from llmc.codegen.backends.cuda.fragment_product import PACKED
+from llmc.codegen.backends.cuda.gemm_tiles import GEMM_TILES
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.tuning_records import Record
 from llmc.codegen.tuning_records import read as read_records
@@ -26,6 +28,7 @@ from llmc.extension import load
 from llmc.ir.graph import Builder, Graph, Module
 from llmc.ir.ops import OPS
 from llmc.ir.types import tensor
+from llmc.measure.timing import Sustained, Trial
 from llmc.targets.gpu_targets import sm_90
 
 # ms at context 192 for batches 1, 8, 16, 32, 64, 128, 256; prefill ms at 512, 2048, 8192; offline tokens a second.
@@ -201,10 +204,40 @@ def test_launches_over_packed_codes_are_found_by_the_node_that_was_measured() ->
 def test_the_ways_to_multiply_are_triton_s_best_and_all_of_cuda(text: str) -> None:
     product, registry = products.Product.read(text), load()
     found = products.candidates(product, 512, 3, registry, sm_90())
-    ours = GEMM_WGMMA.schedules(product.node(registry)[1], sm_90())
-    assert [c.kernel.name == "cuda/gemm_wgmma" for c in found] == [False] * 3 + [True] * len(ours)
+    node = product.node(registry)[1]
+    ours = [*GEMM_WGMMA.schedules(node, sm_90()), *GEMM_TILES.schedules(node, sm_90())]
+    assert [c.kernel.name in products.OURS for c in found] == [False] * 3 + [True] * len(ours)
     assert all(c.env == {"T": 512} for c in found) and product.name == text
     assert product.rows == (528 if text.endswith("gated") else 264)
+
+
+def test_sustained_times_of_products(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In two rounds in opposite order, with the clock and the power of the second half of each."""
+    product, seen = products.Product(264, 520), []
+    found = products.candidates(product, 512, 3, load(), sm_90())
+
+    class Timer:
+        def sustained(self, trials: list[Trial], bounds: object, seconds: float) -> list[Sustained]:
+            seen.append([str(c.schedule) for c in trials])
+            return [Sustained(10.0 * i + len(seen), 100 * i, 100 * i + 50) for i, _ in enumerate(trials)]
+
+    class Sampler:
+        samples = (Sample(120, 0, 1500, 700_000, 0), Sample(140, 0, 1600, 690_000, 0), Sample(170, 0, 1, 1, 0))
+
+        def __enter__(self) -> Sampler:
+            return self
+
+        def __exit__(self, *exception: object) -> None: ...
+
+    monkeypatch.setattr(products, "Sampler", Sampler)
+    times = [float(len(found) - i) for i, _ in enumerate(found)]
+    args = SimpleNamespace(sustained=0.1, best=2)
+    rows = products.report_sustained(Timer(), product, 512, found, times, args, {"T": (1, 8192)})
+    fastest = [str(found[-1].schedule), str(found[-2].schedule)]
+    assert seen == [fastest, fastest[::-1]]
+    assert [r["us"] for r in rows] == [6.5, 6.5]
+    assert rows[1]["rounds"] == [{"us": 11.0, "mhz": 1550, "watts": 695}, {"us": 2.0, "mhz": 0, "watts": 0}]
+    assert "sustained       6.5 us (1.0 us at 0 MHz, 0 W, 12.0 us at 1550 MHz, 695 W)" in capsys.readouterr().out
 
 
 def test_a_report_of_products(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def candidates(
 ) -> list[Trial]:
     """Return the best `ways` Triton schedules and every schedule of the CUDA kernel for a size."""
     graph, node = m.node(op, "1" if tokens == 1 else "T", registry, form)
-    return schedules.candidates(graph, node, {"T": tokens}, form.kernel, ways, Tuning(), registry, target)
+    return schedules.candidates(graph, node, {"T": tokens}, (form.kernel,), ways, Tuning(), registry, target)
 
 
 def ops_of(tokens: int, form: Format = FORMATS["bf16"]) -> tuple[str, ...]:

@@ -42,13 +42,13 @@ def timer_of(args: argparse.Namespace, cache: Path) -> tuple[Timer, Registry, Ta
 
 
 def candidates(
-    graph: Graph, node: Node, env: Mapping[str, int], ours: str, ways: int, tuning: Tuning, registry: Registry,
-    target: Target,
+    graph: Graph, node: Node, env: Mapping[str, int], ours: Sequence[str], ways: int, tuning: Tuning,
+    registry: Registry, target: Target,
 ) -> list[Trial]:  # fmt: skip
-    """Return the best `ways` Triton schedules of a node, and every schedule of the kernel `ours`."""
-    options = node_candidates(node, registry.kernels, target, env, tuning, prefer=(ours,))
-    own_options = [o for o in options if o.kernel.name == ours]
-    theirs = [o for o in options if o.kernel.name != ours][:ways]
+    """Return the best `ways` Triton schedules of a node, and every schedule of the kernels `ours`."""
+    options = node_candidates(node, registry.kernels, target, env, tuning, prefer=ours)
+    own_options = [o for o in options if o.kernel.name in ours]
+    theirs = [o for o in options if o.kernel.name not in ours][:ways]
     return [Trial(node, graph, env, o.kernel, o.schedule) for o in (*theirs, *own_options)]
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from llmc_runtime.device.device import Artifact, Device, Memory
+from llmc_runtime.device.device import Artifact, Device, Memory, Run
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Limits, Source, TargetInfo
@@ -43,9 +45,11 @@ MIN_SPREAD_BYTES = 96 << 20
 MAX_COPIES, MAX_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
+PIECE_SECONDS = 0.01  # of a sustained measurement
 ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
 CODES = ("u8", "i8")
 _TILE = 1 << 24
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -146,20 +150,28 @@ def _copy(g: Graph, c: Trial, weights: set[Value], shared: dict[Value, Value]) -
     g.outputs += [r for r in copy.results if not r.type.state]
 
 
+class Sustained(NamedTuple):
+    """The mean microseconds of a launch between two times of `time.perf_counter_ns`."""
+
+    us: float
+    begin: int
+    end: int
+
+
 class Timer:
     """Compiles and runs candidates.
 
     jobs: parallel compilations. context: tokens of each row in the KV cache. seconds: of a round, by default those of
-    the target's family; a GPU lowers its clock in long rounds of large products.
+    the target's family; a GPU lowers its clock in long rounds of large products. pauseless: see `microseconds`.
     """
 
     def __init__(
         self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int,
-        seconds: float | None = None,
+        seconds: float | None = None, pauseless: float = 0.0,
     ) -> None:  # fmt: skip
         self.target, self.registry, self.cache, self.jobs = target, registry, cache, jobs
         self.context, self.page = context, page
-        self.seconds = seconds or ROUND_SECONDS[target.family]
+        self.seconds, self.pauseless = seconds or ROUND_SECONDS[target.family], pauseless
         self.tile = noise(_TILE, np.random.default_rng(0))
 
     def check_device(self) -> None:
@@ -168,10 +180,29 @@ class Timer:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 
     def microseconds(self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
-        """Return the time of one launch of each candidate.
+        """Return the time of one launch of each candidate: the median of ROUNDS rounds, or if the timer has a number of
+        `pauseless` seconds, the time of `sustained`.
 
         Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
         """
+        if self.pauseless:
+            return [r.us for r in self.sustained(candidates, symbols, self.pauseless)]
+        return self._measured(candidates, symbols, self._median)
+
+    def sustained(
+        self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]], seconds: float
+    ) -> list[Sustained]:
+        """Run each candidate for so many seconds without a pause, one after the other, and time its second half.
+
+        A GPU that is at its power limit lowers its clock, which takes some tenths of a second. Errors: as microseconds.
+        """
+        return self._measured(candidates, symbols, partial(_sustained, seconds))
+
+    def _measured(
+        self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]],
+        measure: Callable[[Device, Run, int], T],
+    ) -> list[T]:  # fmt: skip
+        """Return measure(device, a function that runs the program once, its launches) of each candidate."""
         built = self._build(candidates, symbols)
         with scratch() as folder:
             artifact = self._artifact(built, folder / "tune.llmc")
@@ -181,7 +212,7 @@ class Timer:
                 by_name = {p.name: p for p in built.programs}
                 placed = [self._placed(by_name[f"c{i}"], c) for i, c in enumerate(candidates)]
                 memory = device.alloc(max(p.nbytes for p in placed))  # candidates take turns with the same memory
-                return [self._time(device, memory, p) for p in placed]
+                return [measure(device, self._bound(device, memory, p), len(p.program.launches)) for p in placed]
             finally:
                 device.close()
 
@@ -215,15 +246,8 @@ class Timer:
         env = {s: env[s] for s in program.symbols}
         return Placed(program, c, env, *_places(program, env, () if self.target.family == "cpu" else _pairs(c)))
 
-    def _time(self, device: Device, memory: Memory, p: Placed) -> float:
+    def _median(self, device: Device, run: Run, launches: int) -> float:
         """Return the median time of a launch in microseconds, over ROUNDS rounds of equal length."""
-        device.repeat(memory.part(0, p.nbytes), self.tile, 0)
-        self._fill(device, memory, p)
-        symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)
-        addresses = [memory.address + p.places[b.name] for b in p.program.buffers]
-        symbols_of = {s: (p.env[s], p.env[s]) for s in p.program.symbols}  # buffers are exactly this large
-        run = device.bind(replace(p.program, uniform=True, symbols=symbols_of), addresses, symbols)
-        device.prepare(run)
 
         def seconds(times: int) -> float:
             begin = time.perf_counter()
@@ -234,8 +258,18 @@ class Timer:
 
         seconds(1)
         times = max(1, min(200, round(self.seconds / max(seconds(1), 1e-6))))
-        median = statistics.median(seconds(times) for _ in range(ROUNDS))
-        return median / times / len(p.program.launches) * 1e6
+        return statistics.median(seconds(times) for _ in range(ROUNDS)) / times / launches * 1e6
+
+    def _bound(self, device: Device, memory: Memory, p: Placed) -> Run:
+        """Return a function that runs a candidate's program once, on random inputs."""
+        device.repeat(memory.part(0, p.nbytes), self.tile, 0)
+        self._fill(device, memory, p)
+        symbols = np.array([p.env[s] for s in p.program.symbols], np.int64)
+        addresses = [memory.address + p.places[b.name] for b in p.program.buffers]
+        symbols_of = {s: (p.env[s], p.env[s]) for s in p.program.symbols}  # buffers are exactly this large
+        run = device.bind(replace(p.program, uniform=True, symbols=symbols_of), addresses, symbols)
+        device.prepare(run)
+        return run
 
     def _fill(self, device: Device, memory: Memory, p: Placed) -> None:
         """Write valid values to the inputs and states of integers, bools and sampling parameters."""
@@ -251,6 +285,33 @@ class Timer:
                 data = d.draw(name, tuple(size(env) for size in b.shape), b.dtype)
                 if data.size:
                     device.write(memory, p.places[b.name], data.view(np.uint8) if data.dtype == bool else data)
+
+
+def _sustained(seconds: float, device: Device, run: Run, launches: int) -> Sustained:
+    """Run for so many seconds in pieces, of which two are under way so that the device always has work."""
+
+    def once() -> int:
+        begin = time.perf_counter_ns()
+        run()
+        device.wait(device.mark())
+        return time.perf_counter_ns() - begin
+
+    once()
+    piece = max(1, round(PIECE_SECONDS * 1e9 / once()))
+    begin, ends = time.perf_counter_ns(), list[int]()
+    previous = None
+    while len(ends) < 2 or ends[-1] - begin < seconds * 1e9:
+        for _ in range(piece):
+            run()
+        mark = device.mark()
+        if previous is not None:
+            device.wait(previous)
+            ends.append(time.perf_counter_ns())
+        previous = mark
+    device.wait(previous)
+    late = [end for end in ends if end - begin >= seconds * 5e8]
+    late = late if len(late) > 1 else ends[-2:]
+    return Sustained((late[-1] - late[0]) / (len(late) - 1) / piece / launches / 1e3, late[0], late[-1])
 
 
 def _pairs(c: Trial) -> list[tuple[int, int]]:

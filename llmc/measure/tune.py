@@ -75,7 +75,7 @@ class Settings:
     limit: seconds after which no new batch starts. context: tokens that each row has in the KV cache. every: also time
     nodes with a single candidate. target: the artifact's expected target, if any. cache: folder for kernels. jobs:
     parallel compilations. progress: called with a line per batch. kernels: measure only these (and a few others if
-    none is measured yet); empty for all.
+    none is measured yet); empty for all. sustained: seconds for which each candidate runs without pauses; 0: bursts.
     """
 
     limit: float = 600.0
@@ -86,6 +86,7 @@ class Settings:
     jobs: int | None = None
     progress: Callable[[str], None] = print
     kernels: tuple[str, ...] = ()
+    sustained: float = 0.0
 
 
 def tune(source: Path, output: Path, settings: Settings, options: Any = None) -> Tuned:
@@ -100,7 +101,10 @@ def tune(source: Path, output: Path, settings: Settings, options: Any = None) ->
         cache = settings.cache or folder
         path = compiled_artifact(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
-        timer = Timer(target, known, cache / "kernels", jobs=settings.jobs, context=settings.context, page=page)
+        timer = Timer(
+            target, known, cache / "kernels", jobs=settings.jobs, context=settings.context, page=page,
+            pauseless=settings.sustained,
+        )  # fmt: skip
         timer.check_device()
         tuned = Tuned(str(output))
         measured = Tuning.load(output) if output.exists() else Tuning()

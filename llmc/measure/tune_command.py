@@ -20,6 +20,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     limit = "time in seconds after which no measurement is started (600)"
     p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit)
     p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
+    sustained = "run each candidate so long without pauses, as long prompts do at a GPU's power limit (0: in bursts)"
+    p.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help=sustained)
     p.add_argument("--kernels", default="", metavar="A,B", help="kernels to measure (all)")
     compare = "print a comparison instead: of kernels with all others, or of launches that another artifact lacks"
     p.add_argument("--compare", metavar="A,B|ARTIFACT", help=compare)
@@ -41,8 +43,9 @@ def run(args: argparse.Namespace, options: Options, target: str, out: IO[str]) -
         return _compare(args, options, target, out)
     if not args.show:
         settings = Settings(
-            args.limit, args.context, args.all, target, options.cache, progress=_to_stderr, kernels=_names(args.kernels)
-        )
+            args.limit, args.context, args.all, target, options.cache, progress=_to_stderr,
+            kernels=_names(args.kernels), sustained=args.sustained,
+        )  # fmt: skip
         _to_stderr(tune(Path(args.source), Path(args.output), settings, options).text())
     result = show(Path(args.show or args.output))
     print(json.dumps(result, indent=2) if args.json else render(result), file=out)

@@ -158,7 +158,7 @@ def _each(model: Model, kernels: Sequence[str], variant: str = "") -> tuple[Tria
 
 
 WIDE = (
-    *_each(Model(LLAMA), (*GEMMS, "cuda/gemm_wgmma", SKINNY_BF16)),
+    *_each(Model(LLAMA), (*GEMMS, "cuda/gemm_tiles", "cuda/gemm_wgmma", SKINNY_BF16)),
     *_each(Model(LLAMA), (DECODE, CUDA, XQA, PREFILL, MIXED, FLASH)),
     *_each(Model(LLAMA), (DECODE, CUDA, XQA, PREFILL, MIXED, FLASH), WHOLE),
     *_each(Model(LLAMA), (SINGLE, CUDA, PREFILL, FLASH), APART),

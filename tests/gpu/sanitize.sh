@@ -44,12 +44,13 @@ group() { # NAME FILE EXPRESSION SAMPLE-OF-MEMCHECK SAMPLE-OF-OTHERS
   done
 }
 
-for name in ${*:-triton products experts int4 tiles few slices attention codes drawn}; do
+for name in ${*:-triton products large experts int4 tiles few slices attention codes drawn}; do
   case $name in
     triton)
       "$python" tests/gpu/kernel_cases.py --sample "$every"
       group triton test_kernels.py test_kernel "$every" $((every * 4)) ;;
     products) group products test_cuda_kernels.py "test_products or example" $((every * 4)) $((every * 16)) ;;
+    large) group large test_large_tiles.py "" 7 15 ;;
     # Cases of a test are in the order of their ops or schedules; the fixed samples have at least one of each op.
     experts) group experts test_cuda_kernels.py experts 4 4 ;;
     int4) group int4 test_cuda_kernels.py "4_bit and not slices and not many" $((every * 4)) $((every * 16)) ;;

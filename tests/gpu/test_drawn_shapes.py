@@ -19,6 +19,7 @@ from gpu.test_decode_attention import F8, MOST, case_of, step_of
 from kernels.harness import Case
 
 from llmc.codegen.backends.cuda.decode_attention import DECODE_ATTENTION, SINGLE, SPLIT, WHOLE
+from llmc.codegen.backends.cuda.gemm_tiles import FEWEST_STEPS, GEMM_TILES, STEP
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
 from llmc.codegen.backends.cuda.quantized_tiles import FEWEST_TOKENS, QUANTIZED_TILES
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
@@ -50,17 +51,29 @@ def some_schedules(cases: Sequence[Case], rng: np.random.Generator) -> Iterator[
             yield replace(case, schedule=found[i], name=f"{case.name} {found[i]}", exact=True)
 
 
+def drawn_product(rng: np.random.Generator, dtypes: Sequence[str], fewest: int = 8) -> Case:
+    """A product with a result of one of the dtypes and at least so many columns to add up."""
+    bodies = {1: ("", "add(a0, a1)", "add(mul(a0, a2), a1)"), 2: (SILU, "add(mul(a0, sigmoid(a1)), a2)")}
+    while True:
+        m, n, k = logarithmic(rng, 1, 8192), logarithmic(rng, 8, 4096, 8), logarithmic(rng, fewest, 4096, 8)
+        parts, out = int(rng.integers(1, 3)), str(rng.choice(dtypes))
+        if m * k * 2 + n * parts * k * 2 + m * n * 6 < MOST_BYTES and m * n * k * parts < MOST_WORK:
+            break
+    return product(min(m, 4096), n, k, parts, str(rng.choice(bodies[parts])), out, {})
+
+
 @pytest.mark.parametrize("number", ROUNDS)
 def test_dense(number: int, card: Card) -> None:
     rng = generator()
-    bodies = {1: ("", "add(a0, a1)", "add(mul(a0, a2), a1)"), 2: (SILU, "add(mul(a0, sigmoid(a1)), a2)")}
-    while True:
-        m, n, k = logarithmic(rng, 1, 8192), logarithmic(rng, 8, 4096, 8), logarithmic(rng, 8, 4096, 8)
-        parts, out = int(rng.integers(1, 3)), str(rng.choice(["bf16", "f16", "f32"]))
-        if m * k * 2 + n * parts * k * 2 + m * n * 6 < MOST_BYTES and m * n * k * parts < MOST_WORK:
-            break
-    case = product(min(m, 4096), n, k, parts, str(rng.choice(bodies[parts])), out, {})
+    case = drawn_product(rng, ("bf16", "f16", "f32"))
     assert case.kernel is GEMM_WGMMA
+    check(list(some_schedules([case], rng)), card)
+
+
+@pytest.mark.parametrize("number", ROUNDS)
+def test_dense_in_large_tiles(number: int, card: Card) -> None:
+    rng = generator()
+    case = replace(drawn_product(rng, ("bf16", "f16"), STEP * FEWEST_STEPS), kernel=GEMM_TILES)
     check(list(some_schedules([case], rng)), card)
 
 

@@ -82,17 +82,22 @@ def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, befo
     )
 
 
-def pair_epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()) -> str:
+def pair_epilogue(
+    body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = (), staged: int | None = None
+) -> str:
     """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, and an epilogue of two neighbouring columns in two functions.
 
     `load_others(loaded, token, column OTHERS)` loads the other operands, for an even column, into a `Loaded`;
     `epilogue(y, sums, loaded)` computes y[2] from sums[parts][2]. They need pairs.cuh. before: as of `epilogue`.
+    staged: the index of an operand that `load_others` leaves out, as the kernel loads it.
     """
     names = [f"e{i}" for i in range(len(operands))]
     parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
     arguments = "".join(f", {p}" for p in parameters)
     loads = []
-    for t, name in zip(operands, names, strict=True):
+    for i, (t, name) in enumerate(zip(operands, names, strict=True)):
+        if i == staged:
+            continue
         at, to = offset_of(t, result) or "0", f"to.{name}"
         loads.append(
             f"load_pair({to}, {name} + ({at}));" if "column" in at else f"{to}[0] = {to}[1] = to_float({name}[{at}]);"

@@ -9,6 +9,7 @@ KERNELS = kernel_table(
     "cuda",
     {
         "decode_attention": "decode_attention",
+        "gemm_tiles": "gemm_tiles",
         "gemm_wgmma": "gemm_wgmma",
         "grouped_codes": "grouped_codes",
         "grouped_wgmma": "grouped_wgmma",

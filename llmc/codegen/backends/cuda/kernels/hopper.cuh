@@ -123,6 +123,31 @@ __device__ inline void copy_bytes(unsigned to, const void* from, int bytes, unsi
       "r"(bytes), "r"(barrier) : "memory");
 }
 
+// Copies of 16 bytes by a thread, asynchronously; returns when at most `left` of its committed groups are not complete.
+__device__ inline void copy_piece(unsigned to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ inline void commit_pieces() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int left> __device__ inline void wait_pieces() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+}
+
+// Loads and stores of shared memory.
+__device__ inline unsigned load_word(unsigned from) {
+  unsigned word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+__device__ inline void store_word(unsigned to, unsigned word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+__device__ inline uint4 load_piece(unsigned from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+
 // The descriptor of a matrix in shared memory: rows of 128 bytes in the 128-byte swizzle, 1024 bytes for 8 rows. Its high
 // word does not depend on the address: the layout in bits 30 and 31, the bytes of 8 rows / 16 from bit 0 on.
 #define MATRIX_HIGH "0x40000040"
