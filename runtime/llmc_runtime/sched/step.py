@@ -220,3 +220,8 @@ class Step:
     drafts: list[RowDrafts] = field(default_factory=list)
     plain: bool = False
     saves: list[RowSave] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all rows, the dimension T of the step's program."""
+        return sum(work.num_tokens for work in self.work)
