@@ -10,7 +10,7 @@ __device__ inline void barrier_arrive(unsigned barrier) {
 }
 
 // Whether every thread of a warp arrives at a barrier, not one of them for all. Both order the warp's accesses before those
-// behind the barrier, and one arrival is faster in some kernels. racecheck of compute-sanitizer only knows the accesses of
+// after the barrier, and one arrival is faster in some kernels. racecheck of compute-sanitizer only knows the accesses of
 // threads that arrive: for it, the tests set this constant.
 constexpr bool EVERY_THREAD_ARRIVES = false;
 constexpr int WARP_ARRIVALS = EVERY_THREAD_ARRIVES ? 32 : 1;
