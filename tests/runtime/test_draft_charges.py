@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llmc_runtime.sched.draft_costs import DraftCount
 from llmc_runtime.sched.draft_trials import TRIAL_COST, Trials, TrialsByKind
 from llmc_runtime.sched.prompt_entries import PromptEntries
 from llmc_runtime.sched.recent_steps import RecentSteps
@@ -81,6 +82,21 @@ def test_an_artifact_that_cannot_skip_prompts_is_not_charged() -> None:
     prompts, request = PromptEntries(False, trials), Request("r", [1])
     trials.of([request]).credit = -9.0
     assert not prompts.skips([Work(0, 200, True)], [request], False, 1) and not prompts.work
+
+
+def test_a_slow_first_pass_does_not_make_verification_cheap() -> None:
+    """The time of drafting is subtracted from that of a step. If too much was, the step does not count."""
+    count = DraftCount(4, together=True)
+    for _ in range(5):
+        count.learn(1, 0, 0, 1.0, True)
+    count.learn(1, 0, 1, 1.4, True)
+    count.learn(1, 0, 4, 12.0, True)  # loads the head's weights
+    count.learn(1, 1, 4, 2.9, True)
+    assert not count.costs.is_measured(1, 1, 1)
+    for _ in range(4):
+        count.learn(1, 0, 4, 2.5, True)
+    count.learn(1, 1, 4, 2.9, True)
+    assert count.costs.seconds(1, 1) == pytest.approx(2.9 + 0.4 - 1.5)
 
 
 def test_sums_of_a_step() -> None:

@@ -217,7 +217,8 @@ class DraftCount:
         """Record the duration of a step of a draft model, by the drafts per row that it verified and proposed.
 
         Without `stops`, steps with different numbers do not count. Otherwise the time of drafting is known, and the
-        duration is converted to that of a step with as many drafts as were verified.
+        duration is converted to that of a step with as many drafts as were verified. A result below the duration
+        without drafts does not count: drafting was measured too rarely, as when its first pass loaded weights.
         """
         if rounded_drafts(verified) == rounded_drafts(proposed):
             self.drafting.scale(rows, self.costs.record(rows, verified, seconds))
@@ -225,8 +226,9 @@ class DraftCount:
             if plain := self.costs.seconds(rows, 0):
                 self.drafting.record(rows, proposed, max(0.0, seconds - plain))
         elif stops and (drafting_verified := self.drafting.seconds(rows, verified)):
-            drafting_proposed = self.drafting.seconds(rows, proposed)
-            self.costs.record(rows, verified, seconds + drafting_verified - drafting_proposed)
+            converted = seconds + drafting_verified - self.drafting.seconds(rows, proposed)
+            if converted >= self.costs.seconds(rows, 0):
+                self.costs.record(rows, verified, converted)
 
     def relative_duration(self, rows: int, verified: float, proposed: float) -> float:
         """Return the duration of a step that verifies and proposes so many drafts per row, relative to one without any.
