@@ -17,7 +17,7 @@ def check_pooled(o: Options, pooling: Pooling, max_positions: int, tokens: int) 
 
     Raises Diagnostic E313 for options of models that generate.
     """
-    for name, value in (("--speculate", o.speculate), ("--draft", o.draft)):
+    for name, value in (("--draft", o.draft), ("--speculate", o.speculate)):  # --draft sets the number of drafts, too
         if value:
             raise Diagnostic("E313", f"{name}: the model pools its prompts and generates nothing", f"leave {name} out")
     return max(tokens, max_positions) if pooling.whole else tokens
