@@ -251,6 +251,10 @@ def test_refused(tmp_path: Path) -> None:
     save_speculators(tmp_path / "speculators", found)
     with pytest.raises(LlmcError, match="speculators is an EAGLE-3 head, not a model") as caught:
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=str(tmp_path / "speculators")))
+    for name in ("good", "speculators"):
+        with pytest.raises(LlmcError, match=f"{name} is an EAGLE-3 head, not a model") as caught:
+            compile_model(tmp_path / name, tmp_path / "wrong.llmc", Options())
+        assert caught.value.code == "E303" and f"--draft eagle:{tmp_path / name}" in caught.value.remedy
     save_head(tmp_path / "pickled", found)
     (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(LlmcError, match="pickled weights only") as caught:
