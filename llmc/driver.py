@@ -13,8 +13,10 @@ from llmc_runtime.format.manifest import Manifest
 from llmc.codegen.toolchain import installed
 from llmc.compilation import Compilation
 from llmc.console import Console, Quiet, Summary
+from llmc.diagnostics import Diagnostic
 from llmc.draft_model import with_draft
 from llmc.extension import Registry, load
+from llmc.frontend.eagle_config import describes_head
 from llmc.frontend.hub import Located, locate
 from llmc.options import Options, check_limits, random_seed
 from llmc.passes.lower.shard import with_ranks
@@ -103,7 +105,14 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
 
     if not Path(model).exists():
         require_compiler()  # before a model is downloaded
-    located = locate(model, o.hub, o.weights == "packed", progress, lambda config: decoder_of(config, registry.schemes))
+
+    def check(config: Mapping[str, Any]) -> None:
+        if describes_head(config):
+            remedy = f"compile the model for which it drafts, with --draft eagle:{model}"
+            raise Diagnostic("E303", f"{model} is an EAGLE-3 head, not a model", remedy)
+        decoder_of(config, registry.schemes)
+
+    located = locate(model, o.hub, o.weights == "packed", progress, check)
     if located.commit:
         console.note(f"{located.name} at commit {located.commit}: {located.folder}")
     return located

@@ -198,6 +198,8 @@ def main() -> None:
     device = torch.device(args.device)
     model = load(args.model, CONFIGS["main"], device).requires_grad_(False)
     text = Text.read(args.text, device)
+    if (needed := HELD + args.batch) > len(text.ids):
+        parser.error(f"--text has {len(text.ids)} sequences; {needed} are needed, {HELD} of them held out")
     counts = torch.bincount(text.ids.flatten().int(), minlength=CONFIGS["main"].vocab_size)
     kept = counts.argsort(descending=True, stable=True)[: args.vocabulary].sort().values
     head = (Head.read(args.start, model) if args.start else Head(model, kept)).to(device)

@@ -62,7 +62,12 @@ class HeadConfig:
 
 def is_head(folder: Path) -> bool:
     """Return whether a folder's config.json is that of an EAGLE-3 head. Raises Diagnostic E302 if it cannot be read."""
-    return _is_count(_draft_vocab(read_config(folder)))
+    return describes_head(read_config(folder))
+
+
+def describes_head(config: Mapping[str, Any]) -> bool:
+    """Return whether the contents of a config.json are those of an EAGLE-3 head's."""
+    return _is_count(_draft_vocab(config))
 
 
 def _draft_vocab(config: Mapping[str, Any]) -> Any:

@@ -13,8 +13,9 @@ import torch
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
-from llmc_runtime.engine.loader import speculation_of
+from llmc_runtime.engine.loader import check_generates, speculation_of
 from llmc_runtime.exec.entry_points import EntryPoints
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.sched.speculation import Speculation
 from models.cases import LISTED
 from models.eagle import drafted, save_head, save_speculators, tensors
@@ -250,6 +251,10 @@ def test_refused(tmp_path: Path) -> None:
     save_speculators(tmp_path / "speculators", found)
     with pytest.raises(LlmcError, match="speculators is an EAGLE-3 head, not a model") as caught:
         compile_model(tmp_path / "model", tmp_path / "wrong.llmc", Options(draft=str(tmp_path / "speculators")))
+    for name in ("good", "speculators"):
+        with pytest.raises(LlmcError, match=f"{name} is an EAGLE-3 head, not a model") as caught:
+            compile_model(tmp_path / name, tmp_path / "wrong.llmc", Options())
+        assert caught.value.code == "E303" and f"--draft eagle:{tmp_path / name}" in caught.value.remedy
     save_head(tmp_path / "pickled", found)
     (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
     with pytest.raises(LlmcError, match="pickled weights only") as caught:
@@ -273,6 +278,9 @@ def test_another_method_than_the_artifacts() -> None:
         with pytest.raises(LlmcError, match="compiled without --speculate") as caught:
             speculation_of({"method": method, "num_speculative_tokens": 2}, 0)
         assert caught.value.code == "E204" and f"with {flag}--speculate 2" in caught.value.remedy
+    with pytest.raises(LlmcError, match="generates nothing") as caught:
+        check_generates({"method": "ngram", "num_speculative_tokens": 2}, Pooling("embed", "last", 8))
+    assert caught.value.code == "E204" and "compile" not in caught.value.remedy
 
 
 @pytest.mark.usefixtures("eager")

@@ -21,6 +21,7 @@ from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, PLAIN_STEP, method_of
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.draft_methods import open_draft
@@ -155,6 +156,7 @@ def _scheduler_config(
     """Return the sizes of the scheduler. Raises LlmcErrors E2xx."""
     manifest = artifact.manifest
     pooling = manifest.pooling
+    check_generates(options.speculate, pooling)
     caching, snapshots = _prefix_caching(manifest, options.enable_prefix_caching), executor.capacity.snapshots
     if manifest.recurrent and not snapshots:
         if options.enable_prefix_caching:
@@ -205,6 +207,13 @@ def snapshots_of(manifest: Manifest, caching: bool | None, requested: int | None
         cause = "enable_prefix_caching: the model has recurrent layers, and state_snapshots = 0 keeps no states of them"
         raise LlmcError("E204", cause, "leave state_snapshots or enable_prefix_caching out")
     return requested if _prefix_caching(manifest, caching) else 0
+
+
+def check_generates(option: Any, pooling: Pooling | None) -> None:
+    """Raise LlmcError E204 if the option `speculate` is set for a model that pools."""
+    if option is not None and pooling is not None:
+        cause = "speculate: the model pools its prompts and generates nothing"
+        raise LlmcError("E204", cause, "start without speculation")
 
 
 def speculation_of(

@@ -12,7 +12,7 @@ from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.device.device import kv_share
-from llmc_runtime.engine.loader import limits_of, snapshots_of, speculation_of
+from llmc_runtime.engine.loader import check_generates, limits_of, snapshots_of, speculation_of
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import plan_kv
@@ -101,6 +101,7 @@ def _artifact_lines(report: Mapping[str, Any]) -> list[str]:
 def _check_drafts(artifact: Artifact, engine: EngineOptions) -> None:
     """Raise LlmcError E204 or E206 if the artifact cannot draft tokens as requested."""
     drafts, method = max((program.drafts for program in artifact.programs), default=0), method_of(artifact.programs)
+    check_generates(engine.speculate, artifact.manifest.pooling)
     speculation_of(engine.speculate, drafts, rows=int(bool(method)), available=method)
 
 
