@@ -17,7 +17,7 @@ _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a p
 _READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
 _AVERAGED = 16  # connections over which the estimate averages; one in so many is left open
-_FEW = 0.25  # part of the connections
+_MIN_RETURNING = 0.25  # part of the connections
 
 
 class Answer(NamedTuple):
@@ -55,14 +55,14 @@ class ReturningClients:
     def __init__(self) -> None:
         self._part, self._count = 1.0, 0
 
-    def saw(self, another: bool) -> None:
+    def saw(self, returned: bool) -> None:
         """Record whether a connection sent another request after its first one was refused, or was closed."""
-        self._part += (another - self._part) / _AVERAGED
+        self._part += (returned - self._part) / _AVERAGED
 
     def next_closes(self) -> bool:
         """Return whether the next new connection is closed with its first refusal; some stay open, to be recorded."""
         self._count += 1
-        return self._part < _FEW and self._count % _AVERAGED > 0
+        return self._part < _MIN_RETURNING and self._count % _AVERAGED > 0
 
 
 def accept_waiting(listener: socket.socket, count: int) -> tuple[list[tuple[socket.socket, object]], bool]:
