@@ -16,7 +16,7 @@ _MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
-_AVERAGED = 16  # connections over which the estimate averages; one in so many is left open
+_AVERAGED = 16  # connections over which the estimate averages; one of them is left open
 _MIN_RETURNING = 0.25  # part of the connections
 
 
@@ -48,8 +48,8 @@ Probe = Callable[[bytes], Answer | None]
 class ReturningClients:
     """Estimates which part of the new connections sends another request after their first one was refused.
 
-    If few do, most are closed with the first refusal: the end of the connection leaves with the response, and nothing
-    waits for the client's.
+    If few do, most are closed with the first refusal: the server sends the end of the connection with the
+    response, and does not wait for the client's.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class LightConnection:
 
     `sock` may be in blocking mode. `promote(data, passed)` makes it an ordinary connection (again), which begins with
     `data`; `passed`: load shedding has checked the head of the next request, which may be served. `close` ends
-    the connection, at `deadline` (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
+    the connection, at `deadline` (loop time) or earlier. `skip` bytes of a refused body are still to arrive.
     """
 
     sock: socket.socket
