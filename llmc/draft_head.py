@@ -8,7 +8,7 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 from llmc.draft_mtp import MTP, MtpLayer, add_mtp, mtp_of
-from llmc.frontend.eagle_config import ANOTHER, EAGLE, HeadConfig, read_head
+from llmc.frontend.eagle_config import EAGLE, MATCHING_HEAD, HeadConfig, read_head
 from llmc.frontend.tokenizer_files import check_same_tokens
 from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.ops import OPS
@@ -58,7 +58,7 @@ def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     head: HeadConfig = job.head
     facts, main = traced.facts, traced.module.graphs["main"]
     logits, *states = main.outputs
-    check_same_tokens(job.model, head.folder, f"the head {head.folder}", ANOTHER)
+    check_same_tokens(job.model, head.folder, f"the head {head.folder}", MATCHING_HEAD)
     weights = HeadWeights(head, int(states[0].type.shape[-1]), facts.vocab_size) if packed else None
     if weights:
         stack.callback(weights.close)

@@ -26,7 +26,7 @@ from llmc.options import Options
 from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
 
 _KINDS = f"use the folder or hub id of a smaller model, {EAGLE}PATH with that of an EAGLE-3 head, or {MTP}"
-_OTHER = "use a smaller model of the same family, with the same tokenizer"
+_MATCHING_DRAFT = "use a smaller model of the same family, with the same tokenizer"
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def _check(model: Path, draft: Path, traced: Any) -> None:
     facts = traced.facts
     if vocab != facts.vocab_size:
         cause = f"the draft model {draft} has a vocabulary of {vocab} tokens, the model one of {facts.vocab_size}"
-        raise Diagnostic("E360", cause, _OTHER)
+        raise Diagnostic("E360", cause, _MATCHING_DRAFT)
     if positions < facts.max_positions:
         cause = f"the draft model {draft} allows {positions} positions; {facts.max_positions} are compiled"
         raise Diagnostic("E360", cause, f"use --max-model-len {positions}, or a draft model with a longer context")
     check_tokenizer(draft)
-    check_same_tokens(model, draft, f"the draft model {draft}", _OTHER)
+    check_same_tokens(model, draft, f"the draft model {draft}", _MATCHING_DRAFT)

@@ -23,7 +23,7 @@ from llmc.frontend.hub import PUBLIC, Hub
 from llmc.frontend.unsupported import refuse_code
 from llmc.quant.make.recipes import NONE, RECIPES, ROUNDED
 
-BOTH = ("compile", "tune")
+COMPILE_AND_TUNE = ("compile", "tune")
 # Maximum limits of any target.
 MAX_LIMITS: Mapping[str, int] = MappingProxyType({"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 20})
 QUANT_FLAGS = ("--quant", "--scheme")  # spellings of the recipe in `llmc compile` and `llmc quantize`
@@ -32,12 +32,12 @@ FILES = "files and caches"  # heading of the options that do not change the cont
 
 def _artifact(default: Any, text: str, read: Any = positive, metavar: str | None = "N", **more: Any) -> Any:
     """Declare an option that determines the contents of an artifact."""
-    more = {"commands": BOTH, "group": "artifact", **more}
+    more = {"commands": COMPILE_AND_TUNE, "group": "artifact", **more}
     return option(default, text, read=read, metavar=metavar, **more)
 
 
 def _path(text: str, metavar: str) -> Any:
-    return option(None, text, read=Path, metavar=metavar, commands=BOTH, group=FILES)
+    return option(None, text, read=Path, metavar=metavar, commands=COMPILE_AND_TUNE, group=FILES)
 
 
 def _drafted_tokens(text: str) -> int:
@@ -124,7 +124,7 @@ class Options:
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")
     reuse: bool = option(
         True, "use cached kernels only: neither read nor write whole artifacts in the cache", read=None,
-        flags=("--no-reuse",), commands=BOTH, group=FILES,
+        flags=("--no-reuse",), commands=COMPILE_AND_TUNE, group=FILES,
     )  # fmt: skip
     hub: Hub = field(default=PUBLIC)
 

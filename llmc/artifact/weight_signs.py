@@ -22,7 +22,7 @@ def negative_weights(graph: Graph) -> tuple[str, ...]:
     Rates of decay are such outputs: -exp(A_log). States that grow instead of decaying would soon be infinite.
     """
     graph = at_rank(graph, 0)
-    blocks = Blocks(graph, _Ones({v.name: (v.type.dtype, shape_of(v)) for v in graph.inputs}))
+    blocks = Blocks(graph, _OnesSource({v.name: (v.type.dtype, shape_of(v)) for v in graph.inputs}))
     small: set[Value] = {v for v in graph.inputs if _is_small(v)}
     for n in graph.nodes:
         if all(v in small for v in n.operands):
@@ -35,7 +35,7 @@ def _is_small(v: Value) -> bool:
     return (v.type.nbytes.const or 0) <= MAX_BYTES
 
 
-class _Ones:
+class _OnesSource:
     """A source of weights that are all ones."""
 
     def __init__(self, types: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

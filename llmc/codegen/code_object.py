@@ -25,7 +25,7 @@ class KernelProperties:
     sizes: bytes of each parameter. max_threads: maximum threads per block. wavefront: threads of a wavefront. vgprs,
     sgprs: vector registers of a thread (with the accumulation registers that it uses) and scalar registers of a
     wavefront. vgpr_spills, sgpr_spills: registers for which there was no room; scalar ones usually move to vector
-    registers. private: bytes of memory of its own for each thread, to which the others are spilled. shared: bytes of
+    registers. private: bytes of private memory of a thread, to which the others are spilled. shared: bytes of
     shared memory that are part of the kernel, besides the shared memory that launches request.
     """
 

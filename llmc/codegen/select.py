@@ -104,7 +104,7 @@ class Choices:
     other kernels of the op}. `us` is measured or estimated.
     """
 
-    OTHERS = 3
+    MAX_ALTERNATIVES = 3
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -117,7 +117,7 @@ class Choices:
             rest = [_choice(o) for o in r.candidates if o is not best]
             self.rows[key] = {
                 "graph": graph, "node": node, "loc": r.node.loc, "count": 0, **_choice(best),
-                "ways": len(r.candidates), "sizes": dict(r.sizes), "others": rest[: self.OTHERS],
+                "ways": len(r.candidates), "sizes": dict(r.sizes), "others": rest[: self.MAX_ALTERNATIVES],
                 "refused": dict(refused(r)),
             }  # fmt: skip
         self.rows[key]["count"] += 1
@@ -199,10 +199,10 @@ def in_agreed_order(ranked: Sequence[Ranked]) -> list[Ranked]:
         members.append((r.graph, r.node, orders))
     agreed = agreed_orders(members)
 
-    def kept(r: Ranked) -> list[Candidate]:
+    def agreeing(r: Ranked) -> list[Candidate]:
         return [o for o in r.candidates if o.order == agreed[key_of(r.graph, r.node)]]
 
-    return [replace(r, candidates=kept(r)) for r in ranked]
+    return [replace(r, candidates=agreeing(r)) for r in ranked]
 
 
 def _key(n: Node) -> str:

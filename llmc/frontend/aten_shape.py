@@ -192,7 +192,7 @@ _VIEWS = (
     "view.default", "reshape.default", "_unsafe_view.default", "flatten.using_ints", "unflatten.int",
     "unsqueeze.default", "squeeze.dim", "squeeze.dims", "squeeze.default",
 )  # fmt: skip
-_SAME = (
+_NO_OPS = (
     "alias.default", "detach.default", "detach_.default", "contiguous.default", "clone.default",
     "lift_fresh_copy.default",
 )  # fmt: skip
@@ -205,7 +205,7 @@ _PIECES = ("chunk.default", "split.Tensor", "split_with_sizes.default")
 # Overloads whose result may share memory with their operand: writing to the result would change the operand, too.
 ALIASES = frozenset(
     f"aten.{n}"
-    for n in (*_VIEWS, *_SAME[:3], *_PIECES, *_EXPAND, "transpose.int", "t.default", "numpy_T.default", "mT.default",
+    for n in (*_VIEWS, *_NO_OPS[:3], *_PIECES, *_EXPAND, "transpose.int", "t.default", "numpy_T.default", "mT.default",
               "permute.default", "slice.Tensor", "select.int", "unbind.int")
 )  # fmt: skip
 # Overloads that return their operand if nothing has to be copied.
@@ -214,7 +214,7 @@ UNLESS_COPIED = frozenset({"aten.contiguous.default", "aten.type_as.default", *(
 ROWS: Mapping[str, Row] = MappingProxyType(
     {
         **{f"aten.{n}": view for n in _VIEWS},
-        **{f"aten.{n}": same for n in _SAME},
+        **{f"aten.{n}": same for n in _NO_OPS},
         **{f"aten.{n}": convert for n in _CONVERT},
         **{f"aten.{n}": expand for n in _EXPAND},
         **{f"aten.{n}": pieces for n in _PIECES},

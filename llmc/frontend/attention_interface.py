@@ -53,15 +53,15 @@ def register() -> None:
 
 def _mask_hook(*_: Any, **kw: Any) -> MaskTag:
     if kw.get("use_vmap"):
-        raise Diagnostic("E305", "the model uses its own attention mask", _OTHER)
+        raise Diagnostic("E305", "the model uses its own attention mask", _CAUSAL)
     if kw.get("local_size") and getattr(kw.get("config"), "attention_chunk_size", None) == kw["local_size"]:
         if chunk_size(kw["config"]) != kw["local_size"]:
-            raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _OTHER)
+            raise Diagnostic("E305", f"the model attends in chunks of {kw['local_size']} tokens", _CAUSAL)
         return MaskTag()  # a sequence is at most one chunk
     return MaskTag(kw.get("local_size"))  # checked where a layer uses it: qwen2_moe makes a mask of width 0 for none
 
 
-_OTHER = "only causal attention, with or without a sliding window, is supported"
+_CAUSAL = "only causal attention, with or without a sliding window, is supported"
 
 
 def _attention_hook(
@@ -82,7 +82,9 @@ def _attention_hook(
     name, mask = type(module).__name__, attention_mask
     passed = {k for k, x in extra.items() if x is not None and not isinstance(x, MaskTag)}
     if unknown := sorted(passed - HARMLESS):
-        raise Diagnostic("E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _OTHER)
+        raise Diagnostic(
+            "E305", f"{name} passes {', '.join(unknown)} to its attention, which is not supported", _CAUSAL
+        )
     causal = is_causal is not False and getattr(module, "is_causal", True) is not False
     check_causal(name, causal or hasattr(module, ENCODER), mask)
     # Eager attention applies the window through its mask, so a mask's window takes precedence over the argument.
@@ -90,9 +92,9 @@ def _attention_hook(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = getattr(module, ENCODER, getattr(module, "layer_idx", None))
     if not isinstance(layer, int):
-        raise Diagnostic("E305", f"{name} has no layer number (layer_idx)", _OTHER)
+        raise Diagnostic("E305", f"{name} has no layer number (layer_idx)", _CAUSAL)
     if window and not causal:
-        raise Diagnostic("E305", f"{name} attends to later tokens within a window", _OTHER)
+        raise Diagnostic("E305", f"{name} attends to later tokens within a window", _CAUSAL)
     out = torch.ops.llmc.attention(query, key, value, layer, float(scale), window, float(softcap or 0), s_aux, causal)
     return out, None
 
@@ -114,7 +116,7 @@ def checked_window(width: int | None) -> int:
 def check_causal(name: str, causal: bool, mask: Any) -> None:
     """Raise Diagnostic E305 if an attention is not causal or passes its own mask."""
     if not causal or isinstance(mask, Tensor):
-        raise Diagnostic("E305", f"{name} is not a causal attention", _OTHER)
+        raise Diagnostic("E305", f"{name} is not a causal attention", _CAUSAL)
 
 
 def mark_encoder(model: torch.nn.Module) -> None:

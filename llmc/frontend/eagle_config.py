@@ -15,7 +15,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.frontend.model_folder import read_config
 
 EAGLE = "eagle:"  # prefix of the option --draft
-ANOTHER = "use an EAGLE-3 head that was made for this model"
+MATCHING_HEAD = "use an EAGLE-3 head that was made for this model"
 _COUNT = "correct it to a whole number above 0, or download the file again"
 _KEY = "eagle_aux_hidden_state_layer_ids"
 _SPECULATORS, _NESTED = "transformer_layer_config", "eagle_config"
@@ -56,7 +56,7 @@ class HeadConfig:
         numbers = self.aux or (2, total // 2, total - 3)
         if len(numbers) != 3 or not all(0 <= n < total for n in numbers):
             cause = f"the head {self.folder} reads the inputs of layers {list(numbers)}; {total} layers are compiled"
-            raise Diagnostic("E360", cause, ANOTHER)
+            raise Diagnostic("E360", cause, MATCHING_HEAD)
         return numbers
 
 
@@ -90,14 +90,14 @@ def read_head(folder: Path) -> HeadConfig:
     kind, layers = decoder.get("model_type"), decoder.get("num_hidden_layers", 1)
     if kind != "llama" or layers != 1:
         cause = f"the head {folder} has {layers} layers of {kind}; one layer of llama is supported"
-        raise Diagnostic("E360", cause, ANOTHER)
+        raise Diagnostic("E360", cause, MATCHING_HEAD)
     for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if decoder.get(key) is not None)):
         if not _is_count(decoder.get(key)):
             raise Diagnostic("E360", f"{folder / 'config.json'}: {key} is {decoder.get(key)!r:.60}", _COUNT)
     nested = config.get(_NESTED)
     if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
         cause = f"the head {folder} reads one hidden state, as the first versions of EAGLE do"
-        raise Diagnostic("E360", cause, ANOTHER)
+        raise Diagnostic("E360", cause, MATCHING_HEAD)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     head = HeadConfig(folder, decoder, int(vocab), _aux(folder, config), *(_flag(folder, config, f) for f in flags))
     if head.norm_before_fc and head.fc_norm:

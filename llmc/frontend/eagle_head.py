@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface, rope_interface
 from llmc.frontend.convert import convert
-from llmc.frontend.eagle_config import ANOTHER, HeadConfig
+from llmc.frontend.eagle_config import MATCHING_HEAD, HeadConfig
 from llmc.frontend.export import Exported, export_head, quiet
 from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.not_finite import NotFinite
@@ -192,7 +192,7 @@ class HeadWeights:
         unused = {*weights, *_UNUSED}
         if unknown := sorted(n for n in self._stored if n not in unused and not n.endswith(_TABLE)):
             cause = f"the head {self.head.folder} has {shortened(unknown)}, which an EAGLE-3 head of one layer has not"
-            raise Diagnostic("E360", cause, ANOTHER)
+            raise Diagnostic("E360", cause, MATCHING_HEAD)
 
     def _check(self, name: str, expected: tuple[int | None, ...]) -> None:
         """Raise Diagnostic E360 if a stored weight has another shape, is not of floats, or has NaN or infinity."""
@@ -224,11 +224,11 @@ class HeadWeights:
 
     def _tensor(self, name: str) -> Stored:
         if name not in self._stored:
-            raise Diagnostic("E360", f"the head {self.head.folder} has no tensor {name}", ANOTHER)
+            raise Diagnostic("E360", f"the head {self.head.folder} has no tensor {name}", MATCHING_HEAD)
         return self._stored[name]
 
     def _another(self, head: str, model: str) -> Diagnostic:
-        return Diagnostic("E360", f"the head {self.head.folder} {head}, the model {model}", ANOTHER)
+        return Diagnostic("E360", f"the head {self.head.folder} {head}, the model {model}", MATCHING_HEAD)
 
     def _damaged(self, what: str) -> Diagnostic:
         return Diagnostic("E360", f"the head {self.head.folder} {what}", "download or export the head again")

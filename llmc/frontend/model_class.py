@@ -29,7 +29,7 @@ from llmc.frontend.model_folder import KNOWN_TO_WORK, Source
 from llmc.frontend.pooling_files import ENCODERS
 
 # Why a model type has no causal language model, by transformers' own tables.
-OTHERS: tuple[tuple[Mapping[str, Any], str], ...] = (
+NOT_CAUSAL: tuple[tuple[Mapping[str, Any], str], ...] = (
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "it is an encoder and a decoder"),
     (MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES, "it generates audio"),
     (MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "it recognizes speech"),
@@ -151,7 +151,7 @@ def check_model_type(source: Source, pools: bool) -> None:
         raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     near = "" if in_transformers else did_you_mean(name, sorted(known), "")
-    cause = f"model_type {name!r} {_what(name)} ({transformers.__version__})"
+    cause = f"model_type {name!r} {_why_not_causal(name)} ({transformers.__version__})"
     raise Diagnostic("E303", cause, same or f"{near} {KNOWN_TO_WORK}".lstrip())
 
 
@@ -171,9 +171,9 @@ def _same_architecture(config: Mapping[str, Any]) -> str:
     return f'transformers has {match[0]}: if it is the same model, set "model_type": "{match[1]}" in config.json'
 
 
-def _what(name: str) -> str:
+def _why_not_causal(name: str) -> str:
     """Explain why transformers has no causal language model for a type, as far as its tables show."""
     if name not in CONFIG_MAPPING_NAMES:
         return "is not part of the installed transformers"
-    reason = next((description for table, description in OTHERS if name in table), "")
+    reason = next((description for table, description in NOT_CAUSAL if name in table), "")
     return f"has no causal language model: {reason}" if reason else "has no causal language model"

@@ -13,7 +13,7 @@ from llmc.diagnostics import Diagnostic
 
 Plan = tuple[str, float, str, torch.dtype | None]  # buffer, scaling, layout, dtype of tables (None: x's)
 
-KNOWN = ("default", *sorted(ROPE_INIT_FUNCTIONS))
+ROPE_TYPES = ("default", *sorted(ROPE_INIT_FUNCTIONS))
 
 NUMBERS = frozenset(
     ("rope_theta", "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
@@ -32,8 +32,10 @@ COMPLEX = "complex"  # one complex table cos + i sin of half width
 def check_config(config: dict[str, Any]) -> None:
     """Raise Diagnostic E306 if the parsed config.json names a rope type that transformers does not have."""
     for name in _rope_types(config.get("rope_scaling")) + _rope_types(config.get("rope_parameters")):
-        if name not in KNOWN:
-            raise Diagnostic("E306", f"config.json: rope type {name!r} is unknown", f"known types: {', '.join(KNOWN)}")
+        if name not in ROPE_TYPES:
+            raise Diagnostic(
+                "E306", f"config.json: rope type {name!r} is unknown", f"known types: {', '.join(ROPE_TYPES)}"
+            )
 
 
 def check_parameters(entry: Any) -> None:
@@ -44,9 +46,9 @@ def check_parameters(entry: Any) -> None:
     if not isinstance(entry, dict):
         return
     kind = entry.get("rope_type")
-    if isinstance(kind, str) and kind not in KNOWN:
+    if isinstance(kind, str) and kind not in ROPE_TYPES:
         cause = f"config.json: this model_type has no rope type {kind!r}"
-        raise Diagnostic("E306", cause, f"known types: {', '.join(KNOWN)}")
+        raise Diagnostic("E306", cause, f"known types: {', '.join(ROPE_TYPES)}")
     for key, value in entry.items():
         if key in NUMBERS and isinstance(value, str | bool | list | dict):
             raise Diagnostic("E302", f"config.json: {key} of the rope is {value!r:.60}, not a number", "correct it")
@@ -140,8 +142,8 @@ def _frequencies(module: Any, prefix: str, layer_type: str | None, kind: str, ma
             f"rope type dynamic changes its frequencies beyond {limit} positions; {max_positions} were requested",
             f"compile for at most {limit} positions",
         )
-    if kind not in KNOWN:
-        raise Diagnostic("E306", f"rope type {kind!r} is unknown", f"known types: {', '.join(KNOWN)}")
+    if kind not in ROPE_TYPES:
+        raise Diagnostic("E306", f"rope type {kind!r} is unknown", f"known types: {', '.join(ROPE_TYPES)}")
     if kind == "longrope":
         return ROPE_INIT_FUNCTIONS[kind](module.config, seq_len=max_positions, **extra)[0]
     with torch.device("cpu"):  # let the module compute them, from whichever config entry it uses

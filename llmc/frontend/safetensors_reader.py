@@ -154,12 +154,12 @@ class TensorFiles:
             raise _corrupt(file, e) from None
 
 
-_AGAIN = "download the file again and compare its size and sha256 with the model's page"
+_DOWNLOAD_AGAIN = "download the file again and compare its size and sha256 with the model's page"
 
 
 def _corrupt(file: Path, why: object) -> Diagnostic:
     size = f" ({file.stat().st_size} bytes)" if is_regular(file) else ""
-    return Diagnostic("E321", f"{file}{size} is cut short or damaged: {why}", _AGAIN)
+    return Diagnostic("E321", f"{file}{size} is cut short or damaged: {why}", _DOWNLOAD_AGAIN)
 
 
 def _listed(folder: Path) -> dict[str, Path]:

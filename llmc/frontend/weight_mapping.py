@@ -146,7 +146,7 @@ def _unsupported(converter: Any) -> str:
 
 def _stack(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     if op.dim != 0:
-        raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", _AGAIN)
+        raise Diagnostic("E326", f"{target}: experts merged along axis {op.dim} are not supported", _SAVE_AGAIN)
     return {
         c.target_patterns[0] if len(group) == 1 else pattern: [_stacked(b, values, target)]
         for pattern, values in group.items()
@@ -164,7 +164,7 @@ def _stacked(b: Builder, values: list[Value], target: str) -> Value:
 def _stack_in_parts(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     """Divide the experts among the targets, such as those of text and of images; each stacks and joins its own."""
     if op.stack_dim != 0:
-        raise Diagnostic("E326", f"{target}: experts stacked along axis {op.stack_dim} are not supported", _AGAIN)
+        raise Diagnostic("E326", f"{target}: experts stacked along axis {op.stack_dim} are not supported", _SAVE_AGAIN)
     counts = {len(values) for values in group.values()}
     size, rest = divmod(max(counts), len(c.target_patterns))
     if rest or len(counts) > 1:
@@ -195,7 +195,9 @@ def _joined(b: Builder, values: list[Value], dim: int, target: str) -> Value:
 def _chunk(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
     """Split into pieces of equal size as torch.chunk does; the last may be shorter."""
     if op.num_shards_attribute is not None:
-        raise Diagnostic("E326", f"{target}: pieces counted by {op.num_shards_attribute} are not supported", _AGAIN)
+        raise Diagnostic(
+            "E326", f"{target}: pieces counted by {op.num_shards_attribute} are not supported", _SAVE_AGAIN
+        )
     ((value, *_),) = group.values()
     axis = op.dim % value.type.rank
     whole = value.type.shape[axis].const or 0
@@ -231,7 +233,7 @@ def _unequal(target: str, values: list[Value]) -> Diagnostic:
     return Diagnostic("E325", cause, "fetch the checkpoint again")
 
 
-_AGAIN = "save the model again with transformers 5"
+_SAVE_AGAIN = "save the model again with transformers 5"
 _OPERATIONS: Mapping[str, Any] = MappingProxyType(
     {
         "MergeModulelist": _stack,

@@ -91,9 +91,9 @@ class Rewrite:
     def attempt(self, g: Graph, node: Node, misses: Misses) -> Callable[[Any], Sequence[Value]] | None:
         """Match at `node`; return a function that builds the replacement, or None after recording a near miss."""
         m, t = match(self.pattern, node, g)
-        near = self.near or max(2, size(self.pattern) // 2)
+        min_depth = self.near or max(2, size(self.pattern) // 2)
         if m is None:
-            if t.depth >= near:
+            if t.depth >= min_depth:
                 misses[node, self.name] = t.why
             return None
         with extension_code(f"rewrite {self.name!r}: its condition", self.when, node):
@@ -106,11 +106,11 @@ class Rewrite:
         misses.pop((node, self.name), None)
         matched = m
 
-        def made(b: Any) -> Sequence[Value]:
+        def build(b: Any) -> Sequence[Value]:
             b.loc = b.loc or next((n.loc for n in matched.inner if n.loc), "")
             return [self.build(b, matched)]
 
-        return made
+        return build
 
 
 @dataclass(frozen=True)

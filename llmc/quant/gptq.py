@@ -34,7 +34,7 @@ from llmc.quant.scheme import (
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight")
 BITS = (2, 3, 4, 8)
 # The number that adds 1 to each field of a word.
-ONES: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
+ONE_PER_FIELD: Mapping[int, int] = MappingProxyType({2: 0x55555555, 4: 0x11111111, 8: 0x01010101})
 FORMATS = ("gptq", "gptq_v2")
 INPUTS = ("adapter", "rotation")  # keys of checkpoints that compute more than a product with the weight
 
@@ -114,7 +114,7 @@ def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:
     by_index = stored.groups("g_idx", k, count, size)
     zero: Value | int
     code = b.unpack_bits(b.transpose(words, perm=(1, 0)), bits=bits, axis=1, size=k)
-    added: Mapping[str, int] = {"word_add": ONES[bits]} if bits in ONES else {"add": 1}
+    added: Mapping[str, int] = {"word_add": ONE_PER_FIELD[bits]} if bits in ONE_PER_FIELD else {"add": 1}
     layout = {"bits": bits, "axis": 0, "size": n, **(added if less_one else {})}
     points = unpack_bits.ref(stored.load(zeros.name).T, **layout)
     zero = (

@@ -16,7 +16,7 @@ NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_pro
 # Scales of the KV cache by the last part of their names; they are not weights of the model.
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
 Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
-ONE = np.ones((), np.float32)
+UNIT_SCALE = np.ones((), np.float32)
 NO_ALGORITHM = ("", "NONE", "AUTO")  # values of ModelOpt's kv_cache_quant_algo
 
 
@@ -53,7 +53,7 @@ def kv_scales_of(names: Iterable[str], read: Callable[[str], np.ndarray]) -> dic
             scale = _checked(name, read(name))
             if scale is not None:
                 by_layer.setdefault(int(m[1]), {}).update(dict.fromkeys(m[2] or m[3], scale))
-    return {layer: (pair.get("k", ONE), pair.get("v", ONE)) for layer, pair in by_layer.items()}
+    return {layer: (pair.get("k", UNIT_SCALE), pair.get("v", UNIT_SCALE)) for layer, pair in by_layer.items()}
 
 
 def _checked(name: str, stored: np.ndarray) -> np.ndarray | None:

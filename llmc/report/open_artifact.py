@@ -25,8 +25,8 @@ from llmc.extension import load
 # the form of all other keys.
 _TEXT, _COUNT, _NUMBER = str, int, float
 _SIGNED = "signed"  # a number that may be negative
-_PLACE = MappingProxyType({"op": _TEXT, "loc": _TEXT, "count": _COUNT})
-_RULE = MappingProxyType({**_PLACE, "rule": _TEXT})
+_NODES = MappingProxyType({"op": _TEXT, "loc": _TEXT, "count": _COUNT})
+_RULE = MappingProxyType({**_NODES, "rule": _TEXT})
 _LAUNCH = MappingProxyType(
     {"op": _TEXT, "loc": _TEXT, "kernel": _TEXT, "us": _NUMBER, "flops": _NUMBER, "bytes": _NUMBER}
 )
@@ -34,7 +34,7 @@ _SIZES = MappingProxyType({"*": _COUNT})
 _SLOT = MappingProxyType({
     "name": _TEXT, "type": _TEXT, "loc": _TEXT, "offset": _COUNT, "nbytes": _COUNT, "first": _COUNT, "last": _COUNT,
 })  # fmt: skip
-_WAY = MappingProxyType({"kernel": _TEXT, "schedule": {}, "us": _NUMBER})
+_CHOICE = MappingProxyType({"kernel": _TEXT, "schedule": {}, "us": _NUMBER})
 _FORMS: Mapping[str, Any] = MappingProxyType(
     {
         "roofline": {
@@ -52,13 +52,13 @@ _FORMS: Mapping[str, Any] = MappingProxyType(
         "passes": [
             {
                 "pass": _TEXT, "changes": _COUNT, "graphs": _COUNT, "nodes": _COUNT, "applied": [_RULE],
-                "missed": [_RULE], "made": [_PLACE], "gone": [_PLACE],
+                "missed": [_RULE], "made": [_NODES], "gone": [_NODES],
             }
         ],
         "choices": [
             {
-                "graph": _TEXT, "node": _TEXT, "loc": _TEXT, **_WAY, "measured": object, "ways": _COUNT,
-                "count": _COUNT, "sizes": _SIZES, "others": [_WAY], "refused?": {"*": _TEXT},
+                "graph": _TEXT, "node": _TEXT, "loc": _TEXT, **_CHOICE, "measured": object, "ways": _COUNT,
+                "count": _COUNT, "sizes": _SIZES, "others": [_CHOICE], "refused?": {"*": _TEXT},
             }
         ],
     }

@@ -30,7 +30,7 @@ _GAUGES: Mapping[str, tuple[Stat, str]] = MappingProxyType({
     "num_state_snapshots": (0, "Snapshots in use of the states of recurrent layers"),
 })  # fmt: skip
 # Statistics that are neither of _GAUGES nor Counters.
-_OTHERS: Mapping[str, str] = MappingProxyType({
+_FURTHER_STATS: Mapping[str, str] = MappingProxyType({
     "num_requests_open": "Requests that were given to the engine and have not ended",
     "restarts": "Replacements of the engine's process after its end",
     "scheduler_idle_seconds": "Seconds in which the engine had no request to compute",
@@ -144,7 +144,7 @@ def initial_stats() -> dict[str, Stat]:
 DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
     {name: text for name, (_, text) in _GAUGES.items()}
     | {counter.name: counter.metadata["text"] for counter in fields(Counters)}
-    | dict(_OTHERS)
+    | dict(_FURTHER_STATS)
 )
 
 

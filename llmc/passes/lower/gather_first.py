@@ -15,7 +15,7 @@ from llmc.passes.rewrite import substitute
 class GatherFirst(NodePass):
     """Replace an all_gather along another axis by one along the first axis and a transposition.
 
-    Axes of one element do not count. NCCL concatenates the ranks' operands as they lie in memory. The pass runs after
+    Axes of one element do not count. NCCL concatenates the ranks' operands as they are in memory. The pass runs after
     `shard`, with --collectives nccl.
     """
 

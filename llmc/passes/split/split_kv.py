@@ -29,7 +29,7 @@ def fixed_part(kv: Value, pages: Value) -> int:
 class SplitKv(NodePass):
     """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
 
-    paged_latent_attention is split likewise. The number of parts is constant, so that one launch list serves any
+    paged_latent_attention is split in the same way. The number of parts is constant, so that one launch list serves any
     mixture of lengths. splits: number of parts (1: do not split, 0: a power of two that gives every multiprocessor
     about `fill` programs, of narrow heads twice as many; of latents, blocks of 64 heads are programs of their own).
     fixed: parts of a fixed number of tokens instead (`fixed_part`), as many as the longest row has, in graphs whose

@@ -12,7 +12,7 @@ from llmc.passes.rewrite import substitute
 
 @dataclass(frozen=True)
 class SplitRecurrence(NodePass):
-    """Replace row_recurrence by chunk_factors and chunk_recurrence in graphs of prompts, row_recurrence_draft likewise.
+    """Replace row_recurrence and row_recurrence_draft in graphs of prompts by chunk_factors and chunk_recurrence.
 
     Values of f32 are not split, because tensor cores would round them. chunk: tokens of a chunk. least: tokens of the
     shortest run that is computed in chunks.

@@ -87,8 +87,8 @@ def _origin(v: Value) -> str:
 def _lift(g: Graph, lifted: _Lifted) -> int:
     """Move the weight-only nodes of one entry point; return how many there were.
 
-    A value that leaves the weight-only part (a reader outside of it, or an output of `g`) becomes an output of
-    @weights, and an input of `g` of that name. Equal nodes share one output, hence also one input.
+    A value that is used outside of the weight-only part (by another node, or as an output of `g`) becomes an output of
+    @weights, and an input of `g` of that name. Equal nodes share one output, and so one input.
     """
     lifted_values = weight_only(g)
     lifted_nodes = [n for n in g.nodes if n.results[0] in lifted_values]

@@ -23,7 +23,7 @@ from llmc.quant.make.texts import read_texts, windows
 
 
 @dataclass(frozen=True)
-class Made:
+class QuantizedModel:
     """The outcome: the folder, its files of weights, bytes of tensors before and after, and seconds."""
 
     output: Path
@@ -43,7 +43,9 @@ class Made:
         return f"{self.output} in {self.seconds:.1f} s: {self.weights} weights, {before} to {after}"
 
 
-def quantize_model(model: str | Path, out: Path, settings: Settings, progress: Progress, hub: Hub = PUBLIC) -> Made:
+def quantize_model(
+    model: str | Path, out: Path, settings: Settings, progress: Progress, hub: Hub = PUBLIC
+) -> QuantizedModel:
     """Quantise a model folder or hub id into the new folder `out`.
 
     Raises Diagnostic E350-E352 (see docs/errors.md), E120 if `out` exists, E123 if it cannot be written, and the errors
@@ -70,7 +72,7 @@ def quantize_model(model: str | Path, out: Path, settings: Settings, progress: P
             copy_files(source.source.tokenizer_files, source.source.folder, folder)
             write_json(folder / "config.json", new_config(source, plan))
         seconds = time.monotonic() - started
-        return Made(out, shards, len(plan.weights), plan.bytes_before, writer.total, seconds)
+        return QuantizedModel(out, shards, len(plan.weights), plan.bytes_before, writer.total, seconds)
 
 
 def _samples(source: ModelSource, settings: Settings, progress: Progress) -> Tensor:

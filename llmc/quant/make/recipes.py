@@ -77,7 +77,7 @@ def _int4(name: str, summary: str, method: str, symmetric: bool = True) -> Recip
     return Recipe(name, summary, method, "pack-quantized", "int", 4, (1, GROUP), symmetric)
 
 
-_ALL = (
+_RECIPES = (
     Recipe("int8", "8-bit weights, rounded to nearest", "rtn", "pack-quantized", "int", 8, (1, 0)),
     Recipe(
         "w8a8", "8-bit weights and activations; SmoothQuant with --calibrate", "rtn", "int-quantized", "int", 8,
@@ -96,8 +96,8 @@ _ALL = (
     _int4("awq", "4-bit weights with zero points by AWQ", "awq", symmetric=False),
     _int4("autoround", "4-bit weights by AutoRound", "autoround"),
 )  # fmt: skip
-RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _ALL})
-ROUNDED = tuple(r.name for r in _ALL if not r.calibrated)  # recipes that need no texts
+RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _RECIPES})
+ROUNDED = tuple(r.name for r in _RECIPES if not r.calibrated)  # recipes that need no texts
 NONE = "none"  # in place of a recipe's name: weights are not quantised
 UNCHANGED = Recipe(NONE, "weights stay as they are", "rtn", "dense", "float", 16, (1, 0))
 SMOOTH = "smoothquant"  # the method of w8a8 with texts

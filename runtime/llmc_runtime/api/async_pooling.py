@@ -18,7 +18,7 @@ from llmc_runtime.pooled_outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
 )
-from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_pooling, require_task
+from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, require_pooling, require_task
 from llmc_runtime.prompts import Prompt, refuse_adapter
 
 
@@ -98,9 +98,9 @@ class AsyncPoolingAPI(ModelAPI):
         self.require_running()
         ready = await self._prompt(prompt)
         request = prepare(
-            ready, ONE, [], self.config.vocab_size, priority=priority, cache_salt=cache_salt, tenant=tenant
+            ready, NO_OUTPUT, [], self.config.vocab_size, priority=priority, cache_salt=cache_salt, tenant=tenant
         )
-        state = AsyncRequestState("final_only", 0.0, request_id, ready.text, ready.ids, ONE, self.tokenizer)
+        state = AsyncRequestState("final_only", 0.0, request_id, ready.text, ready.ids, NO_OUTPUT, self.tokenizer)
         with self._opened(request, state, timeout):
             while (output := await state.next()) is not None:
                 yield output

@@ -17,7 +17,7 @@ from llmc_runtime.pooled_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, require_pooling, similarity
+from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, require_pooling, similarity
 from llmc_runtime.prompts import Prompt, as_prompts, refuse_adapter
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
@@ -119,4 +119,4 @@ class PoolingAPI(ModelAPI):
 
     def _run_pooled(self, prompts: list[Prompt], use_tqdm: bool) -> list[RequestOutput]:
         count = len(prompts)
-        return self._run(prompts, [ONE] * count, use_tqdm, [0] * count)
+        return self._run(prompts, [NO_OUTPUT] * count, use_tqdm, [0] * count)

@@ -12,7 +12,7 @@ from llmc_runtime.bench.table import table
 from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.format.errors import LlmcError
 
-_WHAT = {
+_BENCHMARKS = {
     "serve": "load test of a running server: throughput, time to first token, time between tokens",
     "offline": "throughput of LLM.generate over many requests in tokens per second",
     "latency": "latency of one batch in seconds, and of a step in milliseconds; prefix caching is off by default",
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     ap = CommandParser(prog="llmc bench", description="Measure performance. Reports are tables, or JSON with --json.")
     sub = ap.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
     modules = {"serve": serve, "offline": offline, "latency": latency, "start": start}
-    for name, text in _WHAT:
+    for name, text in _BENCHMARKS:
         p = sub.add_parser(name, help=text, description=text)
         modules[name].arguments(p.add_argument)
         if name != "serve":

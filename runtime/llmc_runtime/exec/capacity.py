@@ -9,7 +9,7 @@ from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.size_text import size_text
 
 SNAPSHOTS_PER_ROW = 2  # by default
-_SNAPSHOT_SHARE = 4  # the default number takes at most one part of so many of the KV cache's memory
+_SNAPSHOT_SHARE = 4  # by default, snapshots take at most 1 / _SNAPSHOT_SHARE of the KV cache's memory
 
 
 @dataclass(frozen=True)

@@ -158,16 +158,16 @@ class _Launcher(LinkedProcess):
             if _TOKEN_REFUSED in self._text():
                 raise LlmcError("E141", "the Ray cluster refuses the token", TOKEN)
             if time.monotonic() > until:
-                raise LlmcError("E141", f"{cause} within {seconds:g} s{self._said()}", START)
+                raise LlmcError("E141", f"{cause} within {seconds:g} s{self._last_line()}", START)
         answer: Any = self._link.receive()
         if answer is None:
-            raise LlmcError("E141", f"the process that talks to Ray has ended{self._said()}", START)
+            raise LlmcError("E141", f"the process that talks to Ray has ended{self._last_line()}", START)
         if isinstance(answer, Failed):
             raise LlmcError(answer.code, answer.cause, answer.remedy)
 
     def _text(self) -> bytes:
         return os.pread(self._log.fileno(), 1 << 16, 0)
 
-    def _said(self) -> str:
+    def _last_line(self) -> str:
         lines = self._text().decode(errors="replace").strip().splitlines()
         return f": {lines[-1][-200:]}" if lines else ""

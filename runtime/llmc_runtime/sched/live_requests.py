@@ -24,7 +24,7 @@ from llmc_runtime.sched.step import Step
 from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
 from llmc_runtime.sched.waiting_queue import ROW_WAIT_SECONDS, WaitingQueue, prompt_service, row_to_share
 
-# A step is planned so many seconds, and at least this share of the duration of the step that runs, before that ends.
+# A step is planned at least AHEAD seconds, and AHEAD_SHARE of the running step's duration, before that step ends.
 AHEAD, AHEAD_SHARE = 0.002, 0.25
 _KEY = attrgetter("key")
 

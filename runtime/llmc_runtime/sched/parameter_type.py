@@ -90,7 +90,7 @@ def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, 
     `visible`: a string that is only white space is not allowed.
     """
 
-    def good(text: object) -> bool:
+    def is_valid(text: object) -> bool:
         if not isinstance(text, str) or not 0 < len(text) <= size or (visible and not text.strip()):
             return False
         return len(text.encode(errors="replace")) <= size
@@ -99,7 +99,7 @@ def strings(max_count: int, size: int, *, total: int = 0, single: bool = False, 
         if isinstance(value, str) and not single:
             raise ValueError
         texts = (value,) if isinstance(value, str) else _tuple(value)
-        if len(texts) > max_count or not all(map(good, texts)):
+        if len(texts) > max_count or not all(map(is_valid, texts)):
             raise ValueError
         if total and sum(len(text.encode(errors="replace")) for text in texts) > total:
             raise ValueError

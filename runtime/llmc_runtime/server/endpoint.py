@@ -47,8 +47,7 @@ class Endpoint:
     ) -> Handler:
         """Return the handler of a route that runs the model; `make_response` makes its responses.
 
-        `offload` returns a function that tells whether a text process has to read the request in spite of its small
-        body.
+        `offload` returns a function that returns whether a text process has to read a request with a small body.
         """
 
         @catch_errors

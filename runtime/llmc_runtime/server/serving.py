@@ -112,7 +112,7 @@ class Serving:
         return error
 
     def too_many_requests(self) -> ApiError:
-        """Count a refusal and return its error: a key has so many open requests that other keys get no connection."""
+        """Count a refusal of a key whose open requests leave no connection to other keys; return its error."""
         error = self.admission.too_many("connections", "this API key has too many open requests")
         error.headers["Connection"] = "close"
         return error

@@ -29,7 +29,7 @@ _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
     {"self", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 )
-_ANOTHER = "use another template (chat_template=TEXT), or a prompt that is already formatted"
+_OTHER_TEMPLATE = "use another template (chat_template=TEXT), or a prompt that is already formatted"
 
 Message = Mapping[str, Any]
 
@@ -111,10 +111,10 @@ class ChatTemplate:
 
         if len(text) > _MAX_CHARACTERS:
             cause = f"the chat template has {len(text)} characters (maximum: {_MAX_CHARACTERS})"
-            raise LlmcError("E634", cause, _ANOTHER)
+            raise LlmcError("E634", cause, _OTHER_TEMPLATE)
         tags = sum(text.count(opening) for opening in ("{%", "{{", "{#"))
         if tags > _MAX_TAGS:
-            raise LlmcError("E634", f"the chat template has {tags} tags (maximum: {_MAX_TAGS})", _ANOTHER)
+            raise LlmcError("E634", f"the chat template has {tags} tags (maximum: {_MAX_TAGS})", _OTHER_TEMPLATE)
         self._text = text
         self._named = dict(named_tokens)
         self._budget = Budget(seconds, size)
@@ -217,7 +217,7 @@ def _marked(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 def _cut_at_mark(text: str, final: str) -> str:
     mark = _CONTINUE.strip()
     if final.strip() not in text or mark not in text:
-        raise LlmcError("E632", "the chat template drops the final message, so it cannot be continued", _ANOTHER)
+        raise LlmcError("E632", "the chat template drops the final message, so it cannot be continued", _OTHER_TEMPLATE)
     at = text.rindex(mark)
     prefix = text[:at]
     return prefix if text[at : at + len(_CONTINUE)] == _CONTINUE else prefix.rstrip()
@@ -242,12 +242,12 @@ def _explained(error: Exception) -> LlmcError:
 
     text = (str(error).strip().splitlines() or [""])[0][:300]
     if isinstance(error, OverBudget):
-        return LlmcError("E634", f"the chat template was stopped: {text}", _ANOTHER)
+        return LlmcError("E634", f"the chat template was stopped: {text}", _OTHER_TEMPLATE)
     if isinstance(error, jinja2.TemplateSyntaxError):
         cause = f"the chat template has a syntax error in line {error.lineno}: {text.removesuffix('.')}"
-        return LlmcError("E633", cause, _ANOTHER)
+        return LlmcError("E633", cause, _OTHER_TEMPLATE)
     if isinstance(error, SecurityError):
-        return LlmcError("E633", f"the chat template uses a forbidden operation: {text}", _ANOTHER)
+        return LlmcError("E633", f"the chat template uses a forbidden operation: {text}", _OTHER_TEMPLATE)
     if type(error) is jinja2.TemplateError:
         return LlmcError("E632", f"the chat template refused the messages: {text}", "change the messages accordingly")
-    return LlmcError("E633", f"the chat template failed: {type(error).__name__}: {text}", _ANOTHER)
+    return LlmcError("E633", f"the chat template failed: {type(error).__name__}: {text}", _OTHER_TEMPLATE)

@@ -21,7 +21,7 @@ from llmc.targets.target import Target
 HALF_COLUMNS = 32  # columns between the two codes of a byte
 SPAN, RUN = 64, 32  # columns that the integer products read at once; the number that shares scales is a multiple of RUN
 ROWS_PER_PASS = 8  # rows of x that share a pass over a weight row
-ALL = 1 << 20  # for the C++ template: a block with all columns
+ALL_COLUMNS = 1 << 20  # for the C++ template: a block with all columns
 # C++ element types and encodings of codes.
 CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -95,7 +95,7 @@ class Experts(CppKernel):
             f"  static constexpr int64_t EXPERTS = {p.code.shape[0]};\n"
             f"  static constexpr int64_t CHOICES = {a['k'] if p.up else 0}, HALF = {a.get('half', 0)};\n"
             f"  static constexpr int64_t BLOCK_ROWS = {rows}, GROUP = {columns};\n"
-            f"  static constexpr int64_t ACT_BLOCK = {a.get('act_block') or ALL};\n"
+            f"  static constexpr int64_t ACT_BLOCK = {a.get('act_block') or ALL_COLUMNS};\n"
             f"  static constexpr int ZERO = {a.get('zero_point', 0)};\n"
             f"  static constexpr bool ZEROS = {str(zero is not None).lower()};\n"
             f"  static constexpr bool ACT = {str(bool(a.get('act'))).lower()};\n"
@@ -128,7 +128,7 @@ class Experts(CppKernel):
 def _block(p: Stack) -> tuple[int, int]:
     """Return the rows and columns that share a scale."""
     rows, columns = p.node.attrs["block"] if p.quantized else (1, 0)
-    return rows or ALL, columns or ALL
+    return rows or ALL_COLUMNS, columns or ALL_COLUMNS
 
 
 def _pointer(name: str, i: int, t: Type) -> str:

@@ -63,7 +63,7 @@ class Collective(TritonKernel):
         return -(-nbytes // (32 * schedule["warps"] * LANE_BYTES))
 
     def row(self, node: Node) -> Dim:
-        """Return the number of elements that lie in a row in the operand as well as in the result."""
+        """Return the number of elements that are contiguous in both the operand and the result."""
         raise NotImplementedError
 
     def launch_chunks(self, u: Unit, function: str, parts: int, operands: str, **elements: Dim) -> Code:

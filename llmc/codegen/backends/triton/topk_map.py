@@ -117,7 +117,7 @@ class TopkRoute(TopkMap):
 def row_statements(e: E, operand: str, mask: str, width: int, prefix: str) -> tuple[list[str], str]:
     """Print an expression of the vector `operand`: statements, and its value, which is a vector.
 
-    mask: the name of a vector that tells which elements belong to the row of `width` elements. prefix: of names.
+    mask: the name of a vector of whether elements belong to the row of `width` elements. prefix: of names.
     """
     dag = Dag()
     root = dag.add(e)

@@ -43,7 +43,7 @@ AMD_FLOAT8 = MappingProxyType({"gfx942": "f8e4m3fnuz", "gfx950": "f8e4m3"})  # o
 CODES = ("i8", *FLOAT8)  # of quantised tensors; two of one dtype can be factors of tl.dot
 INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
 WAIT = "tl.extra.cuda.gdc_wait()"
-GO = "tl.extra.cuda.gdc_launch_dependents()"
+LAUNCH_DEPENDENTS = "tl.extra.cuda.gdc_launch_dependents()"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Unit:
         """
         if not self.pdl:
             return ""
-        return f"{GO}\n{WAIT}" if self.triggers_before_wait else f"{WAIT}\n{GO}"
+        return f"{LAUNCH_DEPENDENTS}\n{WAIT}" if self.triggers_before_wait else f"{WAIT}\n{LAUNCH_DEPENDENTS}"
 
     @property
     def triggers_before_wait(self) -> bool:

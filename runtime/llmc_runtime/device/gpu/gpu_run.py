@@ -27,8 +27,8 @@ from llmc_runtime.format.program import GROUP, Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _INT32_MAX = (1 << 31) - 1
-# Graphs of a program whose sequences have several tokens: at most so many, of sizes that recurred within the last
-# _REMEMBERED different ones. A graph gives way to that of another size if it was not used in the last _IDLE runs.
+# A program whose sequences have several tokens has at most _GRAPHS graphs, of sizes that recurred within the last
+# _REMEMBERED different ones. A graph is replaced by that of another size if it was not used in the last _IDLE runs.
 _GRAPHS, _REMEMBERED, _IDLE = 32, 256, 1000
 
 

@@ -16,8 +16,8 @@ _MAX_READS = 16  # per turn of a connection, so that connections alternate
 _MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
 _READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
-_AVERAGED = 16  # connections over which the estimate averages; one in so many is left open
-_FEW = 0.25  # part of the connections
+_AVERAGED = 16  # connections over which the estimate averages; one of them is left open
+_MIN_RETURNING = 0.25  # part of the connections
 
 
 class Answer(NamedTuple):
@@ -48,21 +48,21 @@ Probe = Callable[[bytes], Answer | None]
 class ReturningClients:
     """Estimates which part of the new connections sends another request after their first one was refused.
 
-    If few do, most are closed with the first refusal: the end of the connection leaves with the response, and nothing
-    waits for the client's.
+    If few do, most are closed with the first refusal: the server sends the end of the connection with the
+    response, and does not wait for the client's.
     """
 
     def __init__(self) -> None:
         self._part, self._count = 1.0, 0
 
-    def saw(self, another: bool) -> None:
+    def saw(self, returned: bool) -> None:
         """Record whether a connection sent another request after its first one was refused, or was closed."""
-        self._part += (another - self._part) / _AVERAGED
+        self._part += (returned - self._part) / _AVERAGED
 
     def next_closes(self) -> bool:
         """Return whether the next new connection is closed with its first refusal; some stay open, to be recorded."""
         self._count += 1
-        return self._part < _FEW and self._count % _AVERAGED > 0
+        return self._part < _MIN_RETURNING and self._count % _AVERAGED > 0
 
 
 def accept_waiting(listener: socket.socket, count: int) -> tuple[list[tuple[socket.socket, object]], bool]:
@@ -105,7 +105,7 @@ class LightConnection:
 
     `sock` may be in blocking mode. `promote(data, passed)` makes it an ordinary connection (again), which begins with
     `data`; `passed`: load shedding has checked the head of the next request, which may be served. `close` ends
-    the connection, at `deadline` (loop time) at the latest. `skip` bytes of a refused body are still to arrive.
+    the connection, at `deadline` (loop time) or earlier. `skip` bytes of a refused body are still to arrive.
     """
 
     sock: socket.socket

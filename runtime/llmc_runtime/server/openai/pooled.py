@@ -16,7 +16,7 @@ import numpy as np
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.pooling_params import ONE, PoolingParams, pooled_values, similarity
+from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, similarity
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, to_api_error
@@ -244,7 +244,7 @@ async def run_prompts(
 
 
 async def _one(serving: Serving, prompt: Prompt, name: str, priority: int, salt: str, call: Call) -> RequestOutput:
-    metrics: RequestMetrics = serving.metrics.begin(len(prompt.ids), ONE, call.key)
+    metrics: RequestMetrics = serving.metrics.begin(len(prompt.ids), NO_OUTPUT, call.key)
     source = serving.llm.pool(
         prompt, name, priority=priority, cache_salt=salt, tenant=call.key, timeout=call.resources.remaining
     )

@@ -12,7 +12,7 @@ from llmc_runtime.server.tool_calls.python_literals import python_json
 
 STRING = frozenset({"string"})
 _MAX_PARTS = 256
-_MOST_REFS = 16
+_MAX_REFS = 16
 _MAX_REF = 1024  # characters
 KINDS = ("string", "integer", "number", "boolean", "null", "array", "object")  # JSON types
 # Includes Python's names for JSON types, which some clients' tools use.
@@ -101,7 +101,7 @@ def _combined_types(schema: Mapping[str, Any], root: Mapping[str, Any], budget: 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
     """Follow references and return the schema; None if they lead nowhere."""
-    for _ in range(_MOST_REFS):
+    for _ in range(_MAX_REFS):
         if not isinstance(schema, dict):
             return None
         path = schema.get("$ref")
