@@ -237,7 +237,8 @@ class Compilation:
 
         Raises Diagnostic E313 for options of models that generate.
         """
-        for name, value in (("--speculate", self.options.speculate), ("--draft", self.options.draft)):
+        # --draft comes first, since it sets the number of drafts, too
+        for name, value in (("--draft", self.options.draft), ("--speculate", self.options.speculate)):
             if value:
                 cause = f"{name}: the model pools its prompts and generates nothing"
                 raise Diagnostic("E313", cause, f"leave {name} out")
