@@ -22,6 +22,7 @@ from models.eagle import drafted, save_head, save_speculators, tensors
 from models.kit import save
 from models.recorded_drafts import record_drafts
 from models.test_draft_model import accepted, find
+from models.test_greedy_drafts import CASES
 from models.test_speculation import DEMO, eager, quiet, requests, results  # noqa: F401
 
 from llmc.driver import compile_model
@@ -144,6 +145,25 @@ def test_steps_that_skip_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     print(f"seed {SEED}: {drafted} drafts, {right} accepted, {zeros} of {len(written)} hidden states are zeros")
     assert {"decode_plain", "step_plain", "verify", "draft_first", "draft_next"} <= set(programs)
     assert 0 < drafted and 0 < zeros < len(written)
+
+
+@pytest.mark.drawn(seconds=20)
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    "name", ("gemma2", "gpt_oss", "falcon-alibi", "deepseek_v3", "qwen3_next", "lfm2", "falcon_h1")
+)
+def test_models_of_other_kinds(name: str, tmp_path: Path) -> None:
+    """Windows, sinks, biases by distance, latent attention, recurrent layers: nothing changes, with the cache, too."""
+    last = save(CASES[name], tmp_path / "model", SEED).config.get_text_config().num_hidden_layers - 1
+    save_head(tmp_path / "head", tensors(200, seed=SEED), eagle_aux_hidden_state_layer_ids=[0, min(1, last), last])
+    options = Options(**LIMITS, draft=f"eagle:{tmp_path / 'head'}")
+    compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
+    prompts, params = requests(10)
+    with LLM(tmp_path / "model.llmc", say=quiet) as llm:
+        want = results(llm, prompts, params)
+    with LLM(tmp_path / "model.llmc", say=quiet, speculate="eagle") as llm:
+        assert [results(llm, prompts, params) for _ in range(2)] == [want, want]
+        assert accepted(llm)[0] > 0 and llm.engine.scheduler.pool.num_used == 0
 
 
 def test_both_formats(tmp_path: Path) -> None:
