@@ -12,7 +12,7 @@ pays several times as much as for sending itself; `--spin` keeps the client awak
 is named several times is measured as often, and its median follows the table.
 
 The objective: three times the latency at the peak, plus the time in which a full queue is served at that rate. The
-peak is measured again beside each load, before and after it, since the speed of a machine drifts, with as many open
+peak is measured again next to each load, before and after it, since the speed of a machine drifts, with as many open
 requests as the server admits under overload; a load's share is its goodput over the mean of the two. Lengths of answers
 vary, so that requests do not end together.
 
@@ -304,7 +304,7 @@ def rows_of(artifact: str) -> int:
 def row(
     mode: str, load: float, rate: float, peak: Peak, log: Log, cpu: list[float], seconds: float, objective: float
 ) -> Row:
-    """Return the figures of one load; `peak` is the mean of those beside it."""
+    """Return the figures of one load; `peak` is the mean of those next to it."""
     good = sum(took <= objective for _, took in log.done) / seconds
     number = len(log.done)
     extra = (cpu[0] - peak.front * number) / len(log.refused) if log.refused else 0.0

@@ -4,7 +4,7 @@
     python -m bench.recurrent [--rounds 20] [--folder build/recurrent]                       # on one with the GPU
 
 The model has the widths of Qwen3-Next-80B-A3B in its recurrent layers (hidden 2048, 16 key heads and 32 value heads of
-128, convolutions over 4 tokens), but few layers, experts and ids. The floor beside a step of decoding is the time to
+128, convolutions over 4 tokens), but few layers, experts and ids. The lower bound of a decode step is the time to
 move each weight once, and the states of its rows twice, at the bandwidth of the target's record.
 """
 

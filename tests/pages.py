@@ -102,7 +102,7 @@ class Checkout:
             "HOME": str(folder / ".home"),
             "PYTHONPATH": path,
             "LLMC_CACHE": str(cache),
-            # Packages are built by what is installed, without a network, and put beside the environment.
+            # Packages are built by what is installed, without a network, and put next to the environment.
             "PIP_TARGET": str(site), "PIP_NO_INDEX": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_UPGRADE": "1",
         }  # fmt: skip

@@ -143,7 +143,7 @@ def test_only_the_readme_names_the_distribution_that_no_index_has_yet() -> None:
     section = (ROOT / "README.md").read_text().partition("## Install")[2].partition("\n## ")[0]
     extras = re.findall(r"^\| `?(\w+)`?,? .*\| \d+", section, re.M)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) == {"none", *declared} - {"dev", "cuda13"}  # cuda13 stands beside cuda12
+    assert set(extras) == {"none", *declared} - {"dev", "cuda13"}  # cuda13 stands next to cuda12
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Bench:
     connections: int = 400
     start: float = 120.0
     min_seconds: float = 2.0  # seconds of a window during an attack
-    ordinary: Sequence[str] = ORDINARY  # small requests beside the streams
+    ordinary: Sequence[str] = ORDINARY  # small requests next to the streams
     trace: bool = False  # whether windows have the engine's times of steps, `steps`
     server: Server | None = None
     watch: Watch | None = None
@@ -55,7 +55,7 @@ class Bench:
         return self.server
 
     def watched(self, ordinary: Sequence[str]) -> Watch:
-        """Start the neighbours, with these small requests beside them."""
+        """Start the neighbours, with these small requests next to them."""
         server = self.start_server()
         watch = Watch(server.host, server.port, KEYS["neighbour"], self.neighbours, self.tokens, ordinary)
         time.sleep(SETTLE)

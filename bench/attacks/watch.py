@@ -29,7 +29,7 @@ from bench.attacks.figures import gaps_of, milliseconds
 from bench.attacks.server import cpu_wait, python_path
 
 HEALTH_EVERY = 0.02  # seconds
-ORDINARY = ("completion", "schema", "tokenize")  # names of the small requests that may run beside the streams
+ORDINARY = ("completion", "schema", "tokenize")  # names of the small requests that may run next to the streams
 BROKEN = -1  # in place of a status: the stream ended with an error
 STEP_SPREAD = 0.004  # seconds within which the tokens of a step arrive
 SLOWEST = 5  # steps whose times are reported
@@ -259,7 +259,7 @@ async def watch(settings: dict[str, Any], selector: TurnSelector) -> None:
 
 
 class Watch:
-    """The handle of a watching process. `ordinary`: which small requests run beside the streams."""
+    """The handle of a watching process. `ordinary`: which small requests run next to the streams."""
 
     def __init__(
         self, host: str, port: int, key: str, streams: int, tokens: int, ordinary: Sequence[str] = ORDINARY

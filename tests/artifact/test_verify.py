@@ -109,7 +109,7 @@ def test_the_canary_is_recorded_and_compared(toy: Path) -> None:
     assert found["ok"] and found["canary"]["state"] == "recorded" and found["digest"] != before
     recorded = canaries.Canary.load((toy / "canary.json").read_bytes())
     assert [len(r.prompt) for r in recorded.runs] == [16, 16, 1] and recorded.device["name"]
-    for run in recorded.runs:  # each of its tokens follows from those before it, alone or beside other rows
+    for run in recorded.runs:  # each of its tokens follows from those before it, alone or with other rows
         text = [*run.prompt, *run.tokens]
         for i, token in enumerate(run.tokens):
             assert token == tiny.expected(text[: len(run.prompt) + i], run.tokens[:i].count(1))

@@ -210,7 +210,7 @@ def test_single_tokens_beside_prompts_have_a_kernel_of_their_own(why: str, monke
 
 @pytest.mark.parametrize(("size", "tokens", "one"), [(128, 768, True), (128, 769, False), (256, 640, False)])
 def test_small_steps_have_one_kernel(size: int, tokens: int, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For prompts and for the rows that decode beside them, unless heads are large."""
+    """For prompts and for the rows that decode next to them, unless heads are large."""
     lacking(monkeypatch, "")
     registry = load()
     module = module_of(size=size, attrs="scale=0.1")

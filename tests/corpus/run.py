@@ -26,7 +26,7 @@ def main() -> int:
     ap.add_argument("--full", action="store_true", help="all of it; without, a sample of every family")
     ap.add_argument("--only", default="", help="families, separated by commas")
     ap.add_argument("--jobs", type=int, default=2)
-    ap.add_argument("--slack", type=float, default=1.0, help="factor of the seconds allowed (1), beside other work")
+    ap.add_argument("--slack", type=float, default=1.0, help="factor of the allowed seconds, for a busy machine (1)")
     ap.add_argument("--find", default="", help="only cases whose name has this")
     ap.add_argument("-v", "--verbose", action="store_true", help="print what every case said")
     args = ap.parse_args()

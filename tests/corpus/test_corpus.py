@@ -19,7 +19,7 @@ RUN = Path(__file__).parent / "run.py"
 @pytest.mark.parametrize("families", ["flips,manifest,truncations", "nonsense,folders,headers", "texts", "configs"])
 def test_a_sample(families: str) -> None:
     names = {"texts": "indexes,tokenizers,templates,links"}.get(families, families)
-    command = [sys.executable, str(RUN), "--jobs", "1", "--slack", "3", "--only", names]  # beside other tests
+    command = [sys.executable, str(RUN), "--jobs", "1", "--slack", "3", "--only", names]  # next to other tests
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "every promise was kept" in found.stdout

@@ -191,4 +191,4 @@ def test_tuning_measures_it_where_it_is_named() -> None:
     assert "cuda/gemm_wgmma" not in measured() and len(measured()) > 1
     assert (
         "cuda/gemm_wgmma" in measured("cuda/gemm_wgmma") and len(measured("cuda/gemm_wgmma")) > 1
-    )  # beside its rivals
+    )  # next to its rivals

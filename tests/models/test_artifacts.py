@@ -72,7 +72,7 @@ def test_sampled_from_the_others(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bloom", "falcon-alibi-one-key"])
 def test_a_bias_by_distance(name: str, tmp_path: Path) -> None:
-    """In chunks, from the prefix cache, and beside other rows: heads have their own slopes."""
+    """In chunks, from the prefix cache, and next to other rows: heads have their own slopes."""
     run_case(next(c for c in FURTHER if c.name == name), tmp_path, torch.float32, 1e-3)
 
 

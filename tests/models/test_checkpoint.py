@@ -271,7 +271,7 @@ def anonymous() -> int:
 
 
 def with_a_head_of_its_own(folder: Path, token: int) -> None:
-    """Store a head beside the embedding that config.json ties it to; they differ in one element of one token's row."""
+    """Store a head next to the embedding that config.json ties it to; they differ in one element of one token's row."""
 
     def change(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
         if name != "model.embed_tokens.weight":

@@ -96,7 +96,7 @@ def siblings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("eager")
 def test_the_sibling_of_the_demonstration_model(siblings: Path) -> None:
-    """Greedy and sampled texts, several outputs, stop strings, log-probabilities, structured outputs beside them."""
+    """Greedy and sampled texts, several outputs, stop strings, log-probabilities, structured outputs next to them."""
     from llmc_runtime import StructuredOutputsParams
 
     guide = StructuredOutputsParams(regex="(one|two|three) [0-9]{3}")

@@ -64,7 +64,7 @@ def test_a_missing_file_is_named(whole: Traced, folder: Path) -> None:
 
 
 def test_a_file_of_another_set_is_not_read(whole: Traced, folder: Path) -> None:
-    """An incomplete set beside a complete one, as of another revision, is ignored; two complete ones are refused."""
+    """An incomplete set next to a complete one, as of another revision, is ignored; two complete ones are refused."""
     save_file({"unknown": np.ones(3, np.float32)}, folder / shard(1, 2))
     Checkpoint(whole, folder).close()
     save_file({"unknown": np.ones(3, np.float32)}, folder / shard(2, 2))

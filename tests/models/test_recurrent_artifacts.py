@@ -48,7 +48,7 @@ def drawn_prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_equal_transformers(case: Case, tmp_path: Path) -> None:
-    """Prompts are computed in chunks of at most 24 tokens beside decoding rows, on rows that others used before."""
+    """Prompts are computed in chunks of at most 24 tokens next to decoding rows, on rows that others used before."""
     print(f"seed {SEED}")
     model, out = artifact(case, tmp_path)
     with LLM(out, say=quiet, enable_prefix_caching=False) as llm:

@@ -32,7 +32,7 @@ LARGE = 400.0  # keys of one head times this
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two KV heads, the second of which has large keys; and a text beside it."""
+    """A model of two KV heads, the second of which has large keys; and a text with it."""
     folder = tmp_path_factory.mktemp("kv") / "model"
     saved = base("llama_tiles")
     size = saved.config.head_dim

@@ -131,7 +131,7 @@ def test_a_quanto_scale_of_outputs_is_no_scale_of_the_kv_cache(tmp_path: Path) -
 
 
 def copied(source: str, folder: Path, change: Callable[[Tensors], Any], **config: Any) -> Callable[[], None]:
-    """As `changed`, with quanto's map of types beside config.json."""
+    """As `changed`, with quanto's map of types next to config.json."""
     do = changed(source, folder, change, **config)
     if (listed := FIXTURES / source / TYPES).exists():
         shutil.copy(listed, folder)

@@ -48,7 +48,7 @@ def kv_cache_larger_than_what_is_left(artifact: Artifact, driver: Any) -> None:
     """Check the error for a KV cache that exceeds the GPU's memory."""
     driver.gpu(nbytes=64 << 20)
     big = replace(artifact.manifest, kv=replace(artifact.manifest.kv, bytes_per_page=2 << 20))
-    with pytest.raises(LlmcError, match=r"E205.*needs 60.0 MiB; .* are left beside .*\n.*enough for \d+ tokens"):
+    with pytest.raises(LlmcError, match=r"E205.*needs 60.0 MiB; .* are left after .*\n.*enough for \d+ tokens"):
         open_engine(replace(artifact, manifest=big), EngineOptions("", kv_cache_memory_bytes=60 << 20))
 
 

@@ -1,4 +1,4 @@
-"""What drafting in vain costs, and how soon drafts begin that pay: the scheduler beside steps with given costs."""
+"""What drafting in vain costs, and how soon drafts begin that pay: the scheduler on steps of given costs."""
 
 from __future__ import annotations
 

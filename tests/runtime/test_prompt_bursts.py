@@ -1,6 +1,6 @@
-"""Bursts of prompts beside decoding requests: what longer steps gain and cost, on a model of a GPU.
+"""Bursts of prompts next to decoding requests: what longer steps gain and cost, on a model of a GPU.
 
-The model has the step times of Llama-3.1-8B in bf16 on an H200, measured beside 64 decoding requests. It is run with
+The model has the step times of Llama-3.1-8B in bf16 on an H200, measured next to 64 decoding requests. It is run with
 the scheduler's plans and no device, so that a result depends on the policy and on nothing else.
 """
 

@@ -1,4 +1,4 @@
-"""The step budget: steps with prompts beside decoding requests take the target time, and prompts always advance."""
+"""The step budget: steps with prompts next to decoding requests take the target time, and prompts always advance."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_steps_of_one_kind_have_no_budget() -> None:
     assert budget.tokens(running, 1) == LIMIT, "nothing waits for the next token"
     for _ in range(10):
         budget.learn([Work(0, 1, True)], machine.seconds(0))
-        budget.learn([Work(0, 400, True)], 5.0)  # nobody decoded beside it
+        budget.learn([Work(0, 400, True)], 5.0)  # nobody decoded next to it
         budget.learn([Work(0, 1, True), Work(1, 5, True)], 0.5)  # too few tokens to say what one takes
     assert budget.tokens(decoding(1), 1) == (1 + FIRST_TOKENS) // 64 * 64
 
@@ -279,7 +279,7 @@ def test_a_request_whose_last_token_is_in_flight_does_not_decode() -> None:
         request.limit = request.num_total
     prompt.num_total = 100
     budget.tokens([*decoding(1), prompt], 0)  # measures decoding
-    assert budget.tokens([*ending, prompt], 0) == LIMIT, "no request decodes beside the prompt"
+    assert budget.tokens([*ending, prompt], 0) == LIMIT, "no request decodes next to the prompt"
     assert budget.tokens([*decoding(5), *ending], 0) == LIMIT, "no request computes a prompt"
     assert budget.tokens([*decoding(5), *ending, prompt], 0) == budget.tokens([*decoding(5), prompt], 0)
 

@@ -177,7 +177,7 @@ def draw_world(seed: int) -> World:
         low, high = (1, 3) if drafts_by.head and rng.random() < 0.7 else (0, 0)
         stopping = replace(drafts_by, stops=True, min_ngram=low, max_ngram=high)
         world.depth, world.config = 1, replace(config, speculation=stopping)
-        if low and rng.random() < 0.5:  # lookups beside masks: rarely drawn otherwise
+        if low and rng.random() < 0.5:  # lookups together with masks: rarely drawn otherwise
             world.guides, world.config = 0.5, replace(world.config, max_masks=1 + drafts)
     world.stems.append(world.stems[0] + rng.choices(range(config.vocab_size), k=rng.randint(1, longest)))
     return world

@@ -102,7 +102,7 @@ def plan_kv(
         remedy = f"set at least {size_text(sequence_bytes)}, enough for one sequence of {limits.max_model_len} tokens"
         raise LlmcError("E202", f"the KV cache has {size_text(budget)}; {page}", remedy)
     if need.total and pages * kv.bytes_per_page > available:
-        remaining = f"{size_text(available)} of {size_text(free)} are left in addition to {need}"
+        remaining = f"{size_text(available)} of {size_text(free)} are left after {need}"
         tokens = available // kv.bytes_per_page * kv.page_size
         remedy = f"set at most {size_text(available)}, enough for {tokens} tokens"
         raise LlmcError("E205", f"the KV cache needs {size_text(budget)}; {remaining}", remedy)

@@ -1,4 +1,4 @@
-"""Perplexity of what `llmc quantize` makes beside what producers make, with the same windows of calibration.
+"""Perplexity of what `llmc quantize` makes compared with what producers make, with the same windows of calibration.
 
     PYTHONPATH=.:runtime:tests python -m quant.make.compare TRAIN.jsonl HELD.jsonl WORK PRODUCER=PYTHON...
 
