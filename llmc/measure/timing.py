@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from llmc_runtime.device.device import Artifact, Device, Memory, Run
+from llmc_runtime.device.device import Artifact, Device, Event, Memory, Run
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Limits, Source, TargetInfo
@@ -299,16 +299,15 @@ def _sustained(seconds: float, device: Device, run: Run, launches: int) -> Susta
     once()
     piece = max(1, round(PIECE_SECONDS * 1e9 / once()))
     begin, ends = time.perf_counter_ns(), list[int]()
-    previous = None
+    marks: list[Event] = []  # of pieces that have not been waited for
     while len(ends) < 2 or ends[-1] - begin < seconds * 1e9:
         for _ in range(piece):
             run()
-        mark = device.mark()
-        if previous is not None:
-            device.wait(previous)
+        marks.append(device.mark())
+        if len(marks) == 2:
+            device.wait(marks.pop(0))
             ends.append(time.perf_counter_ns())
-        previous = mark
-    device.wait(previous)
+    device.wait(marks.pop())
     late = [end for end in ends if end - begin >= seconds * 5e8]
     late = late if len(late) > 1 else ends[-2:]
     return Sustained((late[-1] - late[0]) / (len(late) - 1) / piece / launches / 1e3, late[0], late[-1])
