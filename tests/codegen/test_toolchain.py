@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
-from llmc.codegen.backends.cpp.precompiled_headers import MIN_KERNELS, precompiled
+from llmc.codegen.backends.cpp.cpp_toolchain import MIN_KERNELS, CppToolchain, precompiled
 from llmc.codegen.kernel import Source
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load

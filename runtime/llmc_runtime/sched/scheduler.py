@@ -48,11 +48,10 @@ from collections.abc import Callable
 from functools import partial
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.deltas import add_scores, delta_of, extend
 from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, may_sample, take_drafts
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
-from llmc_runtime.sched.request import Request, RequestDelta, Status
+from llmc_runtime.sched.request import Request, RequestDelta, Status, add_scores, delta_of, extend
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work

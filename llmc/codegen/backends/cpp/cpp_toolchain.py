@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from llmc.codegen.backends.cpp.precompiled_headers import SLOW_INCLUDE, precompiled
 from llmc.codegen.backends.cpp.step_unit import step_source
 from llmc.codegen.kernel import Source
 from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, compile_in_threads
@@ -27,6 +26,11 @@ FLAGS = (
     "-Wl,--build-id=none", "-static-libgcc",
 )  # fmt: skip
 _DIGEST = 32
+# The system headers of kernels, precompiled: parsing immintrin.h takes longer than compiling most kernels.
+HEADERS = ("immintrin.h", "math.h", "stdint.h", "string.h")
+SLOW_INCLUDE = "#include <immintrin.h>"  # kernels without it compile as fast without precompiled headers
+MIN_KERNELS = 6  # kernels; precompiling takes as long as parsing the headers this often
+_HEADERS_TEXT = "".join(f"#include <{name}>\n" for name in HEADERS)
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,30 @@ def _version(compiler: str) -> str:
     r = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True)
     machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True)
     return f"{r.stdout.strip()} {machine.stdout.strip()}"
+
+
+def precompiled(command: Sequence[str], version: str, cache: Path, kernels: int) -> Path | None:
+    """Return the header that kernels include first (-include), in `cache`; GCC finds its precompiled form next to it.
+
+    command: the compiler and its flags. version: the compiler's. kernels: how many kernels are to be compiled. None if
+    there is no precompiled form and too few kernels to make one, or if it cannot be made; kernels compile without it,
+    to the same binaries. GCC ignores a form that other flags or another compiler made.
+    """
+    digest = hashlib.sha256("\0".join([_HEADERS_TEXT, version, *command[1:]]).encode()).hexdigest()[:_DIGEST]
+    header = cache / f"headers-{digest}" / "headers.h"
+    if header.is_file():
+        return header
+    if kernels < MIN_KERNELS:
+        return None
+    with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as tmp:
+        folder = Path(tmp, "made")
+        folder.mkdir()
+        (folder / header.name).write_text(_HEADERS_TEXT)
+        argv = [*command, "-c", "-x", "c++-header", header.name, "-o", f"{header.name}.gch"]
+        if subprocess.run(argv, cwd=folder, capture_output=True).returncode:
+            return None
+        try:
+            os.rename(folder, header.parent)
+        except OSError:  # another process has made it meanwhile
+            pass
+    return header if header.is_file() else None
