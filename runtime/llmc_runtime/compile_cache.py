@@ -55,7 +55,7 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
     source = source.resolve()
     try:
         (root / "artifacts").mkdir(parents=True, exist_ok=True)
-        key = artifact_key(source, options, root)
+        key = _key(source, options, root)
         entry = root / "artifacts" / f"{source.name[:40]}-{key[:32]}.llmc"
         if is_artifact(entry):
             say(f"using {entry}, compiled from {source}")
@@ -66,6 +66,15 @@ def compiled(source: Path, options: Mapping[str, str], root: Path, say: Say) -> 
     except OSError as e:
         raise _unusable(root, e) from e
     return entry
+
+
+def _key(source: Path, options: Mapping[str, str], root: Path) -> str:
+    """Return the key of a compilation, which covers the files of a draft model or head in a folder, too."""
+    key, draft = artifact_key(source, options, root), options.get("draft", "")
+    folder = Path(draft.removeprefix("eagle:"))
+    if draft and is_source(folder):
+        key = hashlib.sha256(f"{key} {artifact_key(folder.resolve(), {}, root)}".encode()).hexdigest()
+    return key
 
 
 def _unusable(root: Path, e: OSError) -> LlmcError:

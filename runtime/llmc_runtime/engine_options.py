@@ -23,7 +23,7 @@ from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
-from llmc_runtime.speculate_option import DEFAULT_DRAFTS, TOKENS, check_speculate, parse_speculate
+from llmc_runtime.speculate_option import DEFAULT_DRAFTS, TOKENS, check_speculate, draft_option, parse_speculate
 from llmc_runtime.vllm_keywords import KeywordChecks
 
 MAX_THREADS = 1024
@@ -312,6 +312,7 @@ class EngineOptions(metaclass=KeywordChecks):
         sizes = {name.replace("_", "-"): getattr(self, name) for name in SIZES}
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DEFAULT_DRAFTS
+            sizes["draft"] = draft_option(self.speculate)
         sizes["tensor-parallel-size"] = self.tensor_parallel_size
         options = {"target": self.target or "cpu:native", "dtype": self.dtype}
         options |= {"deterministic": ""} if self.deterministic else {}

@@ -102,7 +102,8 @@ def parse_speculate(text: str) -> Any:
 
 
 def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
-    """Return the option as a dict of vLLM's keys, with all of them but the number of tokens set; None if it is off.
+    """Return the option as a dict of vLLM's keys; only the number of tokens and the draft model may be missing. None if
+    it is off.
 
     Raises LlmcError E206 for a method or a key of vLLM's that is not supported, and E201 for other values that are not
     allowed.
@@ -134,10 +135,20 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
         raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
     if method != NGRAM:
-        return out  # the draft model or head and its ranks are those of the artifact
+        return out | ({MODEL: mapping[MODEL]} if MODEL in mapping else {})  # the number of ranks is the artifact's
     out[HIGH] = _count(name, mapping, HIGH, mapping.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
+
+
+def draft_option(speculate: Mapping[str, Any]) -> str | None:
+    """Return the option --draft of `llmc compile` for a model that is compiled to be used with this normal form."""
+    method, model = speculate["method"], speculate.get(MODEL)
+    if method == MTP:
+        return MTP  # the layer is part of the model's checkpoint
+    if model is None or method not in (DRAFT_MODEL, EAGLE):
+        return None
+    return f"eagle:{model.removeprefix('eagle:')}" if method == EAGLE else str(model)
 
 
 def _check_model(name: str, mapping: Mapping[str, Any]) -> None:

@@ -243,6 +243,35 @@ def test_the_command_is_one_that_the_compiler_understands(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("speculate", "draft"),
+    [
+        ("ngram:3", None),
+        ("eagle:3", None),
+        ("mtp", "mtp"),
+        ({"method": "deepseek_mtp", "model": "m", "num_speculative_tokens": 1}, "mtp"),
+        ({"method": "eagle3", "model": "owner/head", "num_speculative_tokens": 3}, "eagle:owner/head"),
+        ({"method": "draft_model", "model": "owner/small", "num_speculative_tokens": 3}, "owner/small"),
+        ({"model": "owner/small"}, "owner/small"),
+    ],
+)
+def test_what_drafts_is_compiled_with_the_model(speculate: Any, draft: str | None) -> None:
+    """vLLM's key `model` names it, as for a server that is given a model instead of an artifact."""
+    options = EngineOptions("m", speculate=speculate).compile_options
+    assert options.get("draft") == draft and int(options["speculate"]) >= 1
+
+
+def test_another_head_is_another_entry(model: Path, builds: Path, tmp_path: Path) -> None:
+    """The key covers the files of what drafts, not only its name."""
+    head = tmp_path / "head"
+    head.mkdir()
+    options, found = OPTIONS | {"draft": f"eagle:{head}"}, set()
+    for text in ("{}", '{"a": 1}'):
+        (head / "config.json").write_text(text)
+        found.add(compile_cache.compiled(model, options, tmp_path / "root", lambda line: None))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
     ("environ", "expected"),
     [
         ({}, Path.home() / ".cache" / "llmc"),

@@ -136,9 +136,9 @@ def test_an_unknown_method_is_refused() -> None:
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
 def test_keys_of_the_draft_model_in_vllms_json(method: str) -> None:
-    """The artifact decides on the draft model and its ranks, so both keys have no effect."""
+    """The artifact decides on the ranks of the draft model, so that their number has no effect."""
     published = {"method": method, "model": "any", "draft_tensor_parallel_size": 2, "num_speculative_tokens": 3}
-    assert check_speculate("speculate", published) == {"method": method, "num_speculative_tokens": 3}
+    assert check_speculate("speculate", published) == {"method": method, "num_speculative_tokens": 3, "model": "any"}
     with pytest.raises(LlmcError, match="unknown key 'draft_tensor'"):
         check_speculate("speculate", {"method": method, "draft_tensor": 2})
 
@@ -199,7 +199,7 @@ def test_defaults_of_vllm_are_no_keys() -> None:
     unset = dict.fromkeys((*REFUSED, "prompt_lookup_max", "draft_tensor_parallel_size"))
     off = {"disable_padded_drafter_batch": False, "parallel_drafting": False, "enforce_eager": False}
     want = {"method": "eagle3", "num_speculative_tokens": 2}
-    assert check_speculate("speculate", {**unset, **off, **want, "model": "any"}) == want
+    assert check_speculate("speculate", {**unset, **off, **want, "model": None}) == want
     with pytest.raises(LlmcError, match="parallel_drafting is not supported"):
         check_speculate("speculate", {**want, "parallel_drafting": True})
 
