@@ -43,7 +43,7 @@ def test_drafts_are_those_of_one_rank(method: str, tmp_path: Path) -> None:
         save(find("qwen3"), tmp_path / "model", SEED)
     save_head(tmp_path / "head", tensors(200, seed=SEED))
     save(LISTED[0], tmp_path / "small", SEED + 1)
-    draft = {"eagle": f"eagle:{tmp_path / 'head'}", "mtp": "mtp", "draft": str(tmp_path / "small")}.get(method, "")
+    draft = {"eagle": f"eagle:{tmp_path / 'head'}", "mtp": "mtp", "draft": str(tmp_path / "small")}.get(method)
     found = []
     for ranks in (1, 2):
         path = tmp_path / f"{ranks}.llmc"
