@@ -19,6 +19,7 @@ from llmc_runtime.api import async_llm
 from llmc_runtime.engine import supervisor
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.server import run_server
 
 from tests.runtime.served import TOK
 
@@ -67,7 +68,7 @@ if __name__ == "__main__":
     from llmc_runtime.cli import main_serve
 
     settings = json.loads(sys.argv[1])
-    async_llm.AsyncLLM = over(settings)  # type: ignore[misc]
+    run_server.AsyncLLM = over(settings)  # type: ignore[misc]
     if settings.get("block"):
         block_chats(settings["block"])
     if "first_interval" in settings:
