@@ -317,7 +317,8 @@ def head(plan: argparse.Namespace) -> Path:
 def run(path: Path, method: Method, results: Results) -> None:
     """Open an engine with a method and measure every batch size."""
     options = EngineOptions(path, enable_prefix_caching=False, speculate=method.speculate, threads=results.plan.threads)
-    opened = open_engine(open_model(path, options), options)
+    with open_model(path, options) as artifact:
+        opened = open_engine(artifact, options)
     scheduler, vain = opened.engine.scheduler, results.plan.nothing
     chosen = scheduler.speculation
     try:

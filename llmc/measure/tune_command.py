@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import IO
@@ -20,8 +21,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     limit = "time in seconds after which no measurement is started (600)"
     p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit)
     p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
-    sustained = "run each candidate so long without pauses, as long prompts do at a GPU's power limit (0: in bursts)"
-    p.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help=sustained)
+    sustained = "run each candidate for this time without pauses, as long prompts do at a GPU's power limit (0: bursts)"
+    p.add_argument("--sustained", type=_duration, default=0.0, metavar="SECONDS", help=sustained)
     p.add_argument("--kernels", default="", metavar="A,B", help="kernels to measure (all)")
     compare = "print a comparison instead: of kernels with all others, or of launches that another artifact lacks"
     p.add_argument("--compare", metavar="A,B|ARTIFACT", help=compare)
@@ -31,6 +32,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     )
     add_options(p, "tune")
     p.set_defaults(target="")
+
+
+def _duration(text: str) -> float:
+    """Parse a number of seconds from 0 on."""
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return seconds
 
 
 def run(args: argparse.Namespace, options: Options, target: str, out: IO[str]) -> int:
@@ -59,6 +68,8 @@ def _compare(args: argparse.Namespace, options: Options, target: str, out: IO[st
 
     if args.show:
         args.usage_error("--compare measures, and --show does not: use one of them")
+    if args.sustained:
+        args.usage_error("--compare measures in bursts: leave --sustained out")
     settings = Settings(args.limit, args.context, True, target, options.cache, progress=_to_stderr)
     if (Path(args.compare) / "manifest.json").is_file():
         rows = compare_artifacts(Path(args.source), Path(args.compare), settings)

@@ -117,6 +117,7 @@ def open_artifact(
         raise error
     lenient = manifest.format[1] > MINOR
     programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
+    Program.forget_interned()
     threads = threads or default_threads()
     try:
         weights = manifest.weights.of_rank(rank)

@@ -73,14 +73,14 @@ class LLM(PoolingAPI):
             raise LlmcError("E201", cause, "use AsyncLLM or llmc-serve, or an LLM in each of several processes")
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
         self._say(f"opening {path}")
-        artifact = open_model(path, args)
-        args.check_artifact(artifact.manifest)
-        generation = generation_of(
-            artifact.manifest.generation, args.generation_config, args.override_generation_config
-        )
-        self.model = str(path)
-        tokenizer, eos = open_tokenizer(artifact.tokenizer_dir, artifact.manifest)
-        opened = open_engine(artifact, args, eos)
+        with open_model(path, args) as artifact:
+            args.check_artifact(artifact.manifest)
+            generation = generation_of(
+                artifact.manifest.generation, args.generation_config, args.override_generation_config
+            )
+            self.model = str(path)
+            tokenizer, eos = open_tokenizer(artifact.tokenizer_dir, artifact.manifest)
+            opened = open_engine(artifact, args, eos)
         self._close = weakref.finalize(self, opened.close)
         self._close.atexit = False  # at exit daemon threads may still run, and the system frees everything
         self.trace = opened.trace

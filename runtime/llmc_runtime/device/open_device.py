@@ -10,11 +10,22 @@ from llmc_runtime.format.nccl_call import ABI
 
 
 def prepare_device(manifest: Manifest, number: int) -> None:
-    """Begin to initialize GPU `number` in another thread if the artifact needs one, while its programs are read."""
+    """Begin to initialize GPU `number` in another thread if the artifact needs one, while its programs are read.
+
+    If its device is not opened after all, `discard_device` has to be called.
+    """
     if manifest.target.name.partition(":")[0] == "cuda" and manifest.ranks == 1:
         from llmc_runtime.device.cuda.early_context import EarlyContext
 
         EarlyContext.begin(number)
+
+
+def discard_device(manifest: Manifest, number: int) -> None:
+    """Undo `prepare_device`, if the device has not been opened."""
+    if manifest.target.name.partition(":")[0] == "cuda" and manifest.ranks == 1:
+        from llmc_runtime.device.cuda.early_context import EarlyContext
+
+        EarlyContext.discard(number)
 
 
 def open_device(

@@ -92,9 +92,9 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     options = EngineOptions.of_message(opening.path, opening.options)
     say(f"opening {options.model}")
     began = time.monotonic()
-    artifact = open_model(Path(options.model), options, opening.digest, opening.engine)
-    stages = {"artifact": time.monotonic() - began}
-    opened = open_engine(artifact, options, opening.eos, opening.engine)
+    with open_model(Path(options.model), options, opening.digest, opening.engine) as artifact:
+        stages = {"artifact": time.monotonic() - began}
+        opened = open_engine(artifact, options, opening.eos, opening.engine)
 
     def grammars() -> Grammars | None:
         if not has_tokenizer(artifact.manifest):

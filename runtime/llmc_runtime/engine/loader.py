@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.artifact import Artifact, open_artifact, require_digest
 from llmc_runtime.device.device import Device
-from llmc_runtime.device.open_device import open_device, prepare_device
+from llmc_runtime.device.open_device import discard_device, open_device, prepare_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.canary import require
@@ -66,20 +67,28 @@ class Opened:
     group: RankGroup | None = None
 
 
-def open_model(path: Path, options: EngineOptions, digest: str = "", number: int = 0) -> Artifact:
-    """Open the artifact at `path` for the engine with this number, whose GPU is initialized at the same time.
+@contextmanager
+def open_model(path: Path, options: EngineOptions, digest: str = "", number: int = 0) -> Iterator[Artifact]:
+    """Open the artifact at `path` for the block, which opens the engine with this number.
 
+    Its GPU is initialized while the programs are read, and released if the block raises an error before.
     Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any).
     """
-    artifact = open_artifact(
-        path,
-        verify=options.verify,
-        threads=options.engine_threads,
-        on_manifest=lambda manifest: prepare_device(manifest, number),
-    )
-    if digest:
-        require_digest(artifact, digest, "was opened before")
-    return artifact
+    manifests: list[Manifest] = []
+
+    def begin(manifest: Manifest) -> None:
+        manifests.append(manifest)
+        prepare_device(manifest, number)
+
+    try:
+        artifact = open_artifact(path, verify=options.verify, threads=options.engine_threads, on_manifest=begin)
+        if digest:
+            require_digest(artifact, digest, "was opened before")
+        yield artifact
+    except BaseException:
+        for manifest in manifests:
+            discard_device(manifest, number)
+        raise
 
 
 def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = (), number: int = 0) -> Opened:

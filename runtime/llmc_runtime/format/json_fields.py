@@ -138,8 +138,9 @@ class Fields:
             raise damaged(self.where, f"{key!r} must be a list of at most {cap}")
         try:
             return tuple([read(v, self.where) for v in value])
-        except LlmcError:  # read again to name the element: composing every element's place takes as long as reading it
-            return tuple(read(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
+        except LlmcError:
+            pass  # read again, for an error that names the element: composing every element's place takes as long
+        return tuple(read(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
 
     def table(self, key: str, item: Item, cap: int = 1 << 20) -> Mapping[str, Any]:
         """Return an object of at most `cap` entries, whose values are read by `item(value, where)`."""

@@ -56,8 +56,8 @@ def stored(
 class Record:
     """A dataclass with stored fields. `json_order` names them in the order of the file; by default, their own.
 
-    Classes with `interned` are frozen, and equal JSON is read once: the programs of a model have most of their buffers
-    and many of their launches in common.
+    With `interned`, equal JSON gives the same object, so the class has to be frozen: the programs of a model share most
+    buffers and many launches.
     """
 
     json_order: ClassVar[tuple[str, ...]] = ()
@@ -99,6 +99,11 @@ class Record:
         record = cls(**values)
         record.validate(where)
         return record
+
+    @staticmethod
+    def forget_interned() -> None:
+        """Release the interned records, as soon as everything that has them in common is read."""
+        Record._by_json.clear()
 
     def validate(self, where: str) -> None:
         """Raise LlmcError E103 if a value is unknown, or contradicts another field."""

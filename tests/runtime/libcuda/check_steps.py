@@ -268,7 +268,8 @@ def test_the_context_is_made_while_the_programs_are_read(
     contexts, take = [], EarlyContext.take
     monkeypatch.setattr(EarlyContext, "take", lambda number: contexts.append(take(number)) or contexts[-1])
     for _ in range(2):
-        open_engine(open_model(Path(options.model), options), options).close()
+        with open_model(Path(options.model), options) as artifact:
+            open_engine(artifact, options).close()
     assert len(contexts) == 2 and all(contexts)
 
 
@@ -276,7 +277,18 @@ def test_a_context_that_cannot_be_made_ahead_is_made_by_the_device(driver: Drive
     write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
     options = EngineOptions(str(tmp_path / "toy.llmc"))
     driver.fail("cuDevicePrimaryCtxRetain", 2)
-    artifact = open_model(Path(options.model), options)
-    EarlyContext.begin(0)  # one is waiting already
-    open_engine(artifact, options).close()
+    with open_model(Path(options.model), options) as artifact:
+        EarlyContext.begin(0)  # one is waiting already
+        open_engine(artifact, options).close()
     assert EarlyContext.take(0) is None
+
+
+def test_a_context_that_no_device_takes_is_released(driver: Driver, tmp_path: Path) -> None:
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    options = EngineOptions(str(tmp_path / "toy.llmc"))
+    with pytest.raises(ZeroDivisionError), open_model(Path(options.model), options):
+        raise ZeroDivisionError
+    assert driver.retained == 0
+    with pytest.raises(LlmcError, match="E118"), open_model(Path(options.model), options, digest="another"):
+        pass
+    assert driver.retained == 0

@@ -38,6 +38,11 @@ class Driver(FakeDriver):
         return int(self.lib.fake_device())
 
     @property
+    def retained(self) -> int:
+        """How often the context is retained now."""
+        return int(self.lib.fake_retained())
+
+    @property
     def registrations(self) -> int:
         """The number of registrations since the start of the test."""
         return int(self.lib.fake_registrations())
