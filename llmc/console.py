@@ -1,4 +1,4 @@
-"""Progress lines and the final summary of a compile, with the command that a user runs next."""
+"""Progress lines and the final summary of a compile, with the command to run next."""
 
 from __future__ import annotations
 

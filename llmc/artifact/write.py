@@ -1,6 +1,6 @@
 """Writes an artifact folder, which appears at its path complete or not at all.
 
-It has the licences of kernels that contain another project's code, read from its installed package.
+The artifact has the licences of kernels that contain another project's code, read from its installed package.
 """
 
 from __future__ import annotations

@@ -199,10 +199,10 @@ def in_agreed_order(ranked: Sequence[Ranked]) -> list[Ranked]:
         members.append((r.graph, r.node, orders))
     agreed = agreed_orders(members)
 
-    def agreeing(r: Ranked) -> list[Candidate]:
+    def in_order(r: Ranked) -> list[Candidate]:
         return [o for o in r.candidates if o.order == agreed[key_of(r.graph, r.node)]]
 
-    return [replace(r, candidates=agreeing(r)) for r in ranked]
+    return [replace(r, candidates=in_order(r)) for r in ranked]
 
 
 def _key(n: Node) -> str:

@@ -63,7 +63,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
             ),
             "the number of drafts follows from measured step times, down to 0",
         ),
-        **dict.fromkeys(("disable_logprobs", "disable_mqa_scorer"), "log-probabilities and kernels are those of steps"),
+        **dict.fromkeys(
+            ("disable_logprobs", "disable_mqa_scorer"),
+            "verification uses the log-probabilities and kernels of ordinary steps",
+        ),
         "disable_eagle_block_drop": "the last page of a cached prefix is never dropped",
         "dspark_draft_topk": "there is no DSpark",
         "disable_padded_drafter_batch": "drafts are not padded",
@@ -78,11 +81,11 @@ REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
         "eagle": "this is the first version of EAGLE; EAGLE-3 is eagle3",
         **dict.fromkeys(("medusa", "mlp_speculator", "dflash", "dspark"), _NO_TREES),
         "extract_hidden_states": "it drafts nothing",
-        "custom_class": "a package offers a method by its name (docs/howto-runtime.md)",
+        "custom_class": "a package registers its method under a name, which is used here (docs/howto-runtime.md)",
     }
 )
 DEFAULT_DRAFTS = 4  # tokens drafted if the number is not given and the model is compiled for it
-_LONGEST_NUMBER = 32  # digits; longer ones are an error of Python's
+_MAX_DIGITS = 32  # of a number of drafts; int() refuses very long ones
 _MAX_NGRAM = 64
 _MAX_RANKS = 1 << 10
 _REMEDY = (
@@ -187,7 +190,7 @@ def drafts_on_host(method: str) -> bool:
 
 def _of_text(name: str, text: str) -> dict[str, Any]:
     method, colon, number = text.partition(":")
-    if colon and not (number.isascii() and number.isdecimal() and len(number) < _LONGEST_NUMBER):
+    if colon and not (number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS):
         raise LlmcError("E201", f"{name} = {text!r:.60} is not allowed", _REMEDY)
     return {"method": SHORT.get(method, method), **({TOKENS: int(number)} if colon else {})}
 

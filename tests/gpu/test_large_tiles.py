@@ -14,7 +14,7 @@ from llmc.targets.gpu_targets import sm_90
 
 pytestmark = pytest.mark.gpu
 # Tokens, columns, depth, parts, epilogue, dtype of the result. On 132 multiprocessors: quarters and halves of tiles
-# alone, and behind whole ones; last tokens that fill half a tile; partial tiles in every direction.
+# alone, and after whole ones; last tokens that fill half a tile; partial tiles in every direction.
 PRODUCTS = (
     (3, 264, 328, 1, "add(a0, a1)", "bf16"),
     (100, 256, 256, 1, "", "bf16"),

@@ -20,10 +20,10 @@ from llmc_runtime.format.row_abi import MAX_DRAFTS
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
 DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
-# With these begin the names of programs that decode, or compute any tokens, without computing a head's entries.
+# Prefixes of the names of programs that compute no entries of a head: those that decode, and those of any tokens.
 PLAIN, PLAIN_STEP = "decode_plain", "step_plain"
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
-# With which the names of weights begin by which @step and others join the hidden states that an EAGLE-3 head reads.
+# Prefix of the names of weights with which programs join the hidden states that an EAGLE-3 head reads.
 _JOINING = "draft.fc.weight"
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
 MAX_RANKS = 1024
@@ -218,7 +218,7 @@ class _Check:
     program: Program
     by_name: Mapping[str, Buffer]
     top: Mapping[str, int]  # the symbols' upper bounds
-    smallest: Mapping[str, int]  # the same, with the smallest sizes of states
+    smallest: Mapping[str, int]  # the upper bounds, except that states have their smallest sizes
 
     def symbols(self, sizes: Iterable[Expr], path: str) -> None:
         """Check that sizes use declared symbols."""

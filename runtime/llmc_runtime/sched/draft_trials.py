@@ -6,7 +6,7 @@ Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add
 the credit does not suffice, nothing is drafted: drafting in vain costs at most _TRIAL_SHARE of the time of plain
 decoding, and once the initial credit. Steps of a single row that measure costs are not charged, as they are few. Drafts
 that prompt lookup finds for a head are paid from a second credit by the same rule. A head's entries of prompts have a
-credit of their own (see prompt_entries), and are paid from the first one beyond it.
+credit of their own (see prompt_entries); once that is spent, they are paid from the first one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Trials:
             self.credit = min(_MAX_CREDIT, self.credit + gain)
 
     def charge(self, steps: float) -> None:
-        """Take from the credit what a prompt's entries took. They leave no debt: their cost may have been unknown."""
+        """Take from the credit what a prompt's entries took, but not below 0: their cost may have been unknown."""
         self.credit = max(min(self.credit, 0.0), self.credit - steps)
 
     def begin(self, plan: int) -> None:

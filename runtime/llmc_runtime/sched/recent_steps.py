@@ -35,7 +35,7 @@ class RecentSteps:
     def factor(self, plan: int, mean: float) -> float:
         """Return by what a duration at this plan is multiplied to compare it with a mean duration without drafts.
 
-        mean: 0 if it is unknown. 1 if it is, or if there are too few steps, or none lately.
+        Returns 1 if the mean is unknown (0), or if there are too few recent steps.
         """
         if not mean or len(self._seconds) < _FEWEST or plan - self._plan > _LONGEST:
             return 1.0

@@ -216,7 +216,7 @@ class Speculation:
         return self._has_model or self.wants
 
     def plain(self, work: Sequence[Work], requests: Sequence[Request] = ()) -> bool:
-        """Whether the draft model does nothing after the step planned now, and a head's entries are hardly of use.
+        """Whether no draft model runs after the step planned now, and a head's entries are not worth computing in it.
 
         requests: those of `work`.
         """

@@ -9,8 +9,8 @@ from llmc_runtime.sched.step import StepOutput, Work
 
 
 class StepDrafts(NamedTuple):
-    """The drafts that a step verified and proposed, the tokens whose KV a draft model computed after it, and those of
-    its prompts.
+    """The drafts that a step verified and proposed, the tokens whose KV a draft model computed after it, and the number
+    of its prompts' tokens.
     """
 
     verified: int
