@@ -162,16 +162,16 @@ class Timer:
     """Compiles and runs candidates.
 
     jobs: parallel compilations. context: tokens of each row in the KV cache. seconds: of a round, by default those of
-    the target's family; a GPU lowers its clock in long rounds of large products. pauseless: see `microseconds`.
+    the target's family; a GPU lowers its clock in long rounds of large products. sustained_seconds: see `microseconds`.
     """
 
     def __init__(
         self, target: Target, registry: Registry, cache: Path, *, jobs: int | None, context: int, page: int,
-        seconds: float | None = None, pauseless: float = 0.0,
+        seconds: float | None = None, sustained_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self.target, self.registry, self.cache, self.jobs = target, registry, cache, jobs
         self.context, self.page = context, page
-        self.seconds, self.pauseless = seconds or ROUND_SECONDS[target.family], pauseless
+        self.seconds, self.sustained_seconds = seconds or ROUND_SECONDS[target.family], sustained_seconds
         self.tile = noise(_TILE, np.random.default_rng(0))
 
     def check_device(self) -> None:
@@ -180,13 +180,13 @@ class Timer:
             open_device(self._artifact(Built((), {}), folder / "tune.llmc"), None).close()
 
     def microseconds(self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
-        """Return the time of one launch of each candidate: the median of ROUNDS rounds, or if the timer has a number of
-        `pauseless` seconds, the time of `sustained`.
+        """Return the time of one launch of each candidate: the median of ROUNDS rounds, or, if `sustained_seconds` is
+        set, the time of `sustained` over so many seconds.
 
         Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
         """
-        if self.pauseless:
-            return [r.us for r in self.sustained(candidates, symbols, self.pauseless)]
+        if self.sustained_seconds:
+            return [r.us for r in self.sustained(candidates, symbols, self.sustained_seconds)]
         return self._measured(candidates, symbols, self._median)
 
     def sustained(

@@ -103,7 +103,7 @@ def tune(source: Path, output: Path, settings: Settings, options: Any = None) ->
         m, target, page = before_select(path, known, settings.target)
         timer = Timer(
             target, known, cache / "kernels", jobs=settings.jobs, context=settings.context, page=page,
-            pauseless=settings.sustained,
+            sustained_seconds=settings.sustained,
         )  # fmt: skip
         timer.check_device()
         tuned = Tuned(str(output))

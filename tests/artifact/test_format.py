@@ -85,6 +85,28 @@ def test_which_steps_a_program_serves(program: Program) -> None:
     assert decode.fits({"T": 3, "R": 3}) and not decode.fits({"T": 4, "R": 3})
 
 
+def test_programs_share_equal_buffers_and_launches(program: Program) -> None:
+    again = Program.load(program.dump(), "q")
+    first = Program.load(program.dump(), "p")
+    assert all(a is b for a, b in zip(first.buffers, again.buffers, strict=True))
+    assert all(a is b for a, b in zip(first.launches, again.launches, strict=True))
+    Program.forget_interned()
+    assert Program.load(program.dump(), "p").launches[0] is not first.launches[0]
+
+
+def test_what_was_read_before_accepts_no_other_type(program: Program) -> None:
+    """1, true and 1.0 are equal in Python."""
+    Program.load(broken(program, "launches", 0, "threads", value=1), "p")
+    for value in (True, 1.0):
+        with pytest.raises(LlmcError, match="'threads' must be an integer"):
+            Program.load(broken(program, "launches", 0, "threads", value=value), "p")
+
+
+def test_an_error_names_the_element_of_a_list(program: Program) -> None:
+    with pytest.raises(LlmcError, match=r"p\.launches\[0\]\.args\[1\]: must be an integer"):
+        Program.load(broken(program, "launches", 0, "args", 1, value="x"), "p")
+
+
 def broken(program: Program, *path: object, value: object = ...) -> bytes:
     doc = json.loads(program.dump())
     at = doc
