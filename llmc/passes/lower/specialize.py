@@ -28,7 +28,7 @@ class Specialize(Pass):
     whose KV it computes), @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per
     row). A head needs no @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token
     of each row only; @decode_plain is @decode with zeros as the head's entries, for steps after which no row drafts.
-    With `plain_step`, @step_plain is the same of @step, for prompts of rows that will not draft soon.
+    With `plain_step`, @step_plain is @step with such zeros, for prompts of rows that will not draft soon.
     """
 
     decode: tuple[int, ...] = ()

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_epilogue import offset_of, pair_epilogue, reject_product
+from llmc.codegen.backends.cuda.cuda_epilogue import offset_of, pair_epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, RING, SCALAR_MATH, Binding, CudaKernel
-from llmc.codegen.backends.cuda.gemm_wgmma import MAX_PARTS, WgmmaProduct
-from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
+from llmc.codegen.backends.cuda.gemm_wgmma import WgmmaProduct, reject_bf16
+from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
 from llmc.ir.cost import node_cost
@@ -36,15 +36,10 @@ class GemmTiles(CudaKernel):
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := lacks_wgmma(target):
+        if why := reject_bf16(node, target):
             return why
-        for v in node.operands[:2]:
-            if v.type.format is not None or v.type.dtype != "bf16":
-                return f"operand type {v.type} is not bf16"
         if (out := node.results[0].type.dtype) not in TWO_BYTES:
             return f"a result of {out}"
-        if why := reject_product(ProductNode(node, node.attrs.get("parts", 1)), MAX_PARTS):
-            return why
         steps = WgmmaProduct.of(node).steps
         return f"{steps} steps of {STEP} columns; the minimum is {FEWEST_STEPS}" if steps < FEWEST_STEPS else None
 

@@ -67,6 +67,16 @@ class WgmmaProduct(ProductNode):
         return -(-self.k // TILE_K)
 
 
+def reject_bf16(node: Node, target: Target) -> str | None:
+    """Return why a node is not a product of bf16 by wgmma on the target; None if it is one."""
+    if why := lacks_wgmma(target):
+        return why
+    for v in node.operands[:2]:
+        if v.type.format is not None or v.type.dtype != "bf16":
+            return f"operand type {v.type} is not bf16"
+    return reject_product(ProductNode(node, node.attrs.get("parts", 1)), MAX_PARTS)
+
+
 @dataclass(frozen=True)
 class GemmWgmma(CudaKernel):
     """linear and linear_map of one or two parts in bf16, with a weight whose sizes are multiples of 8, on sm_90."""
@@ -74,12 +84,7 @@ class GemmWgmma(CudaKernel):
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if why := lacks_wgmma(target):
-            return why
-        for v in node.operands[:2]:
-            if v.type.format is not None or v.type.dtype != "bf16":
-                return f"operand type {v.type} is not bf16"
-        return reject_product(ProductNode(node, node.attrs.get("parts", 1)), MAX_PARTS)
+        return reject_bf16(node, target)
 
     def missing(self) -> str:
         return nvrtc_toolchain.missing()
