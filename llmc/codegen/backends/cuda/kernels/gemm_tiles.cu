@@ -128,31 +128,6 @@ __device__ inline void copy_tokens(const Ring& ring, const TensorMap& x, const T
   }
 }
 
-// The producer: one thread issues the copies of all tiles, each when its buffer is free. The weights of the first steps
-// are copied before the previous kernel has completed.
-__device__ inline void produce(Ring ring, const Tiles& tiles, const TensorMap& x, const TensorMap& w) {
-  const int first = blockIdx.x / CLUSTER, count = tiles.count();
-  int early = 0;  // steps whose weights have been requested
-  if (EARLY && first < count) {
-    const Tile tile = tiles.find(first);
-    Ring ahead = ring;
-    for (; early < min(STAGES, STEPS); early++, ahead.advance()) copy_weights(ahead, w, tile, early);
-  }
-  begin_launch();
-  for (int i = first; i < count; i += gridDim.x / CLUSTER) {
-    const Tile tile = tiles.find(i);
-    for (int step = 0; step < STEPS; step++, ring.advance()) {
-      if (early > 0) {
-        early--;
-      } else {
-        barrier_wait(ring.freed(), ring.parity ^ 1);
-        copy_weights(ring, w, tile, step);
-      }
-      copy_tokens(ring, x, tile, step);
-    }
-  }
-}
-
 // Tells the producers that write to a buffer that this warp has read it: a lane for each.
 __device__ inline void release(unsigned empty) {
   const int lane = threadIdx.x % 32;
@@ -163,32 +138,23 @@ __device__ inline void release(unsigned empty) {
   }
 }
 
-// The products of a tile by a consumer. Its boxes in a buffer are those of w from `w_box` on, and x_box. A buffer is
-// released one step late, when the products that read it have completed; the products of the next step already run.
+// The products of a tile by a consumer. Its boxes in a buffer are those of w from `w_box` on, and x_box.
 template <int count>
 __device__ inline void multiply_tile(float (&sums)[count], Ring& ring, int x_box, int w_box) {
   const unsigned long long x = matrix(ring.buffers + x_box * X_BYTES);
   const unsigned long long w = matrix(ring.buffers + W_AT + w_box * W_BYTES);
-  unsigned previous = 0;
 #pragma unroll
   for (int i = 0; i < count; i++) sums[i] = 0;
-#pragma unroll 1
-  for (int i = 0; i < STEPS; i++) {
-    const unsigned at = ring.offset() / 16;  // descriptors count in 16 bytes
-    barrier_wait(ring.arrived(), ring.parity);
-    begin_products();
+  consume_steps<STEPS>(
+      ring,
+      [&](int) {
+        const unsigned at = ring.offset() / 16;  // descriptors count in 16 bytes
+        barrier_wait(ring.arrived(), ring.parity);
+        begin_products();
 #pragma unroll
-    for (int k = 0; k < TILE_K; k += 16) multiply(sums, x + (at + k / 8), w + (at + k / 8), true);
-    end_products();
-    if (i > 0) {
-      wait_products<1>();
-      release(previous);
-    }
-    previous = ring.freed();
-    ring.advance();
-  }
-  wait_products<0>();
-  release(previous);
+        for (int k = 0; k < TILE_K; k += 16) multiply(sums, x + (at + k / 8), w + (at + k / 8), true);
+      },
+      release);
 }
 
 // Waits for the threads of a consumer.
@@ -304,7 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) {
-      produce(ring, tiles, x, w);
+      produce_tiles<STEPS, CLUSTER, EARLY>(
+          ring, tiles, [&](const Ring& at, const Tile& tile, int step) { copy_weights(at, w, tile, step); },
+          [&](const Ring& at, const Tile& tile, int step) { copy_tokens(at, x, tile, step); });
     } else {
       begin_launch();
     }

@@ -126,31 +126,6 @@ __device__ inline void copy_tokens(const Ring& ring, const TensorMap& x, const T
   }
 }
 
-// The producer: one thread issues the copies of all tiles, each when its buffer is free. The weights of the first steps
-// are copied before the previous kernel has completed.
-__device__ inline void produce(Ring ring, const Tiles& tiles, const TensorMap& x, const Codes& w) {
-  const int first = blockIdx.x / ALONG_N, count = tiles.count();
-  int early = 0;  // steps whose weights have been requested
-  if (first < count) {
-    const Tile tile = tiles.find(first);
-    Ring ahead = ring;
-    for (; early < min(STAGES, STEPS); early++, ahead.advance()) copy_weights(ahead, w, tile, early);
-  }
-  begin_launch();
-  for (int i = first; i < count; i += gridDim.x / ALONG_N) {
-    const Tile tile = tiles.find(i);
-    for (int step = 0; step < STEPS; step++, ring.advance()) {
-      if (early > 0) {
-        early--;
-      } else {
-        barrier_wait(ring.freed(), ring.parity ^ 1);
-        copy_weights(ring, w, tile, step);
-      }
-      copy_tokens(ring, x, tile, step);
-    }
-  }
-}
-
 // Arrivals that complete an `empty` barrier. With __syncwarp and an arrival of one thread for the warp, NVCC would wait
 // for all products, so every thread arrives. In a cluster these would be arrivals at two blocks: there, one thread
 // arrives for its warp without a join. All of the warp's reads have ended by then, since they are factors of products
@@ -284,7 +259,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GIVEN));
     if (threadIdx.x == 0) {
-      produce(ring, tiles, x, {codes, scales, ZEROS});
+      const Codes w = {codes, scales, ZEROS};
+      produce_tiles<STEPS, ALONG_N, true>(
+          ring, tiles, [&](const Ring& at, const Tile& tile, int step) { copy_weights(at, w, tile, step); },
+          [&](const Ring& at, const Tile& tile, int step) { copy_tokens(at, x, tile, step); });
     } else {
       begin_launch();
     }

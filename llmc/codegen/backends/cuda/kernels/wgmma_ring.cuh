@@ -17,25 +17,16 @@ __device__ inline void wait_for_buffer(const Ring& ring);
 // Tells the producers that write to a buffer that this warp has read it; the kernel defines it.
 __device__ inline void release(unsigned empty);
 
-// The products of one tile by a consumer warpgroup. A buffer is released one step late, when the products that read it
-// have completed; the products of the next step already run.
+// The products of one tile by a consumer warpgroup.
 template <int steps> __device__ inline void consume(float (&sums)[SUMS], int consumer, Ring& ring) {
-  unsigned previous = 0;
-#pragma unroll 1
-  for (int i = 0; i < steps; i++) {
-    const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
-    wait_for_buffer(ring);
-    begin_products();
+  consume_steps<steps>(
+      ring,
+      [&](int i) {
+        const unsigned x = ring.buffer() + consumer * 64 * TILE_K * 2, w = ring.buffer() + X_BYTES;
+        wait_for_buffer(ring);
+        begin_products();
 #pragma unroll
-    for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
-    end_products();
-    if (i > 0) {
-      wait_products<1>();
-      release(previous);
-    }
-    previous = ring.freed();
-    ring.advance();
-  }
-  wait_products<0>();
-  release(previous);
+        for (int k = 0; k < TILE_K; k += 16) multiply(sums, matrix(x + 2 * k), matrix(w + 2 * k), i > 0 || k > 0);
+      },
+      release);
 }
