@@ -53,8 +53,6 @@ for name in ${*:-triton products large experts int4 tiles few slices attention c
     large) group large test_large_tiles.py "" 7 15 ;;
     # Cases of a test are in the order of their ops or schedules; the fixed samples have at least one of each op.
     experts) group experts test_cuda_kernels.py experts 4 4 ;;
-    # racecheck reports skinny_gemm and skinny_fixed in clusters (3 errors, 3 warnings): writes at an instruction that is
-    # a NOP. Without clusters, it reports nothing.
     int4) group int4 test_cuda_kernels.py "4_bit and not slices and not many" $((every * 4)) $((every * 16)) ;;
     tiles) group tiles test_cuda_kernels.py many_tokens "$every" "$every" ;;
     few) group few test_cuda_kernels.py few_tokens_in_wgmma $((every * 4)) $((every * 16)) ;;

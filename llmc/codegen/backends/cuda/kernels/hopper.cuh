@@ -1,6 +1,8 @@
 // Hopper's instructions for asynchronous work: barriers in shared memory, bulk copies, and products of warpgroups
 // (PTX ISA, "mbarrier", "cp.async.bulk" and "wgmma"). Addresses in shared memory are 32-bit.
 
+// For one thread: if threads of a warp initialize a barrier each, racecheck of compute-sanitizer takes the other threads to
+// do so too, at the addresses that their registers happen to hold.
 __device__ inline void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

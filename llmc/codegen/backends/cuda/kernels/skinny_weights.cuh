@@ -61,7 +61,8 @@ __device__ inline void copy_unit(const Problem& p, int u, int to) {
 __device__ inline void start_units(const Problem& p, unsigned written) {
   launch_dependents();
   for (int u = 0; u < DEPTH; u++) copy_unit(p, u, u);
-  if (threadIdx.x < 2) barrier_init(written + 8 * threadIdx.x, WARPS * WARP_ARRIVALS);
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2; i++) barrier_init(written + 8 * i, WARPS * WARP_ARRIVALS);
 }
 
 // A copied unit as the thread 4 g + q needs it: codes, and scales and zero points of the rows g and g + 8.
