@@ -14,13 +14,15 @@ from typing import Any
 from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.manifest import Limits, Manifest, Source, TargetInfo
 from llmc_runtime.format.pooling import Pooling
+from llmc_runtime.format.program import DRAFT_MODEL, DRAFT_PREFIX
 from llmc_runtime.format.size_text import size_text
 
 from llmc.codegen.toolchain import Toolset
 from llmc.console import Console, Summary, next_command
 from llmc.diagnostics import Diagnostic
+from llmc.draft_artifact import read_verifier
 from llmc.draft_head import head_of
-from llmc.draft_model import DraftSource, add_draft
+from llmc.draft_model import DraftSource, add_draft, take_draft
 from llmc.extension import Registry
 from llmc.frontend.hub import Located
 from llmc.frontend.pooling_files import pooling_notes
@@ -29,7 +31,7 @@ from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.text import show
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_attention import DRAFT_PREFIX
+from llmc.passes.lower.page_attention import DRAFT
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
@@ -69,6 +71,8 @@ class Compilation:
         self.extensions: dict[str, list[str]] = {}  # extension -> its parts that the compile used
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head = head_of(options)  # the head that drafts, if there is one
+        # the artifact for which the model drafts, if it is a draft model
+        self.verifier = read_verifier(options.drafts_for) if options.drafts_for else None
         self.kv_dtype = ""  # of the KV cache; empty: that of the activations
         self.pool = ""  # how the model pools (see PageAttention); empty: it generates
 
@@ -97,9 +101,10 @@ class Compilation:
         from llmc.quantized_compile import unread_codes
 
         tokenizer = check_tokenizer(self.model)
-        self.note(without_tokenizer(self.model))
-        for text in unusable_templates(self.model):
-            self.note(text)
+        if self.verifier is None:
+            self.note(without_tokenizer(self.model))
+            for text in unusable_templates(self.model):
+                self.note(text)
         seed = random_seed(self.options.weights)
         with ExitStack() as stack:
             packed = self.options.weights == "packed"
@@ -107,6 +112,9 @@ class Compilation:
             self.note(unread_codes(self.options.weights, traced))
             self.note(without_embedding(tokenizer, traced.facts.vocab_size))
             draft = add_draft(self, traced, stack, packed)
+            if self.verifier is not None:
+                traced.module.graphs[DRAFT] = take_draft(traced.module)
+                self.ir.append(("as-draft", show(traced.module)))
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
             weights = self.weights(traced.module.graphs[WEIGHTS], checkpoint, draft) if checkpoint else seed
@@ -121,6 +129,10 @@ class Compilation:
         from llmc.artifact.write import PackedWeights
         from llmc.kv_cache import WithKvScales
 
+        if self.verifier is not None:
+            source = WithKvScales(checkpoint, graph, DRAFT_PREFIX)
+            self.note(source.note)
+            return PackedWeights(graph, DraftSource(None, source))
         source = WithKvScales(checkpoint, graph)
         self.note(source.note)
         return PackedWeights(graph, DraftSource(source, WithKvScales(draft, graph, DRAFT_PREFIX)) if draft else source)
@@ -182,7 +194,8 @@ class Compilation:
             self._pool(facts.pooling, traced)
         self._choose_kv_dtype()
         for text in notes_of(traced):
-            self.note(text)
+            if self.verifier is None or not text.startswith("sampling defaults"):  # those of the model are used
+                self.note(text)
         if facts.layers:
             part = Source("", "", "", {}, *facts.layers).part
             self.note(f"--layers: {part} only; the output differs from the full model's")
@@ -237,8 +250,9 @@ class Compilation:
 
         Raises Diagnostic E313 for options of models that generate.
         """
-        # --draft comes first, since it sets the number of drafts, too
-        for name, value in (("--draft", self.options.draft), ("--speculate", self.options.speculate)):
+        # --speculate comes last, since the others set the number of drafts, too
+        drafts = {"--draft": self.options.draft, "--drafts-for": self.options.drafts_for}
+        for name, value in {**drafts, "--speculate": self.options.speculate}.items():
             if value:
                 cause = f"{name}: the model pools its prompts and generates nothing"
                 raise Diagnostic("E313", cause, f"leave {name} out")
@@ -262,7 +276,8 @@ class Compilation:
         if self.options.speculate and not any(p.name == "page-attention" for p in passes):
             cause = "--speculate needs the pass page-attention, which the pipeline lacks"
             raise Diagnostic("E421", cause, "add it to --pipeline")
-        sizes |= {"draft_logprobs": self.options.draft is not None and target.family == "cpu"}  # read after each draft
+        drafts = self.options.draft is not None or self.verifier is not None
+        sizes |= {"draft_logprobs": drafts and target.family == "cpu"}  # read after each draft
         passes = override(passes, "page-attention", speculate=self.options.speculate, pool=self.pool, **sizes)
         passes = with_ranks(passes, self.options.tensor_parallel_size, target)
         return override(passes, "select", tuning=str(self.options.tuning)) if self.options.tuning else passes
@@ -325,9 +340,10 @@ class Compilation:
             kernels=built.kernels.values(),
             programs=built.programs,
             weights=weights,
-            tokenizer=traced.source.tokenizer_files,
+            tokenizer=self.verifier.tokenizer_files if self.verifier else traced.source.tokenizer_files,
             generation=facts.generation,
             pooling=facts.pooling,
+            role=DRAFT_MODEL if self.verifier else "",
             negative=negative_weights(module.graphs[WEIGHTS]) if isinstance(weights, int) else (),
             ir=self.ir,
             machine=target,

@@ -115,13 +115,15 @@ def _amount(n: int, unit: str) -> str:
 
 
 def next_command(model: Path, output: Path, o: Options, target: Target, task: str = "") -> str:
-    """Return the suggested next command: pack the weights, or run the artifact.
+    """Return the suggested next command: pack the weights, or run the artifact, or the model with a draft model.
 
     `model` is the folder of the model. Without a tokenizer the command generates from token ids. `task`: of a model
     that pools.
     """
     if o.weights == "none":
         return f"next: llmc pack {output} {model}"
+    if o.drafts_for is not None:
+        return f"next: llmc-run {o.drafts_for} --draft-model {output} --prompt 'Hello'"
     return run_command(output, target.name, target.arch, (model / TOKENIZER).exists(), task)
 
 

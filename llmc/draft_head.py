@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from llmc_runtime.format.program import DRAFT_PREFIX
+
 from llmc.diagnostics import Diagnostic
 from llmc.draft_mtp import MTP, MtpLayer, add_mtp, mtp_of
 from llmc.frontend.eagle_config import EAGLE, MATCHING_HEAD, HeadConfig, read_head
@@ -15,7 +17,7 @@ from llmc.ir.ops import OPS
 from llmc.ir.text import show
 from llmc.ir.types import tensor
 from llmc.options import Options
-from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
+from llmc.passes.lower.page_attention import DRAFT
 
 _CONVERT = (
     'convert, in an environment you trust: python -c "import torch; from safetensors.torch import save_file; '

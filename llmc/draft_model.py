@@ -10,20 +10,22 @@ from typing import Any
 
 import numpy as np
 from llmc_runtime.format.manifest import NAME as MANIFEST
+from llmc_runtime.format.program import DRAFT_PREFIX
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.speculate_option import DEFAULT_DRAFTS, KEYS, NGRAM, REFUSED_METHODS, SHORT, drafts_on_host
 
 from llmc.console import Quiet
 from llmc.diagnostics import Diagnostic
+from llmc.draft_artifact import read_verifier, with_verifier
 from llmc.draft_head import add_head
 from llmc.draft_mtp import MTP
 from llmc.frontend.eagle_config import EAGLE, is_head
 from llmc.frontend.tokenizer_files import check_same_tokens
-from llmc.ir.graph import Graph
+from llmc.ir.graph import Graph, Module
 from llmc.ir.text import show
 from llmc.ir.weight_eval import WeightSource
 from llmc.options import Options
-from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
+from llmc.passes.lower.page_attention import DRAFT
 
 _KINDS = f"use the folder or hub id of a smaller model, {EAGLE}PATH with that of an EAGLE-3 head, or {MTP}"
 _MATCHING_DRAFT = "use a smaller model of the same family, with the same tokenizer"
@@ -31,24 +33,28 @@ _MATCHING_DRAFT = "use a smaller model of the same family, with the same tokeniz
 
 @dataclass(frozen=True)
 class DraftSource:
-    """The weights of a model and of its draft model, whose names begin with DRAFT_PREFIX."""
+    """The weights of a model, unless it is None, and of its draft model, whose names begin with DRAFT_PREFIX."""
 
-    model: WeightSource
+    model: WeightSource | None
     draft: WeightSource
 
     def read(self, name: str, rows: slice) -> np.ndarray:
         """Return rows of a weight of either model."""
         if name.startswith(DRAFT_PREFIX):
             return self.draft.read(name.removeprefix(DRAFT_PREFIX), rows)
+        assert self.model is not None
         return self.model.read(name, rows)
 
 
 def with_draft(o: Options) -> Options:
-    """Return the options with a number of drafted tokens if there is a draft model.
+    """Return the options with a number of drafted tokens if there is a draft model, and for the artifact of a draft
+    model with those that --drafts-for determines.
 
     Raises Diagnostic E421 for a number that is not supported, and E360 if the draft is not the name of a model, or if
-    the weights are packed later, which is supported for one model only.
+    the weights are packed later, which is supported for one model only; and the errors of `with_verifier`.
     """
+    if o.drafts_for is not None:
+        return with_verifier(o, read_verifier(o.drafts_for))
     if not 0 <= o.speculate <= MAX_DRAFTS:
         cause = f"--speculate {o.speculate} is not a number of drafted tokens"
         raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
@@ -66,8 +72,12 @@ def _check_source(draft: str) -> None:
     if not draft.strip():
         raise Diagnostic("E360", "--draft names no model", "leave it out to compile without a draft model")
     if (Path(draft) / MANIFEST).is_file():
-        cause = f"--draft {draft} is an artifact; a draft model is compiled again, into that of the model"
-        raise Diagnostic("E360", cause, "use the folder or hub id of the model that it was compiled from")
+        cause = f"--draft {draft} is an artifact; this option compiles a draft model into that of the model"
+        remedy = (
+            "use the folder or hub id of the model that it was compiled from; or compile that with --drafts-for "
+            "MODEL.llmc -o DRAFT.llmc, and start with --draft-model DRAFT.llmc"
+        )
+        raise Diagnostic("E360", cause, remedy)
     method, colon, path = draft.partition(":")
     if draft == MTP or (colon and path.strip() and f"{method}:" == EAGLE) or Path(draft).exists():
         return
@@ -97,7 +107,7 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
 
     with _names_the_draft():
         located = locate(o.draft, o.hub, packed, check=lambda config: decoder_of(config, job.registry.schemes))
-    _check(job.model, located.folder, traced)
+    check_draft(job.model, located.folder, traced.facts.vocab_size, traced.facts.max_positions)
     draft_options = replace(o, draft=None, speculate=0, layers=None, max_model_len=traced.facts.max_positions)
     draft_job = type(job)(located, job.output, draft_options, job.registry, job.target, job.force, Quiet())
     with _names_the_draft():
@@ -105,15 +115,20 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     for note in draft_job.summary.notes:
         if not note.startswith("sampling defaults"):  # requests are sampled with those of the model
             job.note(f"draft model: {note}")
-    graph: Graph = drafts.module.graphs["main"]
+    graph = traced.module.graphs[DRAFT] = take_draft(drafts.module)
+    job.ir.append(("with-draft", show(traced.module)))
+    job.done("draft", f"{drafts.facts.architecture}, {len(graph.nodes)} nodes, {drafts.facts.dtype}")
+    return checkpoint
+
+
+def take_draft(module: Module) -> Graph:
+    """Remove @main from a module, and return it as the graph of a draft model."""
+    graph = module.graphs.pop("main")
     graph.name = DRAFT
     for v in graph.inputs:
         if v.weight:
             v.name = DRAFT_PREFIX + v.name
-    traced.module.graphs[DRAFT] = graph
-    job.ir.append(("with-draft", show(traced.module)))
-    job.done("draft", f"{drafts.facts.architecture}, {len(graph.nodes)} nodes, {drafts.facts.dtype}")
-    return checkpoint
+    return graph
 
 
 @contextmanager
@@ -125,20 +140,22 @@ def _names_the_draft() -> Iterator[None]:
         raise e.about("draft model") from e
 
 
-def _check(model: Path, draft: Path, traced: Any) -> None:
-    """Raise Diagnostic E360 for a head, another vocabulary or tokenizer, or a shorter context."""
+def check_draft(model: Path, draft: Path, vocab_size: int, max_positions: int) -> None:
+    """Raise Diagnostic E360 if the folder `draft` has a head, another vocabulary or tokenizer, or a shorter context.
+
+    The model's tokenizer is in the folder `model`; it has `vocab_size` tokens, and is compiled for `max_positions`.
+    """
     from llmc.frontend.tokenizer_files import check_tokenizer
     from llmc.frontend.trace_model import limits_of
 
     if is_head(draft):
         raise Diagnostic("E360", f"{draft} is an EAGLE-3 head, not a model", f"use --draft {EAGLE}{draft}")
     vocab, positions = limits_of(draft)
-    facts = traced.facts
-    if vocab != facts.vocab_size:
-        cause = f"the draft model {draft} has a vocabulary of {vocab} tokens, the model one of {facts.vocab_size}"
+    if vocab != vocab_size:
+        cause = f"the draft model {draft} has a vocabulary of {vocab} tokens, the model one of {vocab_size}"
         raise Diagnostic("E360", cause, _MATCHING_DRAFT)
-    if positions < facts.max_positions:
-        cause = f"the draft model {draft} allows {positions} positions; {facts.max_positions} are compiled"
+    if positions < max_positions:
+        cause = f"the draft model {draft} allows {positions} positions; {max_positions} are compiled"
         raise Diagnostic("E360", cause, f"use --max-model-len {positions}, or a draft model with a longer context")
     check_tokenizer(draft)
     check_same_tokens(model, draft, f"the draft model {draft}", _MATCHING_DRAFT)

@@ -6,11 +6,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from llmc_runtime.format.program import DRAFT_PREFIX
+
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph
 from llmc.ir.text import show
 from llmc.options import Options
-from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX
+from llmc.passes.lower.page_attention import DRAFT
 
 MTP = "mtp"  # the value of the option --draft
 

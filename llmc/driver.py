@@ -14,7 +14,8 @@ from llmc.codegen.toolchain import installed
 from llmc.compilation import Compilation
 from llmc.console import Console, Quiet, Summary
 from llmc.diagnostics import Diagnostic
-from llmc.draft_model import with_draft
+from llmc.draft_artifact import check_source, reads_hidden_states
+from llmc.draft_model import check_draft, with_draft
 from llmc.extension import Registry, load
 from llmc.frontend.eagle_config import describes_head
 from llmc.frontend.hub import Located, locate
@@ -93,7 +94,11 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
     passes = parse_pipeline(options.pipeline or target.pipeline, registry.passes, registry.pipelines_for(target))
     with_ranks(passes, options.tensor_parallel_size, target)  # report options that do not fit together
     at = locate_model(model, options, registry, console)
-    return Compilation(at, output, options, registry, target, force, console)
+    job = Compilation(at, output, options, registry, target, force, console)
+    if job.verifier is not None:
+        of_model = job.verifier.manifest
+        check_draft(job.verifier.tokenizer_dir, at.folder, of_model.vocab_size, of_model.limits.max_model_len)
+    return job
 
 
 def locate_model(model: str | Path, o: Options, registry: Registry, console: Console) -> Located:
@@ -103,10 +108,14 @@ def locate_model(model: str | Path, o: Options, registry: Registry, console: Con
     def progress(done: int, of: int) -> None:
         console.part("fetch", done, of, "B")
 
+    if o.drafts_for is not None:
+        check_source(model)
     if not Path(model).exists():
         require_compiler()  # before a model is downloaded
 
     def check(config: Mapping[str, Any]) -> None:
+        if describes_head(config) and o.drafts_for is not None:
+            raise reads_hidden_states(str(model))
         if describes_head(config):
             remedy = f"compile the model for which it drafts, with --draft eagle:{model}"
             raise Diagnostic("E303", f"{model} is an EAGLE-3 head, not a model", remedy)

@@ -99,6 +99,11 @@ class Options:
         "EAGLE-3 head), or mtp (the multi-token-prediction layer of the model's own checkpoint) (none)", str, "MODEL",
         commands=("compile",),
     )  # fmt: skip
+    drafts_for: Path | None = _artifact(
+        None, "artifact of a model that was compiled with --speculate; the artifact is that of a draft model for it "
+        "and for others of the same limits, on which the options about target, limits and ranks depend (none)", Path,
+        "ARTIFACT", commands=("compile",),
+    )  # fmt: skip
     pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
     weights: str = _artifact(
         "packed", "weights of the artifact: packed, random:SEED, or none (packed)", str, "KIND", commands=("compile",)

@@ -29,7 +29,7 @@ from llmc_runtime.format.manifest import (
     Weights,
 )
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import Program
+from llmc_runtime.format.program import DRAFT_PREFIX, Program
 from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 
 from llmc.artifact.cost_report import roofline
@@ -41,7 +41,6 @@ from llmc.codegen.binary import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module
 from llmc.ir.weight_eval import WeightSource
-from llmc.passes.lower.page_attention import DRAFT_PREFIX
 from llmc.passes.lower.page_recurrence import STATES
 from llmc.targets.target import Target
 
@@ -65,6 +64,7 @@ class Parts:
     weights: PackedWeights, an int (random with this seed) or None (packed later). ir: (pass, text) in order. reports:
     file name below report/ -> JSON data or text. machine: adds roofline.json to the reports. tokenizer: files copied
     verbatim. pooling: None if the model generates. negative: names of the weights that are negative if they are random.
+    role: the manifest's.
     """
 
     compiler: str
@@ -84,6 +84,7 @@ class Parts:
     reports: Mapping[str, Any] = field(default_factory=dict)
     machine: Target | None = None
     pooling: Pooling | None = None
+    role: str = ""
     negative: tuple[str, ...] = ()
 
     @property
@@ -157,6 +158,7 @@ class _Writer:
             tokenizer=tokenizer,
             files=self.hashes,
             ranks=parts.ranks,
+            role=parts.role,
         )
 
     def _kernel(self, k: Binary) -> KernelFile:

@@ -39,7 +39,8 @@ class Artifact:
     """An open artifact. `digest` identifies it: it changes with any byte of the artifact.
 
     If `unchecked` is set, the weights' hashes have not been verified yet; the device does so while it copies them.
-    `tensors` are those of one `rank`.
+    `tensors` are those of one `rank`. If the artifact of a draft model is joined to it (see exec.draft_artifact),
+    `programs`, and the states and the digest of `manifest`, are those of both; files are read from its `parts`.
     """
 
     folder: Folder
@@ -48,6 +49,12 @@ class Artifact:
     tensors: Mapping[str, Tensor]
     unchecked: bool = False
     rank: int = 0
+    joined: tuple[Artifact, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Artifact, ...]:
+        """The artifacts with its kernels and weights: itself, or those of the model and of the draft model."""
+        return self.joined or (self,)
 
     @property
     def root(self) -> Path:

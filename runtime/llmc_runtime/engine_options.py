@@ -23,7 +23,7 @@ from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
-from llmc_runtime.speculate_option import DEFAULT_DRAFTS, TOKENS, check_speculate, draft_option, parse_speculate
+from llmc_runtime.speculate_option import DEFAULT_DRAFTS, TOKENS, check_speculate, draft_option, parse_speculate, with_draft_model
 from llmc_runtime.vllm_keywords import KeywordChecks
 
 MAX_THREADS = 1024
@@ -78,6 +78,12 @@ def _switch(name: str, value: Any) -> bool:
 
 def _optional_switch(name: str, value: Any) -> bool | None:
     return None if value is None else bool(value)
+
+
+def _path(name: str, value: Any) -> str | Path | None:
+    if value is None or (isinstance(value, str | Path) and str(value)):
+        return value
+    raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to a path")
 
 
 def _ranks(count: int) -> str:
@@ -177,9 +183,14 @@ class EngineOptions(metaclass=KeywordChecks):
         "suffix[:K] (text that followed earlier in this and other outputs), draft[:K] (a draft model), eagle[:K] or "
         "mtp[:K] (a head or layer), the method of an installed package, off (default), or vLLM's JSON, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}. Needs an artifact compiled with --speculate K; for draft, '
-        "eagle and mtp, with --draft",
+        "eagle and mtp, one with --draft, or --draft-model",
         commands=_BOTH, flags=("--speculate", "--speculative-config"), read=parse_speculate,
         metavar="METHOD[:K] or JSON", check=check_speculate, engine=True,
+    )  # fmt: skip
+    draft_model: str | Path | None = option(
+        None, "artifact of a draft model (llmc compile --drafts-for MODEL.llmc), which drafts instead of one in the "
+        "model's artifact; implies --speculate draft", commands=_BOTH, read=Path, metavar="ARTIFACT", check=_path,
+        engine=True,
     )  # fmt: skip
     deterministic: bool = option(
         False, "require an artifact whose results have the same bits in every batch (llmc compile --deterministic)",
@@ -236,6 +247,9 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        speculate, draft = with_draft_model(self.speculate, self.draft_model)
+        object.__setattr__(self, "speculate", speculate)
+        object.__setattr__(self, "draft_model", draft)
         for declared in options_of(type(self)).values():
             object.__setattr__(self, declared.name, declared.checked(getattr(self, declared.name)))
         if self.data_parallel_size > 1 and self.trace is not None:
@@ -312,7 +326,7 @@ class EngineOptions(metaclass=KeywordChecks):
         sizes = {name.replace("_", "-"): getattr(self, name) for name in SIZES}
         if isinstance(self.speculate, Mapping):
             sizes["speculate"] = self.speculate[TOKENS] or DEFAULT_DRAFTS
-            sizes["draft"] = draft_option(self.speculate)
+            sizes["draft"] = None if self.draft_model else draft_option(self.speculate)
         sizes["tensor-parallel-size"] = self.tensor_parallel_size
         options = {"target": self.target or "cpu:native", "dtype": self.dtype}
         options |= {"deterministic": ""} if self.deterministic else {}

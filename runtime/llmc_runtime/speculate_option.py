@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.sched import draft_methods
@@ -18,6 +20,7 @@ SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL, "eagle": EAGL
 LOOKUPS = (NGRAM, f"[{NGRAM}]", "ngram_gpu")  # vLLM's names of prompt lookup, as a method or as a model
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 MODEL, RANKS = "model", "draft_tensor_parallel_size"
+SUFFIX = ".llmc"  # of the folder of an artifact
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 # The keys of vLLM's JSON by method; those that draft on the host have no options but the number of tokens.
 KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -142,6 +145,37 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     out[HIGH] = _count(name, mapping, HIGH, mapping.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
+
+
+def with_draft_model(speculate: Any, draft: Any) -> tuple[Any, Any]:
+    """Return the options `speculate` and `draft_model` with what each says about the other.
+
+    A draft model implies its method, unless speculation is off. The JSON of this method may name the artifact of the
+    draft model. Raises LlmcError E206 if both name different ones, or the method is another.
+    """
+    if speculate == OFF:
+        return None, None
+    if isinstance(speculate, Mapping) and (named := _artifact_of(speculate)):
+        if draft and Path(named) != Path(draft):
+            cause = f"draft_model is {draft}, and the {MODEL} of speculate is {named}"
+            raise LlmcError("E206", cause, "leave one of them out")
+        speculate, draft = {key: value for key, value in speculate.items() if key != MODEL}, named
+        speculate |= {"method": DRAFT_MODEL}
+    if not draft:
+        return speculate, draft
+    checked = check_speculate("speculate", speculate or "draft")
+    if checked is not None and checked["method"] != DRAFT_MODEL:
+        cause = f"draft_model is given, and speculate requests the method {checked['method']}"
+        raise LlmcError("E206", cause, "use --speculate draft, or leave one of them out")
+    return checked, draft
+
+
+def _artifact_of(mapping: Mapping[str, Any]) -> str | None:
+    """Return the path of the draft model's artifact, if the JSON names one."""
+    model = mapping.get(MODEL)
+    if not isinstance(model, str) or _method_of(mapping) != DRAFT_MODEL:
+        return None
+    return model if model.endswith(SUFFIX) or is_artifact(Path(model)) else None
 
 
 def draft_option(speculate: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc_runtime.format.pooling import CLS, KINDS, MEAN, POOLED
-from llmc_runtime.format.program import DRAFT_LOGPROB
+from llmc_runtime.format.program import DRAFT_LOGPROB, DRAFT_PREFIX
 from llmc_runtime.format.row_abi import BIASES, DRAFT_WIDTH, MAX_DRAFTS, STOPS, TOP_LOGPROBS
 
 from llmc.diagnostics import Diagnostic
@@ -24,7 +24,6 @@ _CAUSAL = "use a causal model, in which a token attends only to itself and to ea
 F8, FNUZ = "f8e4m3", "f8e4m3fnuz"
 POOLS = ("f32", "bf16", "f16", F8, FNUZ)
 DRAFT = "draft"  # the graph of a draft model
-DRAFT_PREFIX = "draft."  # of the names of its weights and KV pools
 KV_SCALES = "kv_scales."  # and the layer: the name of the scales of its pool
 RESULTS = ("ids", "logprob", "rank", "top_ids", "top_logprobs")
 HIDDEN = "hidden"  # input of the graph of a head: the hidden state of the position before each token

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from llmc_runtime.format.pooling import POOLED
-from llmc_runtime.format.program import FILL, FIRST, NEXT, PLAIN, PLAIN_STEP
+from llmc_runtime.format.program import DRAFT_PREFIX, FILL, FIRST, NEXT, PLAIN, PLAIN_STEP
 
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_attention import DRAFT, DRAFT_PREFIX, HIDDEN_POOL
+from llmc.passes.lower.page_attention import DRAFT, HIDDEN_POOL
 from llmc.passes.rewrite import substitute
 
 
@@ -38,12 +38,17 @@ class Specialize(Pass):
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Replace @main and @draft by their entry points; return the number of graphs and of changes in them."""
-        main = m.graphs.get("main")
-        if main is None or "rows" not in {v.name for v in main.inputs} or not ctx.spend():
+        """Replace @main and @draft, at least one of which exists, by their entry points; return the number of graphs and of changes in them."""
+        steps = [m.graphs[name] for name in ("main", DRAFT) if name in m.graphs]
+        if not steps or "rows" not in {v.name for v in steps[0].inputs} or not ctx.spend():
             return 0
-        del m.graphs["main"]
+        main = m.graphs.pop("main", None)
         count = self._draft(m, ctx) if DRAFT in m.graphs else 0
+        return count if main is None else count + self._main(m, main, ctx)
+
+    def _main(self, m: Module, main: Graph, ctx: Ctx) -> int:
+        """Make the entry points of a model; return the number of graphs and of changes in them."""
+        count = 0
         for name, bounds in ranges("step", m.symbols["T"], self.step):
             _entry(m, main, name, "T", bounds, {})
             count += 1

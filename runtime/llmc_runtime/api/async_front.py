@@ -12,6 +12,7 @@ from llmc_runtime.api.model_api import open_tokenizer
 from llmc_runtime.artifact import TOKENIZER
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine_options import EngineArgs, quoted
+from llmc_runtime.exec.draft_artifact import joint_digest
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.python_command import module_command
@@ -41,7 +42,7 @@ def compiled(args: EngineArgs, say: Callable[[str], None]) -> Path:
 
 
 def read_front(args: EngineArgs, say: Callable[[str], None]) -> Front:
-    """Read the text side of the artifact, compiling it first if needed. Raises LlmcError E1xx, E64x."""
+    """Read the text side of the artifact, compiling it first if needed. Raises LlmcError E1xx, E208, E64x."""
     path = compiled(args, say)
     folder = Folder(path)
     manifest = folder.manifest()
@@ -49,7 +50,7 @@ def read_front(args: EngineArgs, say: Callable[[str], None]) -> Front:
     for error in folder.check_small(manifest.files):
         raise error
     tokenizer, eos = open_tokenizer(path / TOKENIZER, manifest)
-    opening = Open(quoted(path), args.message(), eos, manifest.digest)
+    opening = Open(quoted(path), args.message(), eos, joint_digest(path, manifest, args.draft_model))
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
     command = module_command("llmc_runtime.engine.engine_process")
     return Front(command, opening, tokenizer, manifest.generation, step, manifest.pooling)

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from llmc_runtime.artifact import Artifact, open_artifact, require_digest
+from llmc_runtime.artifact import Artifact, require_digest
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import discard_device, open_device, prepare_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.canary import require
+from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
@@ -69,10 +70,11 @@ class Opened:
 
 @contextmanager
 def open_model(path: Path, options: EngineOptions, digest: str = "", number: int = 0) -> Iterator[Artifact]:
-    """Open the artifact at `path` for the block, which opens the engine with this number.
+    """Open the artifact at `path`, and that of the draft model of `options`, for the block, which opens the engine with
+    this number.
 
     Its GPU is initialized while the programs are read, and released if the block raises an error before.
-    Raises LlmcError E1xx, E118 if its digest is not `digest` (empty: any).
+    Raises LlmcError E1xx, E208, and E118 if its digest is not `digest` (empty: any).
     """
     manifests: list[Manifest] = []
 
@@ -81,7 +83,9 @@ def open_model(path: Path, options: EngineOptions, digest: str = "", number: int
         prepare_device(manifest, number)
 
     try:
-        artifact = open_artifact(path, verify=options.verify, threads=options.engine_threads, on_manifest=begin)
+        artifact = open_with_draft(
+            path, options.draft_model, verify=options.verify, threads=options.engine_threads, on_manifest=begin
+        )
         if digest:
             require_digest(artifact, digest, "was opened before")
         yield artifact

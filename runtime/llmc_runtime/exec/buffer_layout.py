@@ -34,12 +34,17 @@ _BIASES: Mapping[str, int] = MappingProxyType({"f8e4m3": 7, "f8e4m3fnuz": 8})
 def need_of(artifact: Artifact) -> Need:
     """Return the memory needed besides the KV pages, rounded up as a device with its own memory allocates it."""
     manifest = artifact.manifest
-    files = sum(_round(w.bytes, _GRAIN_BYTES) for w in manifest.weights.of_rank(artifact.rank))
-    if manifest.weights.mode == "random":
-        files = _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(artifact).values()), _GRAIN_BYTES)
+    files = sum(_weight_bytes(part) for part in artifact.parts)
     states = sum(_round(s.nbytes({}), _GRAIN_BYTES) for s in manifest.states if s.role != "kv")
     io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN_BYTES)
     return Need(files, states, _round(_arena(artifact), _GRAIN_BYTES) + io + _round(_group(artifact), _GRAIN_BYTES))
+
+
+def _weight_bytes(part: Artifact) -> int:
+    weights = part.manifest.weights
+    if weights.mode == "random":
+        return _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(part).values()), _GRAIN_BYTES)
+    return sum(_round(w.bytes, _GRAIN_BYTES) for w in weights.of_rank(part.rank))
 
 
 def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None, snapshots: int | None = 0) -> KvCapacity:
@@ -62,9 +67,9 @@ class Layout:
 
     def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int], snapshot_bytes: int = 0) -> None:
         self._artifact, self._device = artifact, device
-        self._random: Mapping[str, Memory] = {}  # keeps random weights alive: on the CPU their arrays own the memory
+        self._random: list[Mapping[str, Memory]] = []  # keeps random weights alive: on the CPU their arrays own the memory
         with ThreadPoolExecutor(2) as pool:  # load kernels and allocate states while weights are read
-            loading, placing = pool.submit(device.load, artifact), pool.submit(self._place_weights)
+            loading, placing = pool.submit(self._load), pool.submit(self._place_weights)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
             self.snapshots = device.alloc(snapshot_bytes) if snapshot_bytes else None
             self._arena = device.alloc(_arena(artifact))
@@ -111,14 +116,20 @@ class Layout:
             return self._group.address
         return self._io[b.name].address + b.offset
 
+    def _load(self) -> None:
+        for part in self._artifact.parts:
+            self._device.load(part)
+
     def _place_weights(self) -> Mapping[str, int]:
-        buffers = weights_of(self._artifact)
-        weights = self._artifact.manifest.weights
+        return {name: address for part in self._artifact.parts for name, address in self._place(part).items()}
+
+    def _place(self, part: Artifact) -> Mapping[str, int]:
+        buffers, weights = weights_of(part), part.manifest.weights
         if weights.mode != "random":
-            return self._device.place(self._artifact, sorted(buffers))
+            return self._device.place(part, sorted(buffers))
         source = RandomWeights(weights.seed, frozenset(weights.negative))
         memories = _parts(self._device, {n: b.bytes({}) for n, b in buffers.items()}, _PAGE)
-        self._random = memories
+        self._random.append(memories)
         for name, memory in memories.items():
             b = buffers[name]
             self._device.repeat(memory, *source.tile(name, b.dtype, len(b.shape), memory.nbytes))

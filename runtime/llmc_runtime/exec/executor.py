@@ -110,8 +110,9 @@ class Executor:
         self.device = device
         self.depth = device.depth
         manifest = artifact.manifest
-        if manifest.weights.mode == "none":
-            raise LlmcError("E111", f"{artifact.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
+        for part in artifact.parts:
+            if part.manifest.weights.mode == "none":
+                raise LlmcError("E111", f"{part.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
         self.capacity = kv_capacity(artifact, device, kv_bytes, snapshots)
         self._env = {"P": self.capacity.pages, **({RANK: artifact.rank} if manifest.ranks > 1 else {})}
         self._layout = Layout(artifact, device, self._env, self.capacity.snapshot_bytes)

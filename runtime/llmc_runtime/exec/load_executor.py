@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
+from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 def load_executor(path: str | Path, *, kv_bytes: int | None = None, careful: bool = False) -> Executor:
     """Open and check the artifact and load it onto its device, for tools. The caller closes the executor.
 
-    Raises the LlmcErrors of `open_artifact`, `open_device` and `Executor`.
+    Raises the LlmcErrors of `open_with_draft`, `open_device` and `Executor`.
     """
-    artifact = open_artifact(path)
+    artifact = open_with_draft(path)
     group = start_ranks(artifact, None)
     device: Device | None = None
     try:

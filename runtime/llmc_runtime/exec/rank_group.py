@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 LIMIT_SECONDS = 300.0  # seconds that ranks wait for each other, as long as a step on a CPU may take
 
 
+def _quoted(artifact: Artifact) -> str:
+    """Return the percent-encoded path of an artifact."""
+    return quote_from_bytes(os.fsencode(artifact.root.resolve()))
+
+
 class RankProcess(Rank):
     """The process of one rank, a child of this process. Raises LlmcError E100 if it cannot be created."""
 
@@ -121,11 +126,11 @@ class RankGroup:
 
     def join(self, kv_bytes: int, snapshots: int) -> None:
         """Let every process open the artifact, with a KV cache of this size and this number of snapshots."""
-        path = quote_from_bytes(os.fsencode(self._artifact.root.resolve()))
+        path, draft = ([*map(_quoted, self._artifact.parts), ""])[:2]
         for p in self._processes:
             call = Join(
                 path, self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
-                self._verify, self._engine, snapshots,
+                self._verify, self._engine, snapshots, draft,
             )  # fmt: skip
             self._send(p, p.link.encode(call))
 

@@ -28,7 +28,8 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Join(_Message):
-    """Open the artifact at `path` (percent-encoded), which has this digest, as `rank` of `ranks`.
+    """Open the artifact at `path`, with that of the draft model at `draft` if it is not empty (both percent-encoded).
+    They have this digest together. The process is `rank` of `ranks`.
 
     threads:   compute threads of each rank
     kv_bytes:  size of the KV cache
@@ -48,6 +49,7 @@ class Join(_Message):
     verify: bool
     engine: int = 0
     snapshots: int = 0
+    draft: str = ""
 
 
 class Meet(_Message):

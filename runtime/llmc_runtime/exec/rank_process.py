@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from urllib.parse import unquote_to_bytes
 
-from llmc_runtime.artifact import open_artifact, require_digest
+from llmc_runtime.artifact import require_digest
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.open_device import open_device
+from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.exec.executor import Executor, Ticket, digest_of
 from llmc_runtime.exec.rank_messages import (
     Call,
@@ -46,8 +47,8 @@ def open_rank(join: Join, memory: int) -> Executor:
 
     Raises LlmcError E118 if it is another artifact than that of rank 0, and the errors of opening one.
     """
-    path = os.fsdecode(unquote_to_bytes(join.path))
-    artifact = open_artifact(path, verify=join.verify, threads=join.threads, rank=join.rank)
+    path, draft = (os.fsdecode(unquote_to_bytes(name)) for name in (join.path, join.draft))
+    artifact = open_with_draft(path, draft or None, verify=join.verify, threads=join.threads, rank=join.rank)
     require_digest(artifact, join.digest, "rank 0 has opened")
     member = Member(join.rank, join.ranks, memory, join.limit)
     device = open_device(artifact, join.threads, index=join.engine, member=member)

@@ -33,10 +33,10 @@ from llmc_runtime.format.json_fields import (
 )
 from llmc_runtime.format.launch_param import a_size
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import MAX_RANKS
+from llmc_runtime.format.program import DRAFT_MODEL, DRAFT_PREFIX, MAX_RANKS
 from llmc_runtime.format.record import Record, nullable, stored
 
-MAJOR, MINOR = 2, 4
+MAJOR, MINOR = 2, 5
 NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
@@ -117,6 +117,7 @@ class KernelFile(Record):
     license: str = stored(Fields.name, "")
 
 
+DRAFT_ROLES = ("reach", "draft_allowed")  # roles of row states that only a draft model has
 RECURRENT = "recurrent"  # the role of states of recurrent layers
 _SNAPSHOT_ALIGN = 256  # bytes; of each state in a snapshot
 
@@ -141,6 +142,11 @@ class State(Record):
         if not self.shape or any(d.const is not None and d.const < 1 for d in self.shape):
             shape = ", ".join(str(d)[:40] for d in self.shape[:4])
             raise damaged(where, f"{self.name[:40]!r} has the shape [{shape}]")
+
+    @property
+    def of_draft(self) -> bool:
+        """Whether only a draft model, a head or a layer that drafts writes it."""
+        return self.name.startswith(DRAFT_PREFIX) or self.role in DRAFT_ROLES
 
     def nbytes(self, env: Mapping[str, int]) -> int:
         """Return the size in bytes, with the symbols' values from `env`."""
@@ -231,12 +237,14 @@ class Manifest(Record):
 
     deterministic: whether the results of a request have the same bits in every batch (compiled with --deterministic).
     pooling: None if the model generates.
+    role: DRAFT_MODEL if the artifact has only the programs of a draft model, which drafts for models with the same
+        target, limits, row states and ranks; "" otherwise.
     ranks: the number of processes that an engine of this artifact consists of. Limits are those of all of them
         together; states, the KV geometry and programs are those of one.
     """
 
     json_order = (
-        "format", "compiler", "ranks", "source", "target", "limits", "kv", "vocab_size", "eos_token_ids", "generation",
+        "format", "compiler", "role", "ranks", "source", "target", "limits", "kv", "vocab_size", "eos_token_ids", "generation",
         "deterministic", "pooling", "kernels", "states", "programs", "weights", "tokenizer", "files",
     )  # fmt: skip
 
@@ -259,6 +267,12 @@ class Manifest(Record):
     deterministic: bool = stored(Fields.flag, False)
     pooling: Pooling | None = stored(nullable(Fields.item), None, item=Pooling)
     ranks: int = stored(Fields.integer, 1, omitted=True, low=1, high=MAX_RANKS)
+    role: str = stored(Fields.text, "", omitted=True)
+
+    @property
+    def is_draft_model(self) -> bool:
+        """Whether it is the artifact of a draft model."""
+        return self.role == DRAFT_MODEL
 
     @property
     def recurrent(self) -> bool:
@@ -272,6 +286,8 @@ class Manifest(Record):
 
     def validate(self, where: str) -> None:
         """See Record: every referenced file is listed exactly once, with its hash."""
+        if self.role not in ("", DRAFT_MODEL):
+            raise damaged(where, f"unknown role {self.role[:40]!r}")
         for name in self.files:
             check_name(name, where)
         kernels = self.kernels

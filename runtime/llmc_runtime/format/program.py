@@ -19,12 +19,13 @@ from llmc_runtime.format.row_abi import MAX_DRAFTS
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
+DRAFT_PREFIX = "draft."  # of the names of a draft model's weights and KV pools
 DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
 # Prefixes of the names of programs that compute no entries of a head: those that decode, and those of any tokens.
 PLAIN, PLAIN_STEP = "decode_plain", "step_plain"
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 # Prefix of the names of weights with which programs join the hidden states that an EAGLE-3 head reads.
-_JOINING = "draft.fc.weight"
+_JOINING = f"{DRAFT_PREFIX}fc.weight"
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
 MAX_RANKS = 1024
 GROUP = "group"  # the kind of the buffer through which ranks on GPUs exchange results; see group_memory.py

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.api.llm import resolve
-from llmc_runtime.artifact import Artifact, open_artifact
+from llmc_runtime.artifact import Artifact
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.defaults import generation_of
@@ -16,6 +16,7 @@ from llmc_runtime.engine.loader import check_generates, limits_of, snapshots_of,
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import plan_kv
+from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.format.program import method_of
@@ -42,7 +43,8 @@ def report_of(options: Options) -> dict[str, Any]:
         why = f"it is compiled on the first start; llmc compile {options.model} --dry-run reports more"
         report |= {"compiled": False, "fits": None, "why": why}
     else:
-        artifact = open_artifact(resolve(options.model, {}, None, lambda line: None), verify=False)
+        path = resolve(options.model, {}, None, lambda line: None)
+        artifact = open_with_draft(path, engine.draft_model, verify=False)
         engine.check_artifact(artifact.manifest)
         generation_of(artifact.manifest.generation, *defaults)
         _check_drafts(artifact, engine)

@@ -246,13 +246,14 @@ class GpuDevice(Device):
         WEIGHT_ALIGNMENT bytes are copied to allocations of their own. Hashes are checked on the way if
         `artifact.unchecked` is set.
         """
-        files = artifact.manifest.weights.files
+        files = artifact.manifest.weights.of_rank(artifact.rank)
         bases = {f.file: self._alloc(f.bytes).address for f in files}
         args = (self._driver, self._enter, artifact.folder, files, bases)
         if artifact.unchecked:
-            self._upload = upload(*args, check=True, threads=self.threads, method=self._method)
+            done = upload(*args, check=True, threads=self.threads, method=self._method)
         else:
-            self._upload = upload(*args, check=False, threads=min(self.threads, _PLAIN_UPLOADERS), method=PINNED)
+            done = upload(*args, check=False, threads=min(self.threads, _PLAIN_UPLOADERS), method=PINNED)
+        self._upload = done if self._upload is None else self._upload + done
         out = {}
         for name in names:
             tensor = artifact.tensors[name]
@@ -354,7 +355,7 @@ class GpuDevice(Device):
         self._functions.clear()
 
     def describe(self) -> Mapping[str, object]:
-        """Return the GPU's name, architecture and driver, and the last upload's throughput in 1e9 bytes per second."""
+        """Return the GPU's name, architecture and driver, and the throughput of the uploads in 1e9 bytes per second."""
         facts: dict[str, object] = {"name": self.name, "arch": self.arch, "driver": f"{self.api} {self.driver}"}
         if self._upload is not None:
             facts["upload_gb_s"] = round(self._upload.rate / 1e9, 1)

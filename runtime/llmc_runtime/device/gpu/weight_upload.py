@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmc_runtime.device.gpu.device_memory import Pinned
@@ -179,6 +179,10 @@ class Upload:
     def rate(self) -> float:
         """Throughput in bytes per second."""
         return self.nbytes / max(self.seconds, 1e-9)
+
+    def __add__(self, other: Upload) -> Upload:
+        """Return the statistics of this upload and of a later one by the same device."""
+        return replace(other, nbytes=self.nbytes + other.nbytes, seconds=self.seconds + other.seconds)
 
     def __str__(self) -> str:
         """For example "weights 15.0 GB/s (16 threads, mapped)"."""
