@@ -22,7 +22,7 @@ from llmc.console import Console, Summary, next_command
 from llmc.diagnostics import Diagnostic
 from llmc.draft_artifact import read_verifier
 from llmc.draft_head import head_of
-from llmc.draft_model import DraftSource, add_draft, take_draft
+from llmc.draft_model import DraftSource, add_draft
 from llmc.extension import Registry
 from llmc.frontend.hub import Located
 from llmc.frontend.pooling_files import pooling_notes
@@ -31,7 +31,6 @@ from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.text import show
 from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
-from llmc.passes.lower.page_attention import DRAFT
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
 from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
@@ -112,9 +111,6 @@ class Compilation:
             self.note(unread_codes(self.options.weights, traced))
             self.note(without_embedding(tokenizer, traced.facts.vocab_size))
             draft = add_draft(self, traced, stack, packed)
-            if self.verifier is not None:
-                traced.module.graphs[DRAFT] = take_draft(traced.module)
-                self.ir.append(("as-draft", show(traced.module)))
             self.optimise(traced.module, traced.facts.max_positions)
             built = self.build(traced.module)
             weights = self.weights(traced.module.graphs[WEIGHTS], checkpoint, draft) if checkpoint else seed

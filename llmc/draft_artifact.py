@@ -1,4 +1,4 @@
-"""`llmc compile --drafts-for`: a draft model as an artifact of its own, for the artifacts of models that verify drafts."""
+"""`llmc compile --drafts-for`: a draft model as an artifact of its own, for those of models that verify drafts."""
 
 from __future__ import annotations
 

@@ -93,11 +93,14 @@ def _check_source(draft: str) -> None:
 def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     """Trace the draft model of a Compilation's options into the graph @draft of the module of `traced`.
 
-    The same for an EAGLE-3 head. Returns its checkpoint, which `stack` closes; None without a draft model, or if the
-    weights are not `packed`. Raises Diagnostic E360 if it does not fit the model, and the errors of
-    `Compilation.trace`.
+    The same for an EAGLE-3 head. With --drafts-for, @draft is the traced model itself. Returns the checkpoint of a
+    further model, which `stack` closes; None without one, or if the weights are not `packed`. Raises Diagnostic E360
+    if it does not fit the model, and the errors of `Compilation.trace`.
     """
     o = job.options
+    if job.verifier is not None:
+        _take_draft(traced.module, traced.module)
+        job.ir.append(("as-draft", show(traced.module)))
     if o.draft is None:
         return None
     if job.head:
@@ -115,15 +118,15 @@ def add_draft(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     for note in draft_job.summary.notes:
         if not note.startswith("sampling defaults"):  # requests are sampled with those of the model
             job.note(f"draft model: {note}")
-    graph = traced.module.graphs[DRAFT] = take_draft(drafts.module)
+    graph = _take_draft(drafts.module, traced.module)
     job.ir.append(("with-draft", show(traced.module)))
     job.done("draft", f"{drafts.facts.architecture}, {len(graph.nodes)} nodes, {drafts.facts.dtype}")
     return checkpoint
 
 
-def take_draft(module: Module) -> Graph:
-    """Remove @main from a module, and return it as the graph of a draft model."""
-    graph = module.graphs.pop("main")
+def _take_draft(source: Module, target: Module) -> Graph:
+    """Move @main of a module to another one, or the same, as the graph @draft of a draft model; return the graph."""
+    graph = target.graphs[DRAFT] = source.graphs.pop("main")
     graph.name = DRAFT
     for v in graph.inputs:
         if v.weight:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmc_runtime.exec import canary as canaries
 from llmc_runtime.exec.executor import Executor
-from llmc_runtime.exec.load_executor import load_executor
+from llmc_runtime.exec.load_executor import load_executor, load_kernels
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import CANARY, Folder
 from llmc_runtime.format.manifest import Manifest
@@ -59,10 +59,19 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
 
 
 def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: list[LlmcError]) -> dict[str, Any]:
-    """Load the artifact, and record or compare the canary; a failed comparison is appended to `problems`."""
+    """Load the artifact (of a draft model, only the kernels), and record or compare the canary.
+
+    A failed comparison is appended to `problems`.
+    """
     if manifest.weights.mode == "none":
         if record or canary:
             raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
+        return {}
+    if manifest.is_draft_model:
+        if record or canary:
+            cause = f"{path} is a draft model, which generates no tokens to record"
+            raise LlmcError("E208", cause, "record the canary of the model's artifact; drafts do not change its tokens")
+        load_kernels(path)
         return {}
     if canary and not record and CANARY not in manifest.files:
         raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a trusted machine")

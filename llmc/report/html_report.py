@@ -98,7 +98,11 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
         ("vocabulary", f"{m.vocab_size:,}"),
         ("generation defaults", schedule_text(m.generation)),
         ("options", schedule_text({k: v for k, v in compiled.get("options", {}).items() if v not in (None, "")})),
-        ("canary", "recorded" if CANARY in m.files else "not recorded (llmc verify --record)"),
+        ("role", "draft model" if m.is_draft_model else ""),
+        (
+            "canary",
+            "" if m.is_draft_model else "recorded" if CANARY in m.files else "not recorded (llmc verify --record)",
+        ),
         ("revision", m.source.revision),
         ("digest", m.digest),
     )

@@ -42,6 +42,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "vocab_size": m.vocab_size,
         "generation": dict(m.generation),
         "deterministic": m.deterministic,
+        "role": m.role,
         "canary": CANARY in m.files,
         "eval": a.reports.get("eval"),
         "compile": a.reports.get("compile", {}),
@@ -155,7 +156,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def _summary_lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the lines that every artifact has: origin, limits, sizes, KV pool, recorded outputs and accuracy."""
+    """Return the lines that every artifact has: origin, limits, sizes and KV pool."""
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
     weights = data["weights"]
     files = weights["files"]
@@ -175,14 +176,17 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
         f"({kv['dtype']}, {kv['layers']} layers, {size_text(kv['bytes_per_token'])} per token), "
         f"{kv['full_sequences']:g} full sequences",
-        f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
-        f"  accuracy  {accuracy_line(data['eval']) if data['eval'] else 'not recorded (llmc eval --record)'}",
     ]
 
 
 def _optional_lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the lines about what only some artifacts have: ranks, drafts, options that were set, notes."""
-    lines = []
+    """Return the lines about recorded outputs and accuracy, and about what only some artifacts have."""
+    lines = [
+        f"  canary    {'recorded' if data['canary'] else 'not recorded (llmc verify --record)'}",
+        f"  accuracy  {accuracy_line(data['eval']) if data['eval'] else 'not recorded (llmc eval --record)'}",
+    ]
+    if data["role"]:
+        lines = ["  role      draft model of artifacts with this target and vocabulary and these limits"]
     if data["deterministic"]:
         lines.append("  results   deterministic: the same bits in every batch")
     if data["ranks"] > 1:

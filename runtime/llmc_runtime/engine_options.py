@@ -23,7 +23,14 @@ from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
-from llmc_runtime.speculate_option import DEFAULT_DRAFTS, TOKENS, check_speculate, draft_option, parse_speculate, with_draft_model
+from llmc_runtime.speculate_option import (
+    DEFAULT_DRAFTS,
+    TOKENS,
+    check_speculate,
+    draft_option,
+    parse_speculate,
+    with_draft_model,
+)
 from llmc_runtime.vllm_keywords import KeywordChecks
 
 MAX_THREADS = 1024

@@ -18,7 +18,7 @@ from tests.runtime.deferred_device import defer
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 DRAFTS = {"draft": str(DEMO.parent / "demo-model-small"), "eagle": f"eagle:{DEMO.parent / 'demo-model-head'}"}
-METHODS = ("ngram:4", "ngram:1", "suffix:4", "draft:4", "draft:2", "eagle:4", "eagle:1")
+METHODS = ("ngram:4", "ngram:1", "suffix:4", "draft:4", "draft:2", "eagle:4", "eagle:1", "other:4")
 REQUESTS = 24
 ABORTED = 4  # every so many requests one is also run as a stream that is closed early
 POSITIONS, CHUNK = 1024, 512  # of a sequence, and tokens of a step
@@ -57,12 +57,14 @@ pytestmark = pytest.mark.slow(seconds=15)
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demonstration model with its sibling, and with its head."""
+    """The demonstration model with its sibling, with its head, and by itself, and the sibling as another artifact."""
     pytest.importorskip("llguidance")
     folder = tmp_path_factory.mktemp("requests")
     for name, draft in DRAFTS.items():
         compile_model(DEMO, folder / f"{name}.llmc", Options(cache=CACHE, draft=draft))
-    return {name: folder / f"{name}.llmc" for name in DRAFTS}
+    compile_model(DEMO, folder / "plain.llmc", Options(cache=CACHE, speculate=4))
+    compile_model(DRAFTS["draft"], folder / "other.llmc", Options(cache=CACHE, drafts_for=folder / "plain.llmc"))
+    return {name: folder / f"{name}.llmc" for name in (*DRAFTS, "plain", "other")}
 
 
 def prompt_of(rng: Random, tokenizer: Any) -> list[int]:
@@ -137,13 +139,16 @@ def test_outputs_are_those_of_plain_decoding(
     """In random order, twice, after streams that were closed early; with or without overlap of steps, a small KV cache,
     the prefix cache and the cost model, which otherwise is replaced by as many drafts as possible.
     """
-    rng, path = Random(of_test()), artifacts["eagle" if method.startswith("eagle") else "draft"]
+    name, _, count = method.partition(":")
+    rng, path = Random(of_test()), artifacts[{"eagle": "eagle", "other": "plain"}.get(name, "draft")]
     with LLM(path, say=lambda text: None) as llm:
         prompts = [prompt_of(rng, llm.get_tokenizer()) for _ in range(REQUESTS)]
         params = [params_of(rng, prompt) for prompt in prompts]
         want = outputs(llm, prompts, params)
         capacity = llm.engine.executor.capacity
-    options: dict[str, Any] = {"enable_prefix_caching": rng.random() < 0.7}
+    options: dict[str, Any] = {"enable_prefix_caching": rng.random() < 0.7, "speculate": method}
+    if name == "other":
+        options |= {"speculate": f"draft:{count}", "draft_model": artifacts["other"]}
     if rng.random() < 0.5:
         options["kv_cache_memory_bytes"] = capacity.nbytes // capacity.pages * FEW_PAGES
     if overlaps := rng.random() < 0.4:
@@ -153,7 +158,7 @@ def test_outputs_are_those_of_plain_decoding(
         monkeypatch.setattr(Speculation, "num_masked_drafts", lambda self, request, room: room)
         monkeypatch.setattr(Speculation, "wants", True)
     print(f"{options}, overlap of steps: {overlaps}, as many drafts as possible: {eager}")
-    with LLM(path, say=lambda text: None, speculate=method, **options) as llm:
+    with LLM(path, say=lambda text: None, **options) as llm:
         for _ in range(2):
             close_early(llm, rng, prompts, params)
             order = rng.sample(range(REQUESTS), REQUESTS)

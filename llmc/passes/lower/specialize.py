@@ -38,7 +38,10 @@ class Specialize(Pass):
     name: ClassVar[str] = "specialize"
 
     def run(self, m: Module, ctx: Ctx) -> int:
-        """Replace @main and @draft, at least one of which exists, by their entry points; return the number of graphs and of changes in them."""
+        """Replace @main and @draft, if they exist, by their entry points.
+
+        Returns the number of graphs and of changes in them.
+        """
         steps = [m.graphs[name] for name in ("main", DRAFT) if name in m.graphs]
         if not steps or "rows" not in {v.name for v in steps[0].inputs} or not ctx.spend():
             return 0

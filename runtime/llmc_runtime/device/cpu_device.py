@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from llmc_runtime.host_info import default_threads, free_memory, this_host
 ABI = "cpu-1"
 ALIGN = 64
 _HUGE = 4 << 20
+_ROOM = 4  # numbers that a step unit's llmc_room writes
 _NORESERVE = 0x4000  # MAP_NORESERVE on Linux, which the mmap module does not define
 
 
@@ -37,7 +39,8 @@ class CpuDevice(Device):
         self._member = member
         self._group: CpuGroup | None = None
         self._libraries: dict[str, ctypes.CDLL] = {}
-        self._pools: dict[str, tuple[ctypes.CDLL, ctypes.c_void_p]] = {}
+        self._units: dict[str, Unit] = {}  # the step units of the loaded artifacts, by hash
+        self._pools: list[tuple[Unit, ctypes.c_void_p]] = []
         self._references: list[object] = []  # keeps alive what the kernels access by address
 
     def alloc(self, nbytes: int) -> Memory:
@@ -113,6 +116,8 @@ class CpuDevice(Device):
                 if os.path.exists(path) and os.statvfs(path).f_flag & os.ST_NOEXEC:
                     remedy = "copy the artifact to a file system that is not mounted noexec"
                 raise LlmcError("E112", cause, remedy) from None
+        for key in {p.step[0] for p in artifact.programs if p.step} - self._units.keys():
+            self._units[key] = Unit(self._libraries[key])
 
     def bind(self, program: Program, addresses: Sequence[int], symbols: np.ndarray) -> Run:
         """Return a function that runs the program once. Raises LlmcError E113 if the program has no step function, or
@@ -126,8 +131,8 @@ class CpuDevice(Device):
         if program.ranks != (1 if self._member is None else self._member.ranks):
             cause = f"program {program.name} is for a group of {program.ranks} ranks"
             raise LlmcError("E113", cause, "open it with LLM, llmc-run or llmc-serve")
-        unit, pool = self._pool(program.step[0])
-        run = self._symbol(unit, program.step[1])
+        pool = self._pool(unit := self._units[program.step[0]])
+        run = self._symbol(unit.library, program.step[1])
         run.restype = ctypes.c_int
         run.argtypes = [ctypes.c_void_p] * 4
         table = (ctypes.c_void_p * len(program.launches))(*[self._address(*k) for k in program.kernel_table])
@@ -146,22 +151,34 @@ class CpuDevice(Device):
 
         return step
 
-    def _pool(self, key: str) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-        """Return the library and the thread pool of a step unit. All programs of the unit share the pool: they never
-        run concurrently.
+    def _pool(self, unit: Unit) -> ctypes.c_void_p:
+        """Return the thread pool of a step unit. Its programs, and those of other units with the same layout, share the
+        pool: they never run concurrently.
         """
-        if key not in self._pools:
-            unit = self._libraries[key]
-            opened = self._symbol(unit, "llmc_open")
-            opened.restype, opened.argtypes = ctypes.c_void_p, [ctypes.c_int]
-            pool = opened(self.threads)
-            if not pool:
-                cause = f"a pool of {self.threads} threads cannot be started"
-                raise LlmcError("E203", cause, "use fewer threads")
-            self._pools[key] = unit, ctypes.c_void_p(pool)
-            if self._member is not None:
-                self._group = CpuGroup(unit, ctypes.c_void_p(pool), self.threads, self._member)
-        return self._pools[key]
+        for owner, pool in self._pools:
+            if owner is unit or (unit.layout and owner.layout == unit.layout):
+                return pool
+        pool = self._open_pool(unit)
+        self._pools.append((unit, pool))
+        if self._member is not None:
+            if self._group is not None:
+                cause = "the ranks of artifacts that different versions of llmc compiled cannot run together"
+                raise LlmcError("E112", cause, "compile the model and the draft model again")
+            self._group = CpuGroup(unit.library, pool, self.threads, self._member)
+        return pool
+
+    def _open_pool(self, unit: Unit) -> ctypes.c_void_p:
+        """Return a new thread pool, with room for the steps of all loaded units of the same layout."""
+        opened = self._symbol(unit.library, "llmc_open_room" if unit.layout else "llmc_open")
+        opened.restype = ctypes.c_void_p
+        if unit.layout:
+            rooms = zip(*(u.room for u in self._units.values() if u.layout == unit.layout))
+            pool = opened(ctypes.c_int(self.threads), (ctypes.c_int64 * _ROOM)(*map(max, rooms)))
+        else:
+            pool = opened(ctypes.c_int(self.threads))
+        if not pool:
+            raise LlmcError("E203", f"a pool of {self.threads} threads cannot be started", "use fewer threads")
+        return ctypes.c_void_p(pool)
 
     def _address(self, key: str, entry: str) -> int:
         return ctypes.cast(self._symbol(self._libraries[key], entry), ctypes.c_void_p).value or 0
@@ -185,11 +202,12 @@ class CpuDevice(Device):
 
     def close(self) -> None:
         """Stop the thread pools. The libraries stay mapped, because other artifacts may use them."""
-        for unit, pool in self._pools.values():
-            close = self._symbol(unit, "llmc_close")
+        for unit, pool in self._pools:
+            close = self._symbol(unit.library, "llmc_close")
             close.restype, close.argtypes = None, [ctypes.c_void_p]
             close(pool)
         self._pools.clear()
+        self._units.clear()
         self._group = None
         self._libraries.clear()
         self._references.clear()
@@ -198,6 +216,22 @@ class CpuDevice(Device):
         """Return the device name, CPU model, machine type and number of threads."""
         host = this_host()
         return {"name": self.name, "model": host.model, "machine": host.machine, "threads": self.threads}
+
+
+class Unit:
+    """The library of a step unit: what its steps need of a thread pool, as numbers, and the layout of its pools.
+
+    Units of the same layout can share a pool. It is 0 for units of older compilers, which cannot.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library, self.layout = library, 0
+        numbers = (ctypes.c_int64 * _ROOM)()
+        with suppress(AttributeError):
+            room = library.llmc_room
+            room.restype = ctypes.c_int64
+            self.layout = int(room(numbers))
+        self.room = tuple(numbers)
 
 
 class CpuGroup:

@@ -67,7 +67,7 @@ class Layout:
 
     def __init__(self, artifact: Artifact, device: Device, env: Mapping[str, int], snapshot_bytes: int = 0) -> None:
         self._artifact, self._device = artifact, device
-        self._random: list[Mapping[str, Memory]] = []  # keeps random weights alive: on the CPU their arrays own the memory
+        self._random: list[Mapping[str, Memory]] = []  # keeps random weights alive: a CPU's arrays own the memory
         with ThreadPoolExecutor(2) as pool:  # load kernels and allocate states while weights are read
             loading, placing = pool.submit(self._load), pool.submit(self._place_weights)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}

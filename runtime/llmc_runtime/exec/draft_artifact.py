@@ -56,7 +56,8 @@ def joint_digest(path: str | Path, manifest: Manifest, draft: str | Path | None)
     other = Folder(draft).manifest()
     if not other.is_draft_model:
         cause = f"{draft} is the artifact of a model, not of a draft model"
-        raise LlmcError("E208", cause, _remedy(path, draft, other))
+        remedy = f"llmc compile SMALLER_MODEL --drafts-for {path} -o DRAFT.llmc, then --draft-model DRAFT.llmc"
+        raise LlmcError("E208", cause, remedy)
     for name, ours, theirs in _compared(manifest, other):
         if ours != theirs:
             cause = f"the draft model {draft} was compiled for {name} {theirs}; {path} has {ours}"

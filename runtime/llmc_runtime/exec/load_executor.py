@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmc_runtime.artifact import Artifact
+from llmc_runtime.artifact import Artifact, open_artifact
 from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.exec.draft_artifact import open_with_draft
@@ -34,6 +34,19 @@ def load_executor(path: str | Path, *, kv_bytes: int | None = None, careful: boo
     except BaseException:
         release(device, group)
         raise
+
+
+def load_kernels(path: str | Path) -> None:
+    """Open and check the artifact, also of a draft model, and load its kernels onto its device, for tools.
+
+    Raises the LlmcErrors of `open_artifact` and `open_device`, and E112.
+    """
+    artifact = open_artifact(path)
+    device = open_device(artifact, None)
+    try:
+        device.load(artifact)
+    finally:
+        device.close()
 
 
 def start_ranks(

@@ -244,8 +244,8 @@ class Manifest(Record):
     """
 
     json_order = (
-        "format", "compiler", "role", "ranks", "source", "target", "limits", "kv", "vocab_size", "eos_token_ids", "generation",
-        "deterministic", "pooling", "kernels", "states", "programs", "weights", "tokenizer", "files",
+        "format", "compiler", "role", "ranks", "source", "target", "limits", "kv", "vocab_size", "eos_token_ids",
+        "generation", "deterministic", "pooling", "kernels", "states", "programs", "weights", "tokenizer", "files",
     )  # fmt: skip
 
     compiler: str = stored(Fields.text)

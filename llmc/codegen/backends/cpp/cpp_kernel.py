@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -40,9 +41,16 @@ def row_columns() -> str:
     return "\n".join(["namespace llmc {", *enums, drafts_max, "}", ""])
 
 
+def pool_layout() -> str:
+    """Return the number of the layout of thread pools as a C++ macro: a hash of the headers that declare it."""
+    text = "".join(_header((HEADERS,), name) for name in ("llmc_abi.h", "llmc_pool.h", "llmc_group.h"))
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    return f"#define LLMC_LAYOUT INT64_C({number})\n"
+
+
 # Headers that are generated instead of read from a package.
 GENERATED: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"llmc_row_columns.h": row_columns, "llmc_sampling_rules.h": sampling_rules.header}
+    {"llmc_row_columns.h": row_columns, "llmc_sampling_rules.h": sampling_rules.header, "llmc_layout.h": pool_layout}
 )
 
 

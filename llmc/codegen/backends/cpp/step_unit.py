@@ -46,7 +46,8 @@ def step_unit(steps: Sequence[StepTable]) -> str:
     """Return the C++ text of the step unit.
 
     It exports `llmc_open(nthreads)`, `llmc_close(pool)` and, for each program, `int llmc_run_NAME(pool, kernels,
-    buffers, symbols)`, where kernels has one function per launch, in order. `llmc_profile_NAME` takes one more pointer,
+    buffers, symbols)`, where kernels has one function per launch, in order; `llmc_room` and `llmc_open_room` are for
+    pools that several units share. `llmc_profile_NAME` takes one more pointer,
     to which it writes the nanoseconds of each launch. If a program has collectives, it also exports the functions of
     llmc_join.h.
     """
@@ -57,6 +58,7 @@ def step_unit(steps: Sequence[StepTable]) -> str:
         f"#define LLMC_MAX_SIZES {max([1, *(len(p.sizes) for p in plans)])}",
         f"#define LLMC_MAX_LAUNCHES {max([1, *(len(p.rows) for p in plans)])}",
         f"#define LLMC_SCRATCH INT64_C({max([64, *(-(-s.scratch // 64) * 64 for s in steps)])})",
+        '#include "llmc_layout.h"',
         '#include "llmc_abi.h"',
         '#include "llmc_pool.h"',
         *(['#include "llmc_join.h"'] if any(s.collectives for s in steps) else []),

@@ -53,9 +53,9 @@ struct llmc_pool {
   const llmc_step* step;
   void* const* kernels;
   int64_t* ns;  // where thread 0 records nanoseconds per launch, or null
-  void* args[LLMC_MAX_ARGS];
-  int64_t sizes[LLMC_MAX_SIZES];
-  uint64_t taken[LLMC_MAX_LAUNCHES];  // parts taken of each launch, counted over all steps (n per step)
+  void** args;
+  int64_t* sizes;
+  uint64_t* taken;  // parts taken of each launch, counted over all steps (n per step)
 };
 
 inline void llmc_relax() {
@@ -203,18 +203,36 @@ LLMC_EXPORT void llmc_close(void* pool) {
   llmc_signal(p->job, p->waiters);
   for (int i = 1; i < p->started; i++) pthread_join(p->threads[i].id, nullptr);
   for (int i = 0; p->threads && i < p->n; i++) free(p->threads[i].ctx.scratch);
+  free(p->args), free(p->sizes), free(p->taken);
   free(p->threads);
   free(p);
 }
-// Creates a pool of `nthreads` threads including the caller; returns null if memory or threads are unavailable.
-LLMC_EXPORT void* llmc_open(int nthreads) {
+// What steps need of a pool: the numbers of arguments, sizes and launches, and the bytes of scratch memory.
+enum { LLMC_ROOM_ARGS, LLMC_ROOM_SIZES, LLMC_ROOM_LAUNCHES, LLMC_ROOM_SCRATCH, LLMC_ROOM };
+#ifndef LLMC_LAYOUT
+#define LLMC_LAYOUT 0
+#endif
+// Writes what the steps of this unit need, and returns the layout of its pools. Units with the same layout, not 0, can
+// share a pool that has room for all of them.
+LLMC_EXPORT int64_t llmc_room(int64_t* room) {
+  const int64_t needed[LLMC_ROOM] = {LLMC_MAX_ARGS, LLMC_MAX_SIZES, LLMC_MAX_LAUNCHES, LLMC_SCRATCH};
+  memcpy(room, needed, sizeof(needed));
+  return LLMC_LAYOUT;
+}
+// Creates a pool of `nthreads` threads including the caller, for steps that need up to this `room`; returns null if
+// memory or threads are unavailable.
+LLMC_EXPORT void* llmc_open_room(int nthreads, const int64_t* room) {
   void* mem = nullptr;
   if (nthreads < 1 || posix_memalign(&mem, 64, sizeof(llmc_pool))) return nullptr;
   memset(mem, 0, sizeof(llmc_pool));
   llmc_pool* p = (llmc_pool*)mem;
   p->n = nthreads;
   p->started = 1;
-  if (!(p->threads = (llmc_thread*)calloc(nthreads, sizeof(llmc_thread)))) return free(p), nullptr;
+  p->args = (void**)calloc(room[LLMC_ROOM_ARGS], sizeof(void*));
+  p->sizes = (int64_t*)calloc(room[LLMC_ROOM_SIZES], sizeof(int64_t));
+  p->taken = (uint64_t*)calloc(room[LLMC_ROOM_LAUNCHES], sizeof(uint64_t));
+  p->threads = (llmc_thread*)calloc(nthreads, sizeof(llmc_thread));
+  if (!p->args || !p->sizes || !p->taken || !p->threads) return llmc_close(p), nullptr;
   sigset_t all, old;  // signals are delivered to the caller's threads only
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
@@ -222,8 +240,8 @@ LLMC_EXPORT void* llmc_open(int nthreads) {
   for (int i = 0; i < nthreads && good; i++) {
     llmc_thread* t = &p->threads[i];
     void* scratch = nullptr;
-    good = !posix_memalign(&scratch, 64, LLMC_SCRATCH + 64);
-    t->ctx = llmc_ctx{i, nthreads, (char*)scratch, LLMC_SCRATCH, nullptr};
+    good = !posix_memalign(&scratch, 64, room[LLMC_ROOM_SCRATCH] + 64);
+    t->ctx = llmc_ctx{i, nthreads, (char*)scratch, room[LLMC_ROOM_SCRATCH], nullptr};
     t->pool = p;
     t->spin = 1024;
     if (good && i > 0) good = !pthread_create(&t->id, nullptr, llmc_loop, t);
@@ -232,5 +250,11 @@ LLMC_EXPORT void* llmc_open(int nthreads) {
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
   if (!good) return llmc_close(p), nullptr;
   return p;
+}
+// Creates a pool for the steps of this unit.
+LLMC_EXPORT void* llmc_open(int nthreads) {
+  int64_t room[LLMC_ROOM];
+  llmc_room(room);
+  return llmc_open_room(nthreads, room);
 }
 #endif
