@@ -126,11 +126,10 @@ def test_quantised_drafts(demo: Path, tmp_path: Path) -> None:
 
 def test_random_weights_are_those_of_the_same_artifact(tmp_path: Path) -> None:
     """Artifacts without files of weights, such as those of benchmarks, have a seed each."""
-    options = {"cache": CACHE, "weights": "random:5", "max_num_seqs": 2, "max_num_batched_tokens": 32}
-    compile_model(DEMO, tmp_path / "both.llmc", Options(**options, draft=str(SMALL_DEMO)))  # type: ignore[arg-type]
-    compile_model(DEMO, tmp_path / "model.llmc", Options(**options, speculate=4))  # type: ignore[arg-type]
-    of_model = Options(cache=CACHE, weights="random:5", drafts_for=tmp_path / "model.llmc")
-    compile_model(SMALL_DEMO, tmp_path / "draft.llmc", of_model)
+    options = Options(cache=CACHE, weights="random:5")
+    compile_model(DEMO, tmp_path / "both.llmc", replace(options, draft=str(SMALL_DEMO)))
+    compile_model(DEMO, tmp_path / "model.llmc", replace(options, speculate=4))
+    compile_model(SMALL_DEMO, tmp_path / "draft.llmc", replace(options, drafts_for=tmp_path / "model.llmc"))
     found = []
     for path, draft in (("both", None), ("model", tmp_path / "draft.llmc")):
         with LLM(tmp_path / f"{path}.llmc", say=quiet, speculate="draft", draft_model=draft) as llm:
