@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llmc_runtime.drafts import Draft, DraftContext
 from llmc_runtime.engine.engine import Engine
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched import draft_methods
 from llmc_runtime.sched.request import Request
@@ -202,6 +204,48 @@ def test_defaults_of_vllm_are_no_keys() -> None:
     assert check_speculate("speculate", {**unset, **off, **want, "model": None}) == want
     with pytest.raises(LlmcError, match="parallel_drafting is not supported"):
         check_speculate("speculate", {**want, "parallel_drafting": True})
+
+
+@pytest.mark.parametrize(
+    ("speculate", "draft", "count"),
+    [
+        (None, "small.llmc", None),
+        ("draft", "small.llmc", None),
+        ("draft:3", Path("small.llmc"), 3),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "small.llmc", 3),
+        ({"method": "draft_model", "num_speculative_tokens": 3, "model": "small.llmc"}, None, 3),
+        ({"num_speculative_tokens": 3, "model": "small.llmc"}, None, 3),
+        ({"num_speculative_tokens": 3, "model": "small.llmc"}, "small.llmc", 3),
+    ],
+)
+def test_the_artifact_of_a_draft_model(speculate: Any, draft: Any, count: int | None) -> None:
+    """It implies its method; vLLM's JSON may name it. The engine process gets the same options."""
+    options = EngineOptions("m", speculate=speculate, draft_model=draft)
+    assert options.speculate == {"method": "draft_model", "num_speculative_tokens": count}
+    assert str(options.draft_model) == "small.llmc"
+    assert "draft" not in options.compile_options and int(options.compile_options["speculate"]) == (count or 4)
+    again = EngineOptions.of_message("m", options.message())
+    assert again.speculate == options.speculate and again.draft_model == str(Path("small.llmc").resolve())
+
+
+def test_a_draft_model_that_is_left_out() -> None:
+    options = EngineOptions("m", speculate="off", draft_model="small.llmc")
+    assert options.speculate is None and options.draft_model is None
+    options = EngineOptions("m", speculate={"method": "draft_model", "model": "owner/small"})
+    assert options.draft_model is None, "a model, which is compiled into the artifact"
+
+
+def test_a_draft_model_that_contradicts_the_method() -> None:
+    for speculate, draft, code, cause in (
+        ("ngram:3", "small.llmc", "E206", "draft_model is given, and speculate requests the method ngram"),
+        ({"method": "eagle3"}, "small.llmc", "E206", "requests the method eagle3"),
+        ({"model": "a.llmc"}, "b.llmc", "E206", "draft_model is b.llmc, and the model of speculate is a.llmc"),
+        ("draft:0", "small.llmc", "E201", "is not allowed"),
+        (None, 5, "E201", "draft_model = 5 is not allowed"),
+    ):
+        with pytest.raises(LlmcError, match=cause) as caught:
+            EngineOptions("m", speculate=speculate, draft_model=draft)  # type: ignore[arg-type]
+        assert caught.value.code == code and caught.value.remedy
 
 
 @pytest.mark.parametrize("number", ["", "abc", "-1", "+2", " 2", "2.0", "\u0663", "9" * 5000, "2:3"])

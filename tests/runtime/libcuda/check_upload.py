@@ -241,6 +241,26 @@ def test_an_artifact_with_a_changed_weight(driver: Driver, tmp_path: Path) -> No
         device.close()
 
 
+def test_a_rank_uploads_only_its_own_files(driver: Driver, tmp_path: Path) -> None:
+    """The report is of all uploads."""
+    from dataclasses import replace
+
+    write_artifact(tmp_path / "toy.llmc", toy.parts(tmp_path))
+    artifact = open_artifact(tmp_path / "toy.llmc")
+    weights = artifact.manifest.weights
+    files = tuple(replace(file, rank=1) for file in weights.files)
+    manifest = replace(artifact.manifest, ranks=2, weights=replace(weights, files=files))
+    device = CudaDevice(H100)
+    uploaded = []
+    for rank, names in ((0, []), (1, ["table"]), (1, ["table"])):
+        device.place(replace(artifact, manifest=manifest, rank=rank), names)
+        assert device._upload is not None
+        uploaded.append(device._upload.nbytes)
+    total = sum(file.bytes for file in files)
+    assert uploaded == [0, total, 2 * total]
+    device.close()
+
+
 def test_a_weight_at_an_odd_place_is_moved(driver: Driver, tmp_path: Path) -> None:
     from dataclasses import replace
 
