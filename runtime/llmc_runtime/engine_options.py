@@ -318,6 +318,10 @@ class EngineOptions(metaclass=KeywordChecks):
             cause = f"data_parallel_size = {engines}: an engine needs a CPU of its own, and this process may use {cpus}"
             raise LlmcError("E201", cause, f"set data_parallel_size to at most {cpus}")
 
+    def opening_line(self, path: str | Path) -> str:
+        """Return the log line about opening the artifact at `path`."""
+        return f"opening {path}" + (f" with the draft model {self.draft_model}" if self.draft_model else "")
+
     @property
     def engine_threads(self) -> int:
         """The number of threads of each engine: `threads`, or its part of the physical cores."""

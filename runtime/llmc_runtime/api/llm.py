@@ -72,7 +72,7 @@ class LLM(PoolingAPI):
             cause = f"data_parallel_size = {args.data_parallel_size}, and LLM runs one engine, in this process"
             raise LlmcError("E201", cause, "use AsyncLLM or llmc-serve, or an LLM in each of several processes")
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
-        self._say(f"opening {path}")
+        self._say(args.opening_line(path))
         with open_model(path, args) as artifact:
             args.check_artifact(artifact.manifest)
             generation = generation_of(

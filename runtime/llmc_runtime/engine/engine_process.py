@@ -90,7 +90,7 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     from llmc_runtime.engine.loader import open_engine, open_model
 
     options = EngineOptions.of_message(opening.path, opening.options)
-    say(f"opening {options.model}")
+    say(options.opening_line(options.model))
     began = time.monotonic()
     with open_model(Path(options.model), options, opening.digest, opening.engine) as artifact:
         stages = {"artifact": time.monotonic() - began}

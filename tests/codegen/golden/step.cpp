@@ -3,6 +3,7 @@
 #define LLMC_MAX_SIZES 2
 #define LLMC_MAX_LAUNCHES 3
 #define LLMC_SCRATCH INT64_C(1024)
+#include "llmc_layout.h"
 #include "llmc_abi.h"
 #include "llmc_pool.h"
 static inline int64_t llmc_ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
