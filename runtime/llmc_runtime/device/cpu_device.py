@@ -227,7 +227,7 @@ class Unit:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library, self.layout = library, 0
         numbers = (ctypes.c_int64 * _ROOM)()
-        with suppress(AttributeError):
+        with suppress(AttributeError, UnicodeDecodeError):  # the latter if the path is not UTF-8, too
             room = library.llmc_room
             room.restype = ctypes.c_int64
             self.layout = int(room(numbers))
