@@ -10,6 +10,7 @@ import pytest
 from draw import of_test
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
+from llmc_runtime.format.folder import Folder
 from llmc_runtime.sched.speculation import Speculation
 
 from llmc.driver import compile_model
@@ -145,12 +146,13 @@ def test_outputs_are_those_of_plain_decoding(
         prompts = [prompt_of(rng, llm.get_tokenizer()) for _ in range(REQUESTS)]
         params = [params_of(rng, prompt) for prompt in prompts]
         want = outputs(llm, prompts, params)
-        capacity = llm.engine.executor.capacity
+        page_bytes = llm.engine.executor.capacity.bytes_per_page
     options: dict[str, Any] = {"enable_prefix_caching": rng.random() < 0.7, "speculate": method}
     if name == "other":
         options |= {"speculate": f"draft:{count}", "draft_model": artifacts["other"]}
+        page_bytes += Folder(artifacts["other"]).manifest().kv.bytes_per_page
     if rng.random() < 0.5:
-        options["kv_cache_memory_bytes"] = capacity.nbytes // capacity.pages * FEW_PAGES
+        options["kv_cache_memory_bytes"] = page_bytes * FEW_PAGES
     if overlaps := rng.random() < 0.4:
         defer(monkeypatch)
     if eager := rng.random() < 0.7:
