@@ -259,7 +259,8 @@ def speculation_of(
         other = f"{NEEDS[available][0]} instead" if rows and available else "none"
         cause = f"speculate: the method {method} needs {source}, and the artifact has {other}"
         usable = f"{available} or {NGRAM}" if rows and available else NGRAM
-        raise LlmcError("E206", cause, f"compile again with --draft {flag}, or use {usable}")
+        other_artifact = "start with --draft-model ARTIFACT, " if method == DRAFT_MODEL and not available else ""
+        raise LlmcError("E206", cause, f"compile again with --draft {flag}, {other_artifact}or use {usable}")
     head = _HEADS.get(method, "")
     low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
     return SpeculationConfig(
