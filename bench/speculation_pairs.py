@@ -31,8 +31,8 @@ WARM_ROUNDS = 2  # in which costs are measured for the first time
 class Never(Speculation):
     """Drafts nothing, and learns nothing."""
 
-    def begin_idle(self, running: Sequence[Request]) -> bool:
-        self._idle = True
+    def begin_idle(self) -> bool:
+        self._idle = self.quiet = True
         return True
 
     def plain(self, work: Sequence[Work], requests: Sequence[Request] = ()) -> bool:

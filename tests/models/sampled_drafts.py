@@ -119,7 +119,7 @@ def force_drafts(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     monkeypatch.setattr(Speculation, "wants", property(lambda self: wanted(self) > 0))
     monkeypatch.setattr(Speculation, "stop", lambda self, request: None)
     monkeypatch.setattr(Speculation, "drafts", drafts)
-    monkeypatch.setattr(Speculation, "begin_idle", lambda self, running: False)
+    monkeypatch.setattr(Speculation, "begin_idle", lambda self: False)
 
 
 def artifact_of(method: str) -> str:

@@ -31,7 +31,7 @@ class Driver:
     """Plans and ends the steps of one request, of whose drafts `accepted` are."""
 
     def __init__(self, config: SpeculationConfig) -> None:
-        self.policy, self.behind, self.counters = Speculation(config), 0, Counters()
+        self.policy, self.behind, self.counters, self.last = Speculation(config), 0, Counters(), ""
         self.counters.drafted_at_most(4)
         for drafts, seconds in enumerate(SECONDS):
             for _ in range(5):
@@ -40,7 +40,10 @@ class Driver:
     def step(self, request: Request, accepted: int) -> tuple[int, bool]:
         """Return how many tokens the step drafts, and whether it is plain."""
         policy = self.policy
-        if not policy.begin_idle([request]):
+        if request.id != self.last:
+            policy.wake()
+            self.last = request.id
+        if not policy.begin_idle():
             policy.begin([request], 100)
         propose = policy.proposals(request) if policy.wants else 0
         work = Work(0, 1 + self.behind, True, drafts=self.behind, propose=propose)
@@ -111,7 +114,7 @@ def test_the_cost_of_prompt_lookup_is_limited(lures: int) -> None:
         request, made = Request(f"r{number}", [1], SamplingParams(temperature=1.0, max_tokens=256)), 0
         request.limit, lured = 257, 0
         while made < 255:
-            if not policy.begin_idle([request]):
+            if not policy.begin_idle():
                 policy.begin([request], 100)
             drafts = policy.drafts(request, 4) if request.num_drafts and policy.wants else 0
             lured = lures if not lured and draw.random() < 0.02 else lured
@@ -132,7 +135,7 @@ def test_prompt_lookup_without_drafts_is_idle() -> None:
     policy, request = Speculation(LOOKUP), Request("r", [1], SamplingParams())
     for proposed, idle in ((0, True), (0, True), (3, False), (0, True), (1, False)):
         policy.learn([request.decode], [request], StepOutput([5], [None], proposed=[proposed]), 1.0, Counters())
-        assert policy.begin_idle([request]) is idle and request.num_drafts == proposed
+        assert policy.begin_idle() is idle and request.num_drafts == proposed
         if not idle:
             policy.begin([request], 100)
         assert not (idle and policy.wants)
@@ -196,7 +199,8 @@ def test_a_row_that_waits_is_idle_until_its_next_trial() -> None:
     request.draft_trials = (9.0, 0.0)
     driver.steps(request, 3 * MODEL_FIRST_WAIT, accepted=0)
     policy = driver.policy
-    idle = [policy.begin_idle([request]) or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_FIRST_WAIT)]
+    idle = [policy.begin_idle() or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_FIRST_WAIT)]
     assert idle.count(False) in (1, 2), "a trial, and the plan after it"
-    assert policy.begin_idle([request]) and not policy.begin_idle([Request("s", [1])])
-    assert not policy.begin_idle([request, Request("t", [1])])
+    assert policy.begin_idle()
+    policy.wake()
+    assert not policy.begin_idle()

@@ -31,9 +31,9 @@ def paid_by(prompts: PromptEntries, request: Request, seconds: float, plan: int,
     """Run a prompt at this plan, whose step takes `seconds`; return whether it gets entries."""
     work = [Work(0, tokens, True)]
     skips = prompts.skips(work, [request], False, plan)
-    assert prompts.work is work and prompts.tokens == tokens
-    prompts.record(work, [request], seconds, 1.0)
-    assert not prompts.work
+    assert prompts.in_flight[0].work is work and prompts.in_flight[0].tokens == tokens
+    prompts.ended(work, [request], seconds, 1.0)
+    assert not prompts.in_flight
     return not skips
 
 
@@ -55,7 +55,7 @@ def test_entries_of_prompts_are_paid_from_a_credit() -> None:
     trials.batch.credit = 0.0
     assert prompts.skips(work, two, False, 1001)
     assert not prompts.skips(work, two, True, 1001), "rows that decode need them"
-    assert not prompts.skips([Work(0, 4, True, drafts=3)], [request], True, 1001) and prompts.tokens == 0
+    assert not prompts.skips([Work(0, 4, True, drafts=3)], [request], True, 1001)
 
 
 def test_rows_that_decode_do_not_count() -> None:
@@ -64,7 +64,7 @@ def test_rows_that_decode_do_not_count() -> None:
     for work, seconds in (([Work(0, 20, True)], 8.0), ([Work(0, 20, True), Work(1, 1, True)], 8.5)):
         before = prompts._credit
         assert not prompts.skips(work, [request] * len(work), False, 0)
-        prompts.record(work, [request] * len(work), seconds, 1.0)
+        prompts.ended(work, [request] * len(work), seconds, 1.0)
         assert before - prompts._credit == pytest.approx((0.04 - 0.003) * 8.0)
 
 
@@ -81,7 +81,7 @@ def test_an_artifact_that_cannot_skip_prompts_is_not_charged() -> None:
     trials = TrialsByKind(lambda: 8, Trials(512))
     prompts, request = PromptEntries(False, trials), Request("r", [1])
     trials.of([request]).credit = -9.0
-    assert not prompts.skips([Work(0, 200, True)], [request], False, 1) and not prompts.work
+    assert not prompts.skips([Work(0, 200, True)], [request], False, 1) and not prompts.in_flight
 
 
 def test_a_slow_first_pass_does_not_make_verification_cheap() -> None:

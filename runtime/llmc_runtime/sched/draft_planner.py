@@ -41,9 +41,11 @@ class DraftPlanner:
     def forget(self) -> None:
         """Forget everything, after steps were dropped."""
         self._drafted.clear()
+        self.speculation.forget()
 
-    def cached(self, request: Request, hits: Sequence[int]) -> None:
-        """Begin with the pages of the prefix cache that a request has got."""
+    def start(self, request: Request, hits: Sequence[int]) -> None:
+        """Begin to run a request, with the pages of the prefix cache that it has got."""
+        self.speculation.wake()
         count = next((i for i, page in enumerate(hits) if page not in self._drafted), len(hits))
         request.reach = count * self.page_size
 
@@ -55,7 +57,7 @@ class DraftPlanner:
         """
         followed = request.num_drafts > 0
         request.num_drafts = request.lookahead = 0
-        request.likely = []
+        request.likely, request.from_lookup = [], False
         wanted = self.speculation.proposals(request) if request.may_draft else 0
         if not wanted:
             return item

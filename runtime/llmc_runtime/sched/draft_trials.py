@@ -73,6 +73,11 @@ class Trials:
         self.earn(plan)
         return max(0, ceil((TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
 
+    def wait_for_lookup(self, plan: int) -> int:
+        """Return after how many plans drafts that were looked up can be paid, at plan number `plan`; 0 if now."""
+        self.earn(plan)
+        return max(0, ceil(-self.lookup_credit / _TRIAL_SHARE))
+
     def record_step(self, tokens: float, steps: float, looked_up: bool, measures: bool) -> None:
         """Record a step that gave `tokens` tokens a row and took as long as `steps` steps without drafts.
 

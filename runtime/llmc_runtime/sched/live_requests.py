@@ -170,7 +170,7 @@ class LiveRequests:
         if self.snapshots is not None:
             self.snapshots.start(request, hits)
         if self.planner is not None:
-            self.planner.cached(request, pages[:hits])
+            self.planner.start(request, pages[:hits])
         if self.running and request.key < self.running[-1].key:
             insort(self.running, request, key=_KEY)
         else:
@@ -251,6 +251,8 @@ class LiveRequests:
     def _free(self, request: Request) -> None:
         if self.snapshots is not None:
             self.snapshots.stop(request)
+        if self.planner is not None:
+            self.planner.speculation.wake()
         self.pool.release(reversed(request.pages))
         request.pages = []
         request.num_planned = request.num_computed = request.num_published = 0

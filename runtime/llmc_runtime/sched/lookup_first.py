@@ -24,6 +24,7 @@ _INITIAL_RATE = 0.8  # acceptance of the first draft of a kind: a text that repe
 # Plans after which a draft is verified although it does not pay, to measure acceptance: at first, and at most. They are
 # doubled each time until a draft is accepted.
 _FIRST_WAIT, _LAST_WAIT = 64, 512
+NEVER = 1 << 62  # a number of plans that does not end
 
 
 class LookupFirst:
@@ -64,17 +65,23 @@ class LookupFirst:
 
     def take_found(
         self, requests: Sequence[Request], output: StepOutput, trials: Trials | None, costs: Sequence[float], plan: int
-    ) -> None:
+    ) -> int:
         """Take what a step of these requests has found.
 
         trials: of the kind of the only request, whose credit pays for the drafts; None: there are several requests,
         for which no drafts are taken. costs: see worth_verifying.
+
+        Returns the plan before which no drafts will be taken, whatever is found, unless some are verified or `costs`
+        change.
         """
-        if trials is not None and any(output.proposed):
-            trials.earn(plan)
-        affordable = trials is not None and trials.lookup_credit >= 0
+        wait = NEVER if trials is None else trials.wait_for_lookup(plan)
+        until = plan + wait
         for index, (request, found) in enumerate(zip(requests, output.proposed)):
-            self.take(request, found if affordable and index not in output.likely else 0, costs, plan)
+            num_drafts = 0 if wait or index in output.likely else found
+            self.take(request, num_drafts, costs, plan)
+            if num_drafts == len(costs) - 1 and not request.num_drafts:
+                until = self._next_probe  # as many as can be found do not pay
+        return until
 
     def take(self, request: Request, num_drafts: int, costs: Sequence[float], plan: int) -> None:
         """Take the drafts that prompt lookup has found for a request whose head has not drafted after it, if any."""

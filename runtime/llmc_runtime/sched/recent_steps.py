@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-_STEPS = 9  # steps whose median counts
+STEPS = 9  # steps whose median counts
 _FEWEST = 3  # the fewest steps that count
 _LONGEST = 64  # plans after which they no longer count
 _MAX_FACTOR = 2.0  # largest factor between these steps and the mean that counts
@@ -20,7 +20,7 @@ class RecentSteps:
     """The seconds of the last steps without drafts and prompts, while the same requests run."""
 
     def __init__(self) -> None:
-        self._seconds = deque[float](maxlen=_STEPS)
+        self._seconds = deque[float](maxlen=STEPS)
         self._plan = 0  # the plan after which the last one ended
 
     def add(self, plan: int, seconds: float) -> None:

@@ -83,6 +83,7 @@ class Scheduler(LiveRequests):
         self._rank = POLICIES[config.policy]
         self._reserve = int(config.watermark * config.num_pages)
         self._arrivals = self._spare = 0  # spare: free rows of logits of the step being planned
+        self._only_decodes = True  # the step being planned computes the next token of each row, without drafts
         self._short = False  # whether the last admission lacked pages
         self._anything = mask_of(None, config.vocab_size)
         self._proposals = 0 if config.speculation is None else config.speculation.proposals
@@ -123,7 +124,8 @@ class Scheduler(LiveRequests):
         if planned:
             if self.snapshots is not None:
                 self.snapshots.plan(step, planned)
-            step.plain = self.planner is None or self.planner.speculation.plain(step.work, planned)
+            policy = None if self.planner is None else self.planner.speculation
+            step.plain = policy is None or (self._only_decodes and policy.quiet) or policy.plain(step.work, planned)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step
@@ -265,6 +267,7 @@ class Scheduler(LiveRequests):
             request.num_total = end + 1
         step.work.append(item)
         planned.append(request)
+        self._only_decodes &= item is request.decode
         self._room -= item.num_tokens - decodes
         return item.num_tokens
 
@@ -282,8 +285,8 @@ class Scheduler(LiveRequests):
         running, budget = self.running, self.config.max_num_batched_tokens
         if self.step_budget is not None:
             budget = self.step_budget.tokens(running, self.waiting.num_tokens)
-        self._spare, self._room = self.config.logits - len(running), math.inf
-        if self.speculation is not None and not self.speculation.begin_idle(running):
+        self._spare, self._room, self._only_decodes = self.config.logits - len(running), math.inf, True
+        if self.speculation is not None and not self.speculation.begin_idle():
             self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
             if self.planner is not None:
                 self.planner.begin()
@@ -318,7 +321,7 @@ class Scheduler(LiveRequests):
                 break
             waiting.remove(request)
             self._start(request, *fit)
-            self._spare -= 1
+            self._spare, self._only_decodes = self._spare - 1, False
             item = self._chunk(request, request.num_total - request.num_planned, min(max_chunk, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:
                 self.guided.leave_out(request)

@@ -11,9 +11,9 @@ from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import MIN_SINGLE_GAIN, Choice, DraftCount, expected_tokens
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
-from llmc_runtime.sched.lookup_first import LookupFirst
+from llmc_runtime.sched.lookup_first import NEVER, LookupFirst
 from llmc_runtime.sched.prompt_entries import PromptEntries
-from llmc_runtime.sched.recent_steps import RecentSteps
+from llmc_runtime.sched.recent_steps import STEPS, RecentSteps
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
@@ -34,7 +34,8 @@ _MIN_RATE = 0.01  # lowest rate of acceptance for which a limit is computed
 _CHOICE_PERIOD = 16  # plans after which the number of drafts is chosen anew
 _MEASURING_PERIOD = 16384  # plans after which costs are measured again
 _PLAIN_PERIOD = 4  # one plan in so many is measured if it has no drafts and its cost is known
-_IDLE_PERIOD = 16  # the same if nothing is to be decided
+_IDLE_PERIOD = 32  # the same while prompt lookup finds nothing
+_IDLE_STEPS = 4  # of a single row that are measured before the next decision; STEPS of several
 _LONGEST_IDLE = 64  # plans of several rows after which the number of drafts is chosen anew although nothing was learned
 _PRIOR_WEIGHT = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
@@ -50,7 +51,10 @@ class Speculation:
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
         self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
-        self._found = False  # prompt lookup has found drafts for a row of the last step
+        self.quiet = False  # nor is the step measured, unless it has a prompt or drafts
+        # The plans before which nothing is to be decided, steps are not measured, and what a head's prompt lookup finds
+        # is not worth verifying.
+        self._idle_until, self._quiet_until, self._deaf_until = NEVER if self._looks_up else 0, 0, 0
         self._next_measuring = _MEASURING_PERIOD  # the plan at which costs are measured again
         self._has_model, self._memory = config.max_rows > 0, _MEMORY
         if config.stops:
@@ -68,36 +72,39 @@ class Speculation:
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
         self._probe_plan = 0  # the plan of the next probe of a draft model or head
         self._promising = False  # the last step has verified drafts and was faster than one without
-        self._warm_plans = 0  # consecutive plans, this one included, in which a head only warms up for a probe
-        self._idle_until = 0  # the plan before which nothing is to be decided for these rows, which do not draft
+        self._warms_up = False  # a head computes its entries in this plan, for the next probe
         self._last_id = ""  # of the last row's request
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
         self._recent, self._prompts = RecentSteps(), PromptEntries(config.skips_prompts, self._trials_by_kind)
 
-    def begin_idle(self, running: Sequence[Request]) -> bool:
+    def begin_idle(self) -> bool:
         """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
 
         Nothing is if prompt lookup has found no drafts, or if the rows wait for the next trial of a model's.
         """
         plan = self.plans + 1
-        if self._looks_up:
-            self._idle = not self._found
-        else:
-            same = plan < self._idle_until and len(running) == self._rows
-            self._idle = same and running[-1].id == self._last_id
+        self._idle = plan < self._idle_until
         if self._idle:
-            self.plans, self._warm_plans = plan, 0
+            self.plans, self.quiet = plan, plan < self._quiet_until
         return self._idle
+
+    def wake(self) -> None:
+        """Let the next plan decide, since a request of a draft model or head begins or ceases to run."""
+        self._idle_until = 0
+
+    def forget(self) -> None:
+        """Forget the steps in flight, which were dropped."""
+        self._prompts.forget()
 
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
-        self._alone = len(running) == 1
+        self._alone, self._idle, self.quiet = len(running) == 1, False, False
         if self.plans >= self._next_measuring:
             self.draft_count.measure_again(len(running))
             self._next_measuring = self.plans + _MEASURING_PERIOD
-        self._probes = self._idle_until = 0
+        self._probes = self._idle_until = self._deaf_until = 0
         self._refreshes = self.plans >= self._next_choice or len(running) != self._rows
         if len(running) != self._rows or (running and running[-1].id != self._last_id):
             self._recent.clear()
@@ -127,12 +134,11 @@ class Speculation:
             self._choice = Choice(0)
         if self._has_model and rows:
             if self._choice.max_drafts or self._choice.measures:
-                self._warm_plans = 0
+                self._warms_up = False
                 if not self._choice.measures:
                     self._probe_plan = self.plans + MODEL_PROBE_PERIOD
             else:
-                self._wait_or_probe(trials)
-                self._idle_until = min(self._idle_until, self.plans + _LONGEST_IDLE)
+                self._wait_or_probe(trials, _LONGEST_IDLE)
         elif not self._choice.max_drafts and self.plans % PROBE_PERIOD < (HOST_TRIES if self.config.host else 1):
             self._probes = max(1, rows // ROWS_PER_PROBE)
 
@@ -142,7 +148,7 @@ class Speculation:
             if self._rows == 1:
                 self._single_trials.earn(self.plans)
             self._rows, self._single_id, self._choice = 1, request.id, Choice(0, measures=True)
-            self._single_trials, self._warm_plans = self._trials_by_kind[kind_of(request)], 0
+            self._single_trials, self._warms_up = self._trials_by_kind[kind_of(request)], False
             self._single_trials.begin(self.plans)
             if self.config.head:
                 # It may differ from those before it.
@@ -151,11 +157,11 @@ class Speculation:
         if self._choice.max_drafts and not self._choice.measures:
             self._wait_for_probe(self._first_wait)
         if self._choice.max_drafts or self._choice.measures:
-            self._warm_plans = 0
+            self._warms_up = False
         else:
-            self._wait_or_probe(self._single_trials)
+            self._wait_or_probe(self._single_trials, MODEL_PROBE_PERIOD)
 
-    def _wait_or_probe(self, trials: Trials) -> None:
+    def _wait_or_probe(self, trials: Trials, longest: int) -> None:
         """Probe the rows, whose drafts do not pay, or let them wait for that.
 
         A probe is paid from the credit of `trials`, and so are the plans in which a head warms up for it. One whose
@@ -167,17 +173,19 @@ class Speculation:
         promising, self._promising = self._promising, False
         if promising:
             self._probe_plan = self.plans
-        elif not self._warm_plans and self.plans >= self._probe_plan - warm_up:
+        elif not self._warms_up and self.plans >= self._probe_plan - warm_up:
             if missing := trials.wait_for_credit(self.plans, warm_up * cost):
                 self._probe_plan = self.plans + max(missing, PROBE_PERIOD) + warm_up
         if self.plans >= self._probe_plan:
-            self._probes, self._warm_plans = self._rows if self.config.head else 1, 0
+            self._probes, self._warms_up = self._rows if self.config.head else 1, False
             if not promising:
                 trials.wait = min(2 * trials.wait, self._last_wait if self._rows == 1 else MODEL_PROBE_PERIOD)
             self._probe_plan = self.plans + trials.wait
             return
-        self._idle_until = self._probe_plan - warm_up
-        self._warm_plans += self.plans >= self._idle_until
+        begins = self._probe_plan - warm_up
+        self._warms_up = self.plans >= begins
+        self._idle_until = self._probe_plan if self._warms_up else min(begins, self.plans + longest)
+        self._quiet_until = 0 if self._warms_up else self._idle_until - (_IDLE_STEPS if self._rows == 1 else STEPS)
 
     def _wait_for_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of the single row."""
@@ -220,11 +228,9 @@ class Speculation:
 
         requests: those of `work`.
         """
-        decides, self._prompts.tokens = not self._idle, 0
-        for item in work:
-            if item.num_tokens > 1 or (decides and (item.propose or item.fill)):
-                drafts = any(item.drafts or (decides and (item.propose or item.fill)) for item in work)
-                return self._prompts.skips(work, requests, drafts or self._warm_plans > 0, self.plans)
+        drafts = any(item.drafts or item.propose or item.fill for item in work)
+        if drafts or any(item.num_tokens > 1 for item in work):
+            return self._prompts.skips(work, requests, drafts or self._warms_up, self.plans)
         if self._choice.measures and not self._choice.max_drafts:
             return True  # to measure steps without drafts as they are while nothing is drafted
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
@@ -330,22 +336,19 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
+        found = any(output.proposed) if self.plans >= self._deaf_until else False
+        if self.quiet and not (found or output.accepted or output.likely or self._prompts.in_flight):
+            return
         if self._looks_up:
-            self._found = any(output.proposed)
+            self._idle_until, self._quiet_until = 0 if found else NEVER, self.plans + _IDLE_PERIOD
             for request, count in zip(requests, output.proposed):
                 request.num_drafts = count  # found by prompt lookup
-        if work is self._prompts.work:
-            self._prompts.record(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
-        if self._idle and not (output.accepted or output.likely):
-            if self._has_model and not (self._alone or self._prompts.tokens):
-                self._recent.add(self.plans, seconds)
-            found = self._alone and not self._looks_up and (requests[0].from_lookup or any(output.proposed))
-            if self.plans % _IDLE_PERIOD and not found:
-                return
+        if self._prompts.in_flight:
+            self._prompts.ended(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
-        wait = _IDLE_PERIOD if self._idle else 1 if self._choice.measures or self._has_model else _PLAIN_PERIOD
-        if output.accepted or output.likely or self.plans % wait == 0:
+        period = 1 if self._idle or self._choice.measures or self._has_model else _PLAIN_PERIOD
+        if output.accepted or output.likely or not (self.quiet or self.plans % period):
             self._measure(work, requests, output, seconds)
         for index, tokens in output.accepted.items():
             request, drafts, accepted = requests[index], work[index].drafts, len(tokens)
@@ -357,23 +360,25 @@ class Speculation:
             counters.drafted(drafts, accepted)
         if self._lookup is not None:
             trials = self._single_trials if self._alone else None
-            self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
+            self._deaf_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt, and what the step has gained or lost."""
         verified, proposed, fill, prompt = StepDrafts.of(work, output, self.config.stops)
         rows, drafts = len(work), bool(verified or proposed or fill)
-        if drafts or self._warm_plans:
+        if self._idle and self._has_model and not (rows == 1 or drafts or prompt or self._warms_up):
+            self._recent.add(self.plans, seconds)
+        if drafts or self._warms_up:
             seconds *= self._recent.factor(self.plans, self.draft_count.costs.settled_plain(rows))
         if not self._has_model:
             proposed = verified  # they cost nothing apart
             if not prompt:
                 self.draft_count.costs.record(rows, verified / rows, seconds)
-        elif self._warm_plans and not (drafts or prompt):
+        elif self._warms_up and not (drafts or prompt):
             self.draft_count.entries.record(rows, 0, seconds)
         elif not (fill or prompt) and (drafts or self._idle or self._choice.measures):
             self.draft_count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
-        if not drafts and (prompt or not self._warm_plans):
+        if not drafts and (prompt or not self._warms_up):
             return
         measured = None if prompt else seconds
         steps = self.draft_count.gross_duration(rows, verified / rows, proposed / rows, measured, fill > 0)
