@@ -101,12 +101,14 @@ class Speculation:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
         self._alone, self._idle, self.quiet = len(running) == 1, False, False
+        self._probes = self._idle_until = self._deaf_until = 0
+        if not running:
+            return
         if self.plans >= self._next_measuring:
             self.draft_count.measure_again(len(running))
             self._next_measuring = self.plans + _MEASURING_PERIOD
-        self._probes = self._idle_until = self._deaf_until = 0
         self._refreshes = self.plans >= self._next_choice or len(running) != self._rows
-        if len(running) != self._rows or (running and running[-1].id != self._last_id):
+        if len(running) != self._rows or running[-1].id != self._last_id:
             self._recent.clear()
         if self._refreshes:
             self._draft_cost, self._verification_costs = 0.0, []
@@ -115,16 +117,16 @@ class Speculation:
             self._idle = not any(request.num_drafts for request in running)
             if self._idle:
                 return
-        if len(running) == 1 and self._has_model:
+        if self._alone and self._has_model:
             self._choose_single(running[0], room)
         else:
             self._choose_for_all(running, room)
-        self._last_id = running[-1].id if running else ""
+        self._last_id = running[-1].id
 
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
         """Choose the number of drafts by the rates of all rows; if drafting does not pay, choose rows to probe."""
         rows, trials = len(running), self._batch_trials
-        if rows and (self._choice.measures or self._refreshes or running[-1].id != self._last_id):
+        if self._choice.measures or self._refreshes or running[-1].id != self._last_id:
             if self._rows == 1 and self._has_model:
                 trials.begin(self.plans)
             self._rows = rows
@@ -132,7 +134,7 @@ class Speculation:
             self._choice = self.draft_count.choose(rates, room, may_measure=affordable)
         if trials.credit < 0:
             self._choice = Choice(0)
-        if self._has_model and rows:
+        if self._has_model:
             if self._choice.max_drafts or self._choice.measures:
                 self._warms_up = False
                 if not self._choice.measures:
@@ -358,7 +360,7 @@ class Speculation:
                 self._calibrate(request, drafts, accepted)
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
-        if self._lookup is not None:
+        if self._lookup is not None and found:
             trials = self._single_trials if self._alone else None
             self._deaf_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
