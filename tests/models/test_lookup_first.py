@@ -13,6 +13,7 @@ from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams
 from llmc_runtime.exec.draft_steps import DraftSteps
 from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.draft_trials import Trials
 from llmc_runtime.sched.lookup_first import LookupFirst
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
@@ -101,6 +102,21 @@ def test_acceptance_is_counted_apart() -> None:
     lookup.record(request, 4, 1)
     lookup.num_to_verify(request, 4, costs, 1984)
     assert lookup.probes(1984 + 128) and not lookup.probes(1984 + 127)
+
+
+def test_findings_that_do_not_pay_are_not_looked_at() -> None:
+    """Until the next draft that is verified to measure acceptance, or until they can be paid."""
+    lookup, request, trials = LookupFirst(), Request("r", [1]), Trials(8)
+    costs, output = [0.0, 0.2, 0.3, 0.4, 0.5], StepOutput([5], [None], proposed=[4])
+    assert lookup.take_found([request], output, trials, costs, 1) == 1 and request.num_drafts == 4
+    for _ in range(50):
+        lookup.record(request, 4, 0)
+    assert lookup.take_found([request], output, trials, costs, 2) == 64 and not request.from_lookup
+    few = StepOutput([5], [None], proposed=[1])
+    assert lookup.take_found([request], few, trials, costs, 3) == 3, "more could pay"
+    trials.lookup_credit = -0.3
+    assert lookup.take_found([request], output, trials, costs, 3) in (103, 104)
+    assert lookup.take_found([request, Request("s", [1])], output, None, costs, 4) > 1 << 60
 
 
 @pytest.mark.slow

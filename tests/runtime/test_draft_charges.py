@@ -58,6 +58,25 @@ def test_entries_of_prompts_are_paid_from_a_credit() -> None:
     assert not prompts.skips([Work(0, 4, True, drafts=3)], [request], True, 1001)
 
 
+def test_all_steps_with_prompts_in_flight_are_charged() -> None:
+    """A chunk that is planned before the one ahead of it has ended is not paid from the same credit."""
+    prompts, request = PromptEntries(True, TrialsByKind(lambda: 8, Trials(512))), Request("r", [1])
+    prompts._trials.of([request]).credit = TRIAL_COST
+    assert paid_by(prompts, request, 25.0, 0)
+    before, works = prompts._credit, [[Work(0, 200, True)] for _ in range(4)]
+    plain = [prompts.skips(work, [request], False, 0) for work in works]
+    assert plain == [False, False, True, True] and 2 <= before < 3, "each takes 1 of the credit"
+    prompts.ended([request.decode], [request], 1.0, 1.0)
+    assert len(prompts.in_flight) == 4, "a step without prompts"
+    for number, work in enumerate(works, 1):
+        prompts.ended(work, [request], 25.0, 1.0)
+        earned = number * 0.003 * 25.0
+        assert prompts._credit == pytest.approx(before + earned - min(number, 2))
+    prompts.skips(works[0], [request], False, 0)
+    prompts.forget()
+    assert not prompts.in_flight
+
+
 def test_rows_that_decode_do_not_count() -> None:
     """A step with them takes longer, but not because of the prompt."""
     prompts, request = PromptEntries(True, TrialsByKind(lambda: 8, Trials(512))), Request("r", [1])

@@ -15,7 +15,6 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import RowMasks, Step, StepOutput
 
@@ -119,19 +118,6 @@ class Device:
             more += ENTRIES
         self.warm = bool(drafts or passes)
         return more
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets an item for each plan that is not idle."""
-    rows, begin = list[int](), Speculation.begin
-
-    def counted(self: Speculation, running: Sequence[Request], room: int) -> None:
-        rows.append(len(running))
-        begin(self, running, room)
-
-    monkeypatch.setattr(Speculation, "begin", counted)
-    return rows
 
 
 @pytest.mark.parametrize("length", [SHORT, LONG])

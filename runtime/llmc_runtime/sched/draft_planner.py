@@ -41,7 +41,7 @@ class DraftPlanner:
     def forget(self) -> None:
         """Forget everything, after steps were dropped."""
         self._drafted.clear()
-        self.speculation.forget()
+        self.speculation.prompts.forget()
 
     def start(self, request: Request, hits: Sequence[int]) -> None:
         """Begin to run a request, with the pages of the prefix cache that it has got."""

@@ -211,8 +211,7 @@ class Scheduler(LiveRequests):
         size, num_preemptions = self.config.page_size, self.counters.num_preemptions
         wants = self.speculation is not None and self.speculation.wants
         while budget and index < len(running):
-            request = running[index]
-            index += 1
+            request, index = running[index], index + 1
             total, start = request.num_total, request.num_planned
             if total == request.limit:
                 continue  # its last token is in flight

@@ -56,17 +56,14 @@ class Speculation:
         # is not worth verifying.
         self._idle_until, self._quiet_until, self._deaf_until = NEVER if self._looks_up else 0, 0, 0
         self._next_measuring = _MEASURING_PERIOD  # the plan at which costs are measured again
-        self._has_model, self._memory = config.max_rows > 0, _MEMORY
-        if config.stops:
-            self._memory = _BRIEF_MEMORY
-        elif config.head:
-            self._memory = _HEAD_MEMORY
-        self._choice_by_rate: dict[float, Choice] = {}  # of this period for a single row, by its rounded acceptance
-        self._draft_cost, self._verification_costs = 0.0, list[float]()  # of this period; empty: not computed yet
+        self._has_model = config.max_rows > 0
+        self._memory = _BRIEF_MEMORY if config.stops else _HEAD_MEMORY if config.head else _MEMORY
+        self._costs_changed = False  # since these were computed:
+        self._choice_by_rate: dict[float, Choice] = {}  # for a single row, by its rounded acceptance
+        self._draft_cost, self._verification_costs = 0.0, list[float]()  # empty: not computed yet
         self._single_id, self._known_trials = "", (0.0, 0.0)  # of the single row's request: id, last draft_trials
-        self._first_wait, self._last_wait = MODEL_FIRST_WAIT, MODEL_PROBE_PERIOD
-        if config.head:
-            self._first_wait, self._last_wait = HEAD_FIRST_WAIT, HEAD_LAST_WAIT
+        waits = (HEAD_FIRST_WAIT, HEAD_LAST_WAIT) if config.head else (MODEL_FIRST_WAIT, MODEL_PROBE_PERIOD)
+        self._first_wait, self._last_wait = waits
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait, Trials(MODEL_PROBE_PERIOD))
         self._batch_trials = self._trials_by_kind.batch  # where the number of drafts is chosen for all rows
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
@@ -76,7 +73,7 @@ class Speculation:
         self._last_id = ""  # of the last row's request
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
-        self._recent, self._prompts = RecentSteps(), PromptEntries(config.skips_prompts, self._trials_by_kind)
+        self._recent, self.prompts = RecentSteps(), PromptEntries(config.skips_prompts, self._trials_by_kind)
 
     def begin_idle(self) -> bool:
         """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
@@ -93,10 +90,6 @@ class Speculation:
         """Let the next plan decide, since a request of a draft model or head begins or ceases to run."""
         self._idle_until = 0
 
-    def forget(self) -> None:
-        """Forget the steps in flight, which were dropped."""
-        self._prompts.forget()
-
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
@@ -111,8 +104,10 @@ class Speculation:
         if len(running) != self._rows or running[-1].id != self._last_id:
             self._recent.clear()
         if self._refreshes:
-            self._draft_cost, self._verification_costs = 0.0, []
             self._next_choice = self.plans + _CHOICE_PERIOD
+            if self._costs_changed or len(running) != self._rows:
+                self._draft_cost, self._verification_costs, self._costs_changed = 0.0, [], False
+                self._choice_by_rate.clear()
         if self._looks_up:
             self._idle = not any(request.num_drafts for request in running)
             if self._idle:
@@ -205,8 +200,6 @@ class Speculation:
         if self._single_trials.credit < 0 and self._single_trials.wait_for_credit(self.plans):
             self._choice = Choice(0)
             return
-        if self._refreshes:
-            self._choice_by_rate.clear()
         rate = round(self._rate(request), 2)
         known = self._choice_by_rate.get(rate)
         if known is None:
@@ -232,7 +225,7 @@ class Speculation:
         """
         drafts = any(item.drafts or item.propose or item.fill for item in work)
         if drafts or any(item.num_tokens > 1 for item in work):
-            return self._prompts.skips(work, requests, drafts or self._warms_up, self.plans)
+            return self.prompts.skips(work, requests, drafts or self._warms_up, self.plans)
         if self._choice.measures and not self._choice.max_drafts:
             return True  # to measure steps without drafts as they are while nothing is drafted
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
@@ -298,7 +291,7 @@ class Speculation:
         return count
 
     def _costs(self) -> list[float]:
-        """DraftCount.verification_costs of this period."""
+        """DraftCount.verification_costs of the last rows."""
         if not self._verification_costs:
             self._verification_costs = self.draft_count.verification_costs(max(1, self._rows), self.config.num_tokens)
         return self._verification_costs
@@ -339,14 +332,14 @@ class Speculation:
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
         found = any(output.proposed) if self.plans >= self._deaf_until else False
-        if self.quiet and not (found or output.accepted or output.likely or self._prompts.in_flight):
+        if self.quiet and not (found or output.accepted or output.likely or self.prompts.in_flight):
             return
         if self._looks_up:
             self._idle_until, self._quiet_until = 0 if found else NEVER, self.plans + _IDLE_PERIOD
             for request, count in zip(requests, output.proposed):
                 request.num_drafts = count  # found by prompt lookup
-        if self._prompts.in_flight:
-            self._prompts.ended(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
+        if self.prompts.in_flight:
+            self.prompts.ended(work, requests, seconds, self.draft_count.costs.seconds(len(work), 0))
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
         period = 1 if self._idle or self._choice.measures or self._has_model else _PLAIN_PERIOD
@@ -361,7 +354,7 @@ class Speculation:
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
         if self._lookup is not None and found:
-            trials = self._single_trials if self._alone else None
+            trials = self._single_trials if self._alone and len(work) == 1 else None
             self._deaf_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
@@ -370,6 +363,7 @@ class Speculation:
         rows, drafts = len(work), bool(verified or proposed or fill)
         if self._idle and self._has_model and not (rows == 1 or drafts or prompt or self._warms_up):
             self._recent.add(self.plans, seconds)
+        self._costs_changed |= drafts
         if drafts or self._warms_up:
             seconds *= self._recent.factor(self.plans, self.draft_count.costs.settled_plain(rows))
         if not self._has_model:
