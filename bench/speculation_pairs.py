@@ -38,6 +38,9 @@ class Never(Speculation):
     def plain(self, work: Sequence[Work], requests: Sequence[Request] = ()) -> bool:
         return True
 
+    def choose(self, request: Request, room: int) -> int:
+        return 0
+
     def learn(self, *args: Any) -> None: ...
 
 

@@ -1,8 +1,8 @@
-"""What steps without drafts take now, by which the durations of other steps of several rows are judged.
+"""What steps without drafts take now, by which the durations of other steps are judged.
 
-A step of several rows takes longer the longer its sequences are. Trials of drafts may come at a certain length again
-and again, such as soon after requests have begun. Compared with the mean of steps without drafts, they would seem to
-cost less than they do, or more.
+A step takes longer the longer its sequences are. Trials of drafts may come at a certain length again and again, such as
+soon after requests have begun, or when other programs run. Compared with the mean of steps without drafts, they would
+seem to cost less than they do, or more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-STEPS = 9  # steps whose median counts
+STEPS = 7  # steps whose median counts
 _FEWEST = 3  # the fewest steps that count
 _LONGEST = 64  # plans after which they no longer count
 _MAX_FACTOR = 2.0  # largest factor between these steps and the mean that counts

@@ -35,7 +35,6 @@ _CHOICE_PERIOD = 16  # plans after which the number of drafts is chosen anew
 _MEASURING_PERIOD = 16384  # plans after which costs are measured again
 _PLAIN_PERIOD = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE_PERIOD = 32  # the same while prompt lookup finds nothing
-_IDLE_STEPS = 4  # of a single row that are measured before the next decision; STEPS of several
 _LONGEST_IDLE = 64  # plans of several rows after which the number of drafts is chosen anew although nothing was learned
 _PRIOR_WEIGHT = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
@@ -180,9 +179,10 @@ class Speculation:
             self._probe_plan = self.plans + trials.wait
             return
         begins = self._probe_plan - warm_up
-        self._warms_up = self.plans >= begins
+        self._warms_up, self._quiet_until = self.plans >= begins, 0
         self._idle_until = self._probe_plan if self._warms_up else min(begins, self.plans + longest)
-        self._quiet_until = 0 if self._warms_up else self._idle_until - (_IDLE_STEPS if self._rows == 1 else STEPS)
+        if not self._warms_up and self.draft_count.costs.settled_plain(self._rows):
+            self._quiet_until = self._idle_until - STEPS
 
     def _wait_for_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of the single row."""
@@ -361,7 +361,7 @@ class Speculation:
         """Record the duration of a step, unless it has a prompt, and what the step has gained or lost."""
         verified, proposed, fill, prompt = StepDrafts.of(work, output, self.config.stops)
         rows, drafts = len(work), bool(verified or proposed or fill)
-        if self._idle and self._has_model and not (rows == 1 or drafts or prompt or self._warms_up):
+        if self._idle and self._has_model and not (drafts or prompt or self._warms_up):
             self._recent.add(self.plans, seconds)
         self._costs_changed |= drafts
         if drafts or self._warms_up:
