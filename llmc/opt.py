@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -12,7 +11,7 @@ from llmc.check.compare_modules import compare
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Module
-from llmc.ir.text import parse, show
+from llmc.ir.text import parse_file, show
 from llmc.ir.verify import verify
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.pipeline import parse_pipeline, run_pipeline, spell_pass
@@ -23,7 +22,8 @@ def main_opt(args: argparse.Namespace, out: IO[str]) -> int:
     """Run `llmc opt`. Everything printed besides IR starts with //, so that the output can be parsed again."""
     registry = load()
     ops = registry.opset()
-    m = parse(_read(args.file), ops, "standard input" if args.file == "-" else args.file)
+    _check_file(args.file)
+    m = parse_file(args.file, ops)
     verify(m)
     target = registry.target(args.target)
     passes = _passes(args, registry, target)
@@ -67,14 +67,13 @@ def _timed(choice: Mapping[str, Any]) -> str:
     return f"{kernel}, {choice['us']} us {'measured' if choice['measured'] else 'predicted'}"
 
 
-def _read(name: str) -> str:
-    """Return the text of the file, or of standard input for "-". Raises Diagnostic E100 for a folder."""
+def _check_file(name: str) -> None:
+    """Raise Diagnostic E100, which names a stage if there is one, for a folder."""
     folder = Path(name)
-    if name != "-" and folder.is_dir():
+    if folder.is_dir():
         stages = sorted(folder.glob("ir/*.llir"))
         remedy = f"name a file in it, such as {stages[0]}" if stages else "name a file of IR (.llir)"
         raise Diagnostic("E100", f"{name} is a folder", remedy)
-    return sys.stdin.read() if name == "-" else folder.read_text()
 
 
 def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Sequence[Pass]:

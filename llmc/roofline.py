@@ -16,7 +16,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.cost import Row, graph_cost, rows
 from llmc.ir.graph import Graph, Module
-from llmc.ir.text import parse
+from llmc.ir.text import parse_file
 
 
 def main_roofline(args: Namespace, out: IO[str]) -> int:
@@ -38,7 +38,7 @@ def load_module(path: str) -> Module:
     """Parse an .llir file, or trace a Hugging Face folder or config.json without reading weights."""
     p = Path(path)
     if p.suffix == ".llir":
-        return parse(p.read_text(), load().opset(), p)
+        return parse_file(p, load().opset())
     require_compiler()
     Console().begin("trace", f"{path} (imports torch and transformers)")
     from llmc.frontend.trace_model import trace

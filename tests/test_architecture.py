@@ -117,7 +117,7 @@ def middle(of: dict[str, list[Row]]) -> list[str]:
     out += [text(x + PAD, top + 38 + LINE * i, name) for i, name in enumerate(ARTIFACT)]
     out += [arrow(20 + BOX, writer, x, top + 40), arrow(x + width, top + 60, COLUMNS["llmc_runtime"][0], reader)]
     last = of["llmc"][-1]
-    out.append(text(x - 20, shared - 20, "llmc imports format alone"))
+    out.append(text(x - 20, shared - 20, "llmc imports format"))
     start = last.top + last.height // 2
     out.append(arrow(20 + BOX, start, COLUMNS["llmc_runtime"][0], shared, ' stroke-dasharray="4 3"'))
     return out

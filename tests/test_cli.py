@@ -120,6 +120,11 @@ def test_bad_models(damage: Break, named: str, model: Path, tmp_path: Path, caps
     assert not (tmp_path / "out.llmc").exists()
 
 
+BINARY = [
+    ["opt", "{full}/bytes.llir"], ["roofline", "{full}/bytes.llir"], ["diff", "{full}/bytes.llir", "{full}/bytes.llir"],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("args", "code", "named"),
     [
@@ -136,6 +141,8 @@ def test_bad_models(damage: Break, named: str, model: Path, tmp_path: Path, caps
         (["opt", "nowhere.llir"], 3, "nowhere.llir"),
         (["opt", "{full}/notes.txt"], 1, "notes.txt, line 1: cannot read 'mine'"),
         (["roofline", "{full}/notes.llir"], 1, "notes.llir, line 1: cannot read 'mine'"),
+        *((command, 1, "bytes.llir is not UTF-8 text") for command in BINARY),
+        (["compile", "{model}", "-o", "x.llmc", "--tuning", "{full}/bytes.llir"], 1, "it is not UTF-8 text"),
     ],
 )
 def test_bad_arguments(
@@ -146,11 +153,18 @@ def test_bad_arguments(
     (tmp_path / "full").mkdir()
     for name in ("notes.txt", "notes.llir"):
         (tmp_path / "full" / name).write_text("mine")
+    (tmp_path / "full" / "bytes.llir").write_bytes(b"\x80")
     filled = [a.format(model=model, full=tmp_path / "full") for a in args]
     assert main(filled) == code
     err = capsys.readouterr().err
     assert "LLMC-E" in err and named in err and "Traceback" not in err
     assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("package", ["llmc", "llmc_runtime"])
+def test_the_packages_can_be_run(package: str) -> None:
+    run = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("llmc")
 
 
 @pytest.mark.parametrize("args", [["compile"], ["frobnicate"], ["compile", "m", "-o", "x", "--max-num-seqs", "0"]])

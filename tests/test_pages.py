@@ -8,6 +8,8 @@ from __future__ import annotations
 import fcntl
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +46,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 def test_a_page_does_as_it_says(page: Path, tmp_path: Path, cache: Path) -> None:
     print(f"seed {SEED}")
     assert pages.run_page(page, tmp_path / "checkout", cache, slow=False)
+
+
+@pytest.mark.slow
+def test_the_debugger_prints_the_session_of_the_tutorial() -> None:
+    """The session names a line by its number, and prints values of drawn operands."""
+    (session,) = (b for b in pages.blocks(DOCS / "tutorial-triton.md") if "(Pdb)" in b.text)
+    command, *lines = session.text.splitlines()
+    typed = [line.removeprefix("(Pdb) ") for line in lines if line.startswith("(Pdb) ")]
+    arguments = shlex.split(command.removeprefix("$ python "))
+    run = subprocess.run(
+        [sys.executable, *arguments], input="\n".join([*typed, "q", ""]), cwd=ROOT, capture_output=True, text=True
+    )
+    printed = [line for line in lines if not line.startswith("(Pdb) ")]
+    assert len(printed) == 3 and not [line for line in printed if line not in run.stdout], run.stdout + run.stderr
 
 
 def test_every_command_of_the_tutorials_and_how_tos_is_run() -> None:

@@ -29,7 +29,11 @@ MODULES = (
     "llmc.extend.quant", "llmc.testing", "llmc_runtime.call_formats", "llmc_runtime.drafts",
 )  # fmt: skip
 PROGRAMS = ("llmc_runtime",)  # what a program that runs models imports
-EXAMPLES = [p for p in sorted(ROOT.glob("examples/**/*.py")) if "training" not in p.parts and "build" not in p.parts]
+EXAMPLES = [
+    *(p for p in sorted(ROOT.glob("examples/**/*.py")) if "training" not in p.parts and "build" not in p.parts),
+    ROOT / "tests" / "codegen" / "c_kernels.py",
+    ROOT / "tests" / "codegen" / "c_toolchain.py",
+]
 BEGIN, END = "<!-- written by tests/test_public_interface.py: names -->\n", "<!-- end of names -->"
 
 
@@ -49,7 +53,7 @@ def internal(module: str, name: str) -> bool:
     return module.partition(".")[0] in ("llmc", "llmc_runtime", "kernels", "draw")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT / "examples")))
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_examples_import_public_names_only(path: Path) -> None:
     assert not [f"from {m} import {n}" for m, n in imported(path) if internal(m, n)]
 

@@ -94,7 +94,7 @@ def candidates(
 def _no_kernel(node: Node, target: Target, reasons: Sequence[str]) -> Diagnostic:
     """Return the error for a node without candidates; `reasons` has one for each kernel of its op."""
     why = "; ".join(reasons) or f"target {target.name} has no kernel for the op {node.op.name!r}"
-    remedy = "write a Kernel for it (DEVELOPING.md), or choose another target"
+    remedy = "write a kernel for it (docs/howto-op.md), or choose another target"
     if target.deterministic:
         remedy = "compile without --deterministic, or leave out of --pipeline the pass that makes the op"
     return Diagnostic("E430", f"no kernel can run the node: {why}", remedy, node=node)

@@ -168,11 +168,10 @@ def record(
 def read(path: Path) -> list[Record]:
     """Read the records of a file, in order; raises Diagnostic E432."""
     try:
-        text = path.read_text()
-    except OSError as e:
-        raise Diagnostic(
-            "E432", f"the tuning file {path} cannot be read: {e.strerror}", "choose another file"
-        ) from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else f"it is not UTF-8 text ({e.reason} at byte {e.start})"
+        raise Diagnostic("E432", f"the tuning file {path} cannot be read: {reason}", "choose another file") from None
     return parse(text, f"the tuning file {path}")
 
 

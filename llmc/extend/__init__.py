@@ -13,6 +13,7 @@ from llmc.extend.exports import importer
 
 _EXPORTS = MappingProxyType(
     {
+        "Compiled": "llmc.codegen.toolchain:Compiled",
         "Ctx": "llmc.passes.base:Ctx",
         "Diagnostic": "llmc.diagnostics:Diagnostic",
         "Dim": "llmc.ir.dim:Dim",
@@ -25,6 +26,7 @@ _EXPORTS = MappingProxyType(
         "Node": "llmc.ir.graph:Node",
         "OPS": "llmc.ir.ops:OPS",
         "OpDef": "llmc.ir.opdef:OpDef",
+        "Output": "llmc.codegen.toolchain:Output",
         "Pass": "llmc.passes.base:Pass",
         "Pat": "llmc.passes.pattern:Pat",
         "Rewrite": "llmc.passes.rewrite:Rewrite",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ _HEAD = re.compile(r"graph @([\w.-]+)\(")
 _NODE = re.compile(r"(?P<res>%[^=]*?)\s*=\s*(?P<op>\w+)\((?P<args>[^)]*)\)\s*")
 _RANGE = re.compile(r"(\w+) in \[(\d+), (\d+)\]")
 _SYM = re.compile(r"sym (\w+) in \[(\d+), (\d+)\]")
+_FORM = "see docs/ir.md for the text form"
 
 
 def parse(text: str, ops: Mapping[str, OpDef], source: str | Path = "") -> Module:
@@ -94,6 +96,23 @@ def parse(text: str, ops: Mapping[str, OpDef], source: str | Path = "") -> Modul
     Raises Diagnostic E401 with the problem, the line number and, if given, the name of the file that the text is from.
     """
     return _Reader(text, ops, f"{source}, line" if str(source) else "line").module()
+
+
+def parse_file(path: str | Path, ops: Mapping[str, OpDef]) -> Module:
+    """Parse the module in a file, or on standard input if `path` is "-"; raises Diagnostic E401, OSError."""
+    return parse(read_ir(path), ops, "standard input" if path == "-" else path)
+
+
+def read_ir(path: str | Path) -> str:
+    """Return the text of a file, or of standard input if `path` is "-".
+
+    Raises Diagnostic E401 if it is not UTF-8, OSError if it cannot be read.
+    """
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        where = "standard input" if path == "-" else path
+        raise Diagnostic("E401", f"{where} is not UTF-8 text: {e.reason} at byte {e.start}", _FORM) from None
 
 
 def _clean(lines: list[str]) -> list[tuple[int, str]]:
@@ -113,7 +132,7 @@ class _Reader:
         self.formats: dict[str, QFormat] = {}
 
     def fail(self, line: int, why: str, remedy: str = "") -> Diagnostic:
-        return Diagnostic("E401", f"{self.line} {line}: {why}", remedy or "see docs/ir.md for the text form")
+        return Diagnostic("E401", f"{self.line} {line}: {why}", remedy or _FORM)
 
     def module(self) -> Module:
         """Parse symbols, formats and graphs until the end of the text."""

@@ -21,7 +21,7 @@ from llmc.codegen.tuning_records import Sizes, node_text, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
-from llmc.ir.text import parse
+from llmc.ir.text import parse_file
 from llmc.measure.timing import Timer, Trial, unknown_operand
 from llmc.measure.tune import (
     Settings,
@@ -160,7 +160,7 @@ def _side(path: Path, registry: Registry) -> _Side:
     stage = next((p for p in sorted((path / "ir").glob("*.llir")) if p.stem.partition("-")[2] == "select"), None)
     if stage is None:
         raise Diagnostic("E433", f"{path} has no text of the pass `select`", "compile it again")
-    m = parse(stage.read_text(), registry.opset(), stage)
+    m = parse_file(stage, registry.opset())
     return _Side(path, m, {g.name: _launches(g, m, registry) for g in m.launched})
 
 

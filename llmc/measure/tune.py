@@ -25,7 +25,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.extension import Registry, load
 from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.ops.comm import COLLECTIVES
-from llmc.ir.text import parse as parse_text
+from llmc.ir.text import parse_file
 from llmc.measure.timing import Timer, Trial, unknown_operand
 from llmc.passes.analysis import launched_nodes
 from llmc.targets.target import Target
@@ -138,7 +138,7 @@ def before_select(path: Path, registry: Registry, target: str = "") -> tuple[Mod
     at = next((i for i, p in enumerate(stages) if p.stem.partition("-")[2] == "select"), 0)
     if not at:
         raise Diagnostic("E433", f"{path} has no text from before the pass `select`", "compile it again")
-    m = parse_text(stages[at - 1].read_text(), registry.opset(), stages[at - 1])
+    m = parse_file(stages[at - 1], registry.opset())
     return m, registry.target(name), manifest.kv.page_size
 
 

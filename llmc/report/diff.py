@@ -13,6 +13,7 @@ from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory
+from llmc.ir.text import read_ir
 from llmc.report.formatting import us_text
 from llmc.report.graph_diff import compare_graphs
 from llmc.report.ir_lines import Stage, stage
@@ -47,7 +48,7 @@ def _open(name: str) -> Opened | Stage:
     """Open an artifact, a stage of one (ARTIFACT:STAGE), or an .llir file."""
     path = Path(name)
     if path.suffix == ".llir":
-        return stage(path.read_text(), name)
+        return stage(read_ir(path), name)
     if path.is_dir() or ":" not in name:
         return open_artifact(path)
     folder, _, stage_name = name.rpartition(":")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from llmc import Extension
-from llmc.codegen.kernel import Kernel, Schedule, Source
-from llmc.ir.graph import Node
-from llmc.targets.target import Target
+from llmc.extend import Extension, Kernel, Node, Schedule, Source, Target
 
 
 class Mul(Kernel):
@@ -27,5 +24,5 @@ MUL = Mul("c/mul", ("mul",), "c", opt_in=True)
 EXTENSION = Extension(
     "c-kernels",
     kernels={"c/mul": "codegen.c_kernels:MUL"},
-    toolchains={"c": "codegen.c_toolchain:CToolchain.of"},
+    toolchains={"c": "codegen.c_toolchain:CToolchain.find"},
 )

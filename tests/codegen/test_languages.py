@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from codegen.c_kernels import EXTENSION
+from codegen.c_toolchain import CToolchain
 
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
 from llmc.codegen.build import build
@@ -54,9 +55,8 @@ def test_one_program_mixes_languages(tmp_path: Path) -> None:
     built = build(chosen(("c/mul",)), TARGET, tmp_path, REGISTRY.kernels, REGISTRY.toolchains)
     (program,) = built.programs
     assert [built.kernels[x.kernel].language for x in program.launches] == ["c", "cpp"]
-    assert program.step is not None and built.toolchains == {
-        CppToolchain.find(TARGET).name: CppToolchain.find(TARGET).version
-    }
+    used = CppToolchain.find(TARGET), CToolchain.find(TARGET)
+    assert program.step is not None and built.toolchains == {tool.name: tool.version for tool in used}
 
     libs = {}
     for key, k in built.kernels.items():

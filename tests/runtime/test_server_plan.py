@@ -80,6 +80,7 @@ def test_sampling_defaults_are_checked(toy: Path, tmp_path: Path, capsys: pytest
         (("--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'), "E206"),
         (("--speculate", "ngram:4"), "E204"),
         (("--distributed-executor-backend", "ray"), "E207"),
+        (("--chat-template", "no-such-template"), "E630"),
     ],
 )
 def test_options_that_the_artifact_cannot_have_are_refused(
@@ -87,6 +88,12 @@ def test_options_that_the_artifact_cannot_have_are_refused(
 ) -> None:
     assert main_serve([str(toy), "--dry-run", *words]) == 1
     assert f"LLMC-{code}" in capsys.readouterr().err
+
+
+def test_a_link_to_itself_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert main_serve([str(tmp_path / "loop"), "--dry-run"]) == 1
+    assert "LLMC-E101: there is no folder" in capsys.readouterr().err
 
 
 def test_a_dry_run_compares_the_needed_memory_with_that_of_the_gpu(

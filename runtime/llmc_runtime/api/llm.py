@@ -370,5 +370,5 @@ def resolve(model: str | Path, options: Mapping[str, str], root: Path | None, sa
         cause, remedy = f"there is no folder {path}", "check the path, or name a model of a hub as owner/name"
     else:
         cause = f"{path} is neither an artifact (manifest.json) nor a Hugging Face folder (config.json)"
-        remedy = "an artifact whose compile was killed has no manifest: llmc compile MODEL -o DIR again"
+        remedy = "give a folder written by llmc compile, or the folder of a model"
     raise LlmcError("E101", cause, remedy)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.api.llm import resolve
-from llmc_runtime.artifact import Artifact
+from llmc_runtime.artifact import Artifact, has_tokenizer
 from llmc_runtime.collect_env import gpus
 from llmc_runtime.compile_cache import is_id, is_source
 from llmc_runtime.defaults import generation_of
@@ -25,13 +25,15 @@ from llmc_runtime.host_info import free_memory
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.run_server import names_of
 from llmc_runtime.server.server_options import Options
+from llmc_runtime.text.chat_template import choose_template
+from llmc_runtime.text.tokenizer import Tokenizer
 
 
 def report_of(options: Options) -> dict[str, Any]:
     """Return the report with the keys "model", "artifact", "target", "memory", "kv", "limits", "server", "fits", "why".
 
     "fits" is None if it is unknown: the model is not compiled, or no GPU is visible. Raises the LlmcErrors of opening
-    an artifact, and those of options that do not fit it (E201, E204, E206, E207, E612) and of TLS (E649).
+    an artifact, and those of options that do not fit it (E201, E204, E206, E207, E612, E630) and of TLS (E649).
     """
     known = {name: value for name, value in options.engine.items() if name in EngineOptions.__dataclass_fields__}
     engine = EngineOptions(options.model, **known)
@@ -48,6 +50,8 @@ def report_of(options: Options) -> dict[str, Any]:
         engine.check_artifact(artifact.manifest)
         generation_of(artifact.manifest.generation, *defaults)
         _check_drafts(artifact, engine)
+        if options.chat_template is not None and has_tokenizer(artifact.manifest):
+            choose_template(Tokenizer.open(artifact.tokenizer_dir).chat_templates, options.chat_template, None)
         report |= {"compiled": True, **_artifact(artifact, options)}
     if options.tls is not None:
         options.tls.context()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import math
+import os
 import signal
 import socket
 import ssl
@@ -261,7 +262,7 @@ def _config(options: Options, serving: Serving, connections: int, tracer: Reques
 
 def names_of(options: Options) -> tuple[str, ...]:
     """Return the served names of the model; by default the folder's name, or the hub id without its revision."""
-    name = options.model.partition("@")[0] if is_id(options.model) else Path(options.model).resolve().name
+    name = options.model.partition("@")[0] if is_id(options.model) else Path(os.path.realpath(options.model)).name
     return tuple(options.names) or (name.removesuffix(".llmc"),)
 
 
