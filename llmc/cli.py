@@ -257,10 +257,10 @@ def _compile(args: argparse.Namespace, out: IO[str]) -> int:
 
 
 def _dry_run(args: argparse.Namespace, out: IO[str]) -> int:
-    console = _begun("open", args.model)
+    from llmc.console import Console
     from llmc.dry_run import dry_run, render
 
-    plan = dry_run(args.model, _options(args), args.memory, console)
+    plan = dry_run(args.model, _options(args), args.memory, Console(sys.stderr))
     _print(plan, args.json, lambda p: render(p, args.argv), out)
     return 1 if plan["fits"] is False else 0
 

@@ -25,7 +25,6 @@ from llmc.driver import start
 from llmc.frontend.model_folder import has_weights
 from llmc.frontend.safetensors_reader import TensorFiles
 from llmc.options import Options
-from llmc.quant.make.planned import PlannedWeights
 from llmc.quant.make.recipes import NONE, RECIPES
 from llmc.quant.typed_weights import use_codes
 from llmc.quantized_compile import planned_recipe, quantises_first, rounding_like
@@ -85,6 +84,8 @@ def _traced(job: Compilation, packed: bool, stack: ExitStack) -> tuple[Any, Any]
         job.note(f"the folder {job.model} lacks weights; they are planned {plan}")
         job.options = replace(o, quant=rounding_like(o.quant), calibrate=None) if first else o
         return traced, None
+    from llmc.quant.make.planned import PlannedWeights  # imports torch
+
     use_codes(traced.module, PlannedWeights(traced.source, planned_recipe(o), traced), job.registry.opset())
     return traced, None
 

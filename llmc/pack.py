@@ -28,15 +28,16 @@ def pack_model(artifact: Path, model: str | Path, console: Console, hub: Hub) ->
 
     Raises LlmcError E1xx if the artifact cannot be opened, and Diagnostic E3xx if the checkpoint does not match it.
     """
-    from llmc.frontend.checkpoint import Checkpoint
-    from llmc.frontend.trace_model import trace
-    from llmc.quant.decoder import decoder_of
-
     registry = load()
     manifest, text = last_stage(artifact)
     graph = parse(text, registry.opset()).graphs["weights"]
     dtypes = [v.type.dtype for v in graph.inputs if v.type.rank > 1]
     located = locate_model(model, Options(hub=hub), registry, console)
+
+    from llmc.frontend.checkpoint import Checkpoint  # imports torch, as tracing does
+    from llmc.frontend.trace_model import trace
+    from llmc.quant.decoder import decoder_of
+
     pooling = manifest.pooling
     traced = trace(
         located.folder,

@@ -14,6 +14,7 @@ from llmc_runtime.format.errors import require_compiler
 from llmc.console import Console, erase_line
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
+from llmc.frontend.model_folder import open_source
 from llmc.ir.cost import Row, graph_cost, rows
 from llmc.ir.graph import Graph, Module
 from llmc.ir.text import parse_file
@@ -39,11 +40,13 @@ def load_module(path: str) -> Module:
     p = Path(path)
     if p.suffix == ".llir":
         return parse_file(p, load().opset())
+    folder = p.parent if p.name == "config.json" else p
+    open_source(folder)  # report an unsuitable folder before slow modules are imported
     require_compiler()
     Console().begin("trace", f"{path} (imports torch and transformers)")
     from llmc.frontend.trace_model import trace
 
-    return trace(p.parent if p.name == "config.json" else p).module
+    return trace(folder).module
 
 
 def parse_sizes(text: str) -> dict[str, int]:

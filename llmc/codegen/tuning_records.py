@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from llmc_runtime.format.text_file import read_text
+
 from llmc.codegen.kernel import Schedule, schedule_text
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Node, Value
@@ -29,6 +31,7 @@ from llmc.targets.target import Target
 
 SIZES = ("T", "R")  # symbols of a step; the number of KV pages does not affect a launch
 RECORDS = "llmc.targets.records"  # the package with the *.jsonl files that are shipped
+_MAX_FILE = 1 << 28  # bytes
 MAX_SIZE_DISTANCE = 0.5  # maximum distance of sizes, as a power of two
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 
@@ -168,10 +171,9 @@ def record(
 def read(path: Path) -> list[Record]:
     """Read the records of a file, in order; raises Diagnostic E432."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else f"it is not UTF-8 text ({e.reason} at byte {e.start})"
-        raise Diagnostic("E432", f"the tuning file {path} cannot be read: {reason}", "choose another file") from None
+        text = read_text(path, _MAX_FILE)
+    except ValueError as e:
+        raise Diagnostic("E432", f"the tuning file {path} cannot be read: {e}", "choose another file") from None
     return parse(text, f"the tuning file {path}")
 
 

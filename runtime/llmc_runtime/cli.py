@@ -18,12 +18,14 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.text_file import read_text
 from llmc_runtime.option_type import of_command, options_of
 
 if TYPE_CHECKING:
     from llmc_runtime.api.llm import LLM
     from llmc_runtime.interactive import Session
 
+_MAX_TEMPLATE = 1 << 20  # bytes of a file
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
@@ -345,15 +347,14 @@ def _template(name: str | None) -> str | None:
     """
     if name is None or "{{" in name or "{%" in name:
         return name
-    if not Path(name).is_file():
+    if not os.path.exists(name) or os.path.isdir(name):
         if "/" in name or Path(name).suffix in (".jinja", ".jinja2", ".j2", ".txt", ".json"):
             raise LlmcError("E643", f"there is no file {name}", "check the path, or name a template of the model")
         return name
     try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, ValueError) as e:
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise LlmcError("E643", f"{name} cannot be read: {reason}", "name a text file in UTF-8") from e
+        return read_text(name, _MAX_TEMPLATE)
+    except ValueError as e:
+        raise LlmcError("E643", f"{name} cannot be read: {e}", "name a text file in UTF-8") from e
 
 
 if __name__ == "__main__":

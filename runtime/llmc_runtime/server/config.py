@@ -15,13 +15,14 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.install_command import install_command
 from llmc_runtime.format.nearest import nearest
+from llmc_runtime.format.text_file import read_text
 from llmc_runtime.ignored_options import by_flag
 from llmc_runtime.option_type import Option, of_command
 from llmc_runtime.option_type import options_of as declared
 from llmc_runtime.server.http.tls import Tls
 from llmc_runtime.server.server_options import Options, serve_options, serve_parser
 
-_MAX_FILE_CHARACTERS = 1 << 20
+_MAX_FILE = 1 << 20  # bytes
 _MIN_KEY_CHARACTERS = 8
 _NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]{1,64}):[ \t]+(.*)")
 _MAX_RESTART_SECONDS = 300.0
@@ -116,10 +117,9 @@ def read_keys(files: Sequence[Path], variables: Sequence[str], environment: Mapp
     named_keys: list[tuple[str, str]] = []
     for path in files:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as e:
-            reason = e.strerror if isinstance(e, OSError) else e
-            raise LlmcError("E647", f"{path} cannot be read: {reason}", "name a text file with one key per line") from e
+            lines = read_text(path, _MAX_FILE).splitlines()
+        except ValueError as e:
+            raise LlmcError("E647", f"{path} cannot be read: {e}", "name a text file with one key per line") from e
         named_keys += _checked([line for line in lines if not line.lstrip().startswith("#")], str(path))
     for name in variables:
         named_keys += _checked(environment.get(name, "").split(","), f"${name}")
@@ -232,15 +232,9 @@ def _load(path: Path) -> dict[Any, Any]:
     except ImportError as e:
         raise LlmcError("E665", f"--config needs a package: {e}", install_command("serve")) from None
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise LlmcError(
-            "E648", f"--config {path} cannot be read: {e.strerror}", "name a YAML file of options"
-        ) from None
+        text = read_text(path, _MAX_FILE)
     except ValueError as e:
-        raise _unusable(path, f"it is not UTF-8: {e}") from None
-    if len(text) > _MAX_FILE_CHARACTERS:
-        raise _unusable(path, f"it has more than {_MAX_FILE_CHARACTERS} characters")
+        raise LlmcError("E648", f"--config {path} cannot be read: {e}", "name a YAML file of options") from None
     try:
         mapping, document = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as e:
