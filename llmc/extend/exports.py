@@ -10,8 +10,7 @@ from typing import Any
 def importer(module: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a module.
 
-    `exports` maps its names to "module:object" texts,
-    or to names of modules.
+    `exports` maps its names to "module:object" texts, or to names of modules.
     """
 
     def get(name: str) -> Any:
