@@ -62,6 +62,5 @@ def test_no_kernel_ignores_an_attribute() -> None:
                     n.attrs.clear()
                     n.attrs.update(before)
     assert not ignored
-    assert {("triton/decode_attention", "softcap"), ("cuda/decode_attention", "window")} <= compared and len(
-        compared
-    ) > 30
+    assert {("triton/decode_attention", "softcap"), ("cuda/decode_attention", "window")} <= compared
+    assert len(compared) > 30
