@@ -361,5 +361,5 @@ def _recompile(doc: dict[str, Any], where: str) -> str:
     # The digest is not checked yet: only plain names go into a command that users copy into a shell.
     model, target = (x if isinstance(x, str) and _PLAIN.match(x) else "" for x in names)
     chosen = f" --target {target}" if target else ""
-    output = shlex.quote(str(Path(where).parent))
-    return f"recompile it with this version of llmc: llmc compile {model or 'MODEL'}{chosen} -o {output} --force"
+    command = f"llmc compile {model or 'MODEL'}{chosen} -o {shlex.quote(str(Path(where).parent))} --force"
+    return f"recompile it, with the options in its report/compile.json: {command}"
