@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None, out: IO[str] | None = None) -> int:
     args_list = list(sys.argv[1:] if argv is None else argv)
     if args_list and args_list[0] in RUNTIME_COMMANDS:
         return _run_in_runtime(args_list[0], args_list[1:])
-    args = _parser().parse_args(args_list)
+    parser = _parser()
+    if not args_list:
+        parser.print_help(sys.stderr)
+        return 2
+    args = parser.parse_args(args_list)
     args.argv = args_list
     try:
         return int(args.command(args, out or sys.stdout))

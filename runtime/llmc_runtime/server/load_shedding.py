@@ -282,8 +282,8 @@ class LoadShedder:
         path, fields = lines.get(line), rest[:-2]
         if path is None or (fields and _FIELDS.fullmatch(fields) is None):
             return None
-        parts = fields[:-2].split(b"\r\n") if fields else []
-        raw = [(name.lower(), value.strip(b" \t")) for name, _, value in map(_split, parts)]
+        parts = [part.partition(b":") for part in fields[:-2].split(b"\r\n")] if fields else []
+        raw = [(name.lower(), value.strip(b" \t")) for name, _, value in parts]
         names = [name for name, _ in raw]
         headers = dict(reversed(raw))
         length = headers.get(b"content-length", b"0")
@@ -369,7 +369,3 @@ class Turn:
         if self._shedder.refusals.lines:
             self._shedder.record(error, request, name)
         return prepared.head + name + prepared.body
-
-
-def _split(line: bytes) -> tuple[bytes, bytes, bytes]:
-    return line.partition(b":")

@@ -5,6 +5,8 @@ Reductions split a row program into passes over the row; expensive values that t
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule
@@ -16,7 +18,9 @@ from llmc.ir.graph import Node
 from llmc.ir.scalar import reduces_rows
 from llmc.targets.target import Target
 
-FOLD = {"row_sum": ("0.0f", "s{0} + {1}", "hsum"), "row_max": ("-INFINITY", "m_max(s{0}, {1})", "hmax_nan")}.items()
+_SUM = ("0.0f", "s{0} + {1}", "hsum")
+# Reduction -> its neutral element, the step that adds a vector, and the function that reduces the lanes of the result.
+FOLD = MappingProxyType({"row_sum": _SUM, "row_mean": _SUM, "row_max": ("-INFINITY", "m_max(s{0}, {1})", "hmax_nan")})
 
 
 class Rows(CppKernel):
@@ -167,7 +171,7 @@ def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -
     before, after = [], []
     for target in filter(p.reduction, targets):
         fn, value = p.dag.nodes[target][0], local[p.dag.operands(target)[0]]
-        start, fold, finish = _fold(fn)
+        start, fold, finish = FOLD[fn]
         before.append(f"vf s{target} = splat({start});")
         masked = f"keep({convert(*value, 'f')}, {start}, m)"  # `start` beyond the end of the row
         body.append(f"s{target} = {fold.format(target, masked)};")
@@ -204,10 +208,6 @@ def _pass_values(p: RowProgram, targets: list[int], local: Names, k: int) -> lis
             if p.cached.get(i) == k:
                 lines.append(f"set(c{i} + j, {local[i][0]}, m);")
     return lines
-
-
-def _fold(fn: str) -> tuple[str, str, str]:
-    return dict(FOLD)["row_max" if fn == "row_max" else "row_sum"]
 
 
 def _only_for_cached(p: RowProgram, i: int, targets: list[int], k: int) -> bool:

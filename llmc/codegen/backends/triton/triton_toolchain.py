@@ -52,7 +52,8 @@ class TritonToolchain:
             return TritonToolchain(target, version("triton"))
         except PackageNotFoundError:
             cause = f"compiling for {target.name} needs Triton, which is not installed"
-            raise Diagnostic("E501", cause, _remedy()) from None
+            remedy = f"{install_command('nvidia')} (no GPU is needed to compile)"
+            raise Diagnostic("E501", cause, remedy) from None
 
     def key(self, source: Source) -> str:
         """Return a hash of all that the binary depends on: 32 hexadecimal digits."""
@@ -248,7 +249,3 @@ def load_entry(text: str, entry: str) -> Any:
     linecache.cache[f"<{name}>"] = (len(text), None, text.splitlines(keepends=True), f"<{name}>")
     spec.loader.exec_module(module)
     return getattr(module, entry)
-
-
-def _remedy() -> str:
-    return f"{install_command('nvidia')} (no GPU is needed to compile)"
