@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.option_type import options_of, parse_bytes, positive
+from llmc_runtime.option_type import options_of, parse_bytes, positive, positive_number
 
 from llmc import __version__, quantize_command
 from llmc.measure import tune_command
@@ -164,8 +164,8 @@ def _model_arguments(sub: Any) -> None:
     p.add_argument("model", help="Hugging Face folder, config.json, or .llir file")
     p.add_argument("--bind", default="T=1,R=1", metavar="S=N,...", help="sizes of the symbols (T=1,R=1)")
     p.add_argument("--target", default="cpu:native", help="target whose peak rates are used (cpu:native)")
-    p.add_argument("--peak", type=float, metavar="FLOPS", help="peak rate in flop/s (the target's)")
-    p.add_argument("--bandwidth", type=float, metavar="BYTES", help="memory bandwidth in byte/s (the target's)")
+    p.add_argument("--peak", type=positive_number, metavar="FLOPS", help="peak rate in flop/s (the target's)")
+    p.add_argument("--bandwidth", type=positive_number, metavar="BYTES", help="memory bandwidth in B/s (the target's)")
     p.add_argument(
         "--by", choices=("op", "node", "module"), default="op", help="grouping of the lines of the table (op)"
     )

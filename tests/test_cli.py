@@ -167,10 +167,10 @@ def test_the_packages_can_be_run(package: str) -> None:
     assert run.stdout.startswith("llmc")
 
 
-@pytest.mark.parametrize("args", [["compile"], ["frobnicate"], ["compile", "m", "-o", "x", "--max-num-seqs", "0"]])
-def test_usage_errors_exit_with_2(args: list[str]) -> None:
+@pytest.mark.parametrize("args", ["compile", "compil", "compile m -o x --max-num-seqs 0", "roofline m --peak=nan"])
+def test_usage_errors_exit_with_2(args: str) -> None:
     with pytest.raises(SystemExit) as e:
-        main(args)
+        main(args.split())
     assert e.value.code == 2
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from llmc_runtime.option_type import positive
+from llmc_runtime.option_type import positive, positive_number
 
 from llmc.options import Options, add_options
 
@@ -19,7 +19,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("source", nargs="?", help="artifact, or Hugging Face folder")
     p.add_argument("-o", "--output", default="tuning.jsonl", metavar="FILE", help="file of measurements (tuning.jsonl)")
     limit = "time in seconds after which no measurement is started (600)"
-    p.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit)
+    p.add_argument("--limit", type=positive_number, default=600.0, metavar="SECONDS", help=limit)
     p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
     sustained = "run each candidate for this time without pauses, as long prompts do at a GPU's power limit (0: bursts)"
     p.add_argument("--sustained", type=_duration, default=0.0, metavar="SECONDS", help=sustained)
