@@ -22,7 +22,7 @@ NAMES = (
     "single_token_attention", "prefill_attention", "mixed_attention", "packed_attention",
     "latent_decode", "latent_prefill",
     "rope_append", "rope", "kv_append", "rope_tables", "row_spans",
-    "row_begin", "row_tokens", "row_last", "row_commit", "row_accept", "row_propose", "row_rewind",
+    "row_begin", "row_ids", "row_slots", "row_last", "row_commit", "row_accept", "row_propose", "row_rewind",
     "row_extend", "row_first", "row_reach", "row_mean", "row_advance", "row_penalize", "row_mask",
     "row_block_max",
     "row_sample_blocks", "row_sample", "row_finish", "row_logprobs", "round_groups", "scaled_gemm", "scaled_gemm_small",

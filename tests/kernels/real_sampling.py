@@ -58,10 +58,8 @@ SAMPLING = {
             "i32[R+1], i32[R], i32[R], i32[R], i32[R]",
         ),
     ),
-    "row_tokens": (
-        Text(f"{TOKENS}; i32[T]; i32[T]", "row_ids", "i32[T]"),
-        Text(f"{PAGES}; i32[T]; i32[T]", "row_slots {page=16}", "i32[T]"),
-    ),
+    "row_ids": (Text(f"{TOKENS}; i32[T]; i32[T]", "row_ids", "i32[T]"),),
+    "row_slots": (Text(f"{PAGES}; i32[T]; i32[T]", "row_slots {page=16}", "i32[T]"),),
     "row_last": (Text("i32[R+1]", "row_last", "i32[R]"),),
     "row_commit": (
         Text(

@@ -15,17 +15,18 @@ from llmc.codegen.backends.triton.row_state import (
     ROW_BEGIN,
     ROW_COMMIT,
     ROW_EXTEND,
+    ROW_IDS,
     ROW_LAST,
     ROW_PROPOSE,
     ROW_REWIND,
+    ROW_SLOTS,
     ROW_SPANS,
-    ROW_TOKENS,
 )
 from llmc.ir.example import example_graph, op_example
 from llmc.ir.ops import OPS
 
 KERNELS = {
-    "row_spans": ROW_SPANS, "row_begin": ROW_BEGIN, "row_ids": ROW_TOKENS, "row_slots": ROW_TOKENS,
+    "row_spans": ROW_SPANS, "row_begin": ROW_BEGIN, "row_ids": ROW_IDS, "row_slots": ROW_SLOTS,
     "row_last": ROW_LAST, "row_commit": ROW_COMMIT, "row_accept": ROW_ACCEPT,
     "row_propose": ROW_PROPOSE, "row_rewind": ROW_REWIND, "row_extend": ROW_EXTEND,
 }  # fmt: skip

@@ -29,8 +29,8 @@ KERNELS = kernel_table(
         "round_groups": "round_groups",
         "sample": "row_penalize row_mask row_block_max row_sample_blocks row_finish row_sample",
         "shape": "copy concat take page_take page_put packed_take take_columns gather iota",
-        "row_state": "row_spans row_begin row_tokens row_last row_commit row_first row_reach row_advance row_accept "
-        "row_propose row_rewind row_extend",
+        "row_state": "row_spans row_begin row_ids row_slots row_last row_commit row_first row_reach row_advance "
+        "row_accept row_propose row_rewind row_extend",
         "pooling": "row_mean",
         "recurrent": "row_conv chunk_factors row_recurrence row_log",
         "single_token_attention": "single_token_attention",

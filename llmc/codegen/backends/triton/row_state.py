@@ -122,21 +122,11 @@ ROW_ADVANCE = RowKernel(
     "triton/row_advance", ("row_advance",), module="pooling", operands="- rows_ptr starts_ptr positions_ptr",
     results="length_ptr", arguments={"entry_count": "r", "LANES": LANES},
 )  # fmt: skip
-IDS = RowKernel(
-    operands="token_ids_ptr token_row_ptr positions_ptr", items="t",
+ROW_IDS = RowKernel(
+    "triton/row_ids", ("row_ids",), operands="token_ids_ptr token_row_ptr positions_ptr", items="t",
     arguments={"max_length": "l", "token_count": "t", "LANES": LANES},
 )  # fmt: skip
-SLOTS = RowKernel(
-    operands="page_table_ptr token_row_ptr positions_ptr", items="t",
+ROW_SLOTS = RowKernel(
+    "triton/row_slots", ("row_slots",), operands="page_table_ptr token_row_ptr positions_ptr", items="t",
     arguments={"table_width": "l", "token_count": "t", "PAGE": "page", "LANES": LANES},
 )  # fmt: skip
-
-
-class OfTokens(RowKernel):
-    """row_ids and row_slots, one thread per token."""
-
-    def code(self, u: Unit) -> Code:
-        return (IDS if u.node.op.name == "row_ids" else SLOTS).code(u)
-
-
-ROW_TOKENS = OfTokens("triton/row_tokens", ("row_ids", "row_slots"))
