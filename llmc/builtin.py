@@ -43,6 +43,7 @@ PASSES = MappingProxyType(
         "lower-quantized": "llmc.passes.lower.lower_quantized:LowerQuantized",
         "to-fnuz": "llmc.passes.lower.to_fnuz:ToFnuz",
         "specialize": "llmc.passes.lower.specialize:Specialize",
+        "narrow-tokens": "llmc.passes.lower.narrow_tokens:NarrowTokens",
         "select": "llmc.codegen.select:Select",
         "pack": "llmc.codegen.pack:Pack",
         "lift-weights": "llmc.passes.weights.lift_weights:LiftWeights",

@@ -135,6 +135,18 @@ def rejections(n: Node, ctx: Ctx) -> list[str] | None:
     return reasons
 
 
+def leading(n: Node, ctx: Ctx, sizes: Mapping[str, int]) -> str:
+    """Return the name of an installed kernel of the target that leads for the node at these sizes of symbols, or ""."""
+    if ctx.target is None:
+        return ""
+    for kernel in claiming(n, ctx.kernels, ctx.target):
+        with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
+            usable = kernel.reject(n, ctx.target) is None and not kernel.missing()
+            if usable and kernel.leads(n, ctx.target, sizes):
+                return str(kernel.name)
+    return ""
+
+
 def rejected(n: Node, ctx: Ctx) -> str | None:
     """Return why no kernel of the target supports the node, as text; None if one does, or if there is no target."""
     reasons = rejections(n, ctx)

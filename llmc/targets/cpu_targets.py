@@ -14,8 +14,8 @@ from llmc.targets.target import Limits, Target
 
 PIPELINE = (
     "canonicalize, fuse-norm, fuse-rope, absorb-latent, page-attention, fuse-linear{siblings=false}, fold, quantize, "
-    "fuse-pointwise, specialize{plain_step=true}, split-moe{quantized=true}, lower-quantized{act=i8, act_block=64}, "
-    "select, pack, lift-weights, cse, dce, memory"
+    "fuse-pointwise, specialize{plain_step=true}, narrow-tokens, split-moe{quantized=true}, "
+    "lower-quantized{act=i8, act_block=64}, select, pack, lift-weights, cse, dce, memory"
 )
 
 # The x86-64 psABI levels, in the flag names of /proc/cpuinfo (abm is LZCNT, pni is SSE3).

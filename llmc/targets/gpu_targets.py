@@ -16,7 +16,7 @@ from llmc.targets.target import PDL, Limits, Target
 _FRONT = (
     "canonicalize, fuse-norm, fuse-rope, absorb-latent, page-attention, fuse-linear, fold, quantize, fuse-pointwise, "
     "fuse-qkv, specialize{decode=[1, 4, 8, 16, 32, 64, 128, 256], step=[128, 512, 640, 768, 2048], "
-    "verify=[8, 32, 128]}, fuse-norm-linear{rows=1}"
+    "verify=[8, 32, 128]}, narrow-tokens{above=128}, fuse-norm-linear{rows=1}"
 )
 _BACK = (
     "split-recurrence, split-kv, gather-experts, split-moe, fuse-experts, fuse-rows, split-sample, lower-quantized, "

@@ -16,7 +16,9 @@ _DETERMINISTIC_ROWS = (
     256  # default maximum of sequences in a step: kernels have one order of sums, measured up to this batch size
 )
 # Passes that compute a value by other ops in graphs of few tokens than in those of prompts.
-_BY_TOKENS = ("fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized", "split-recurrence")
+_BY_TOKENS = (
+    "narrow-tokens", "fuse-norm-linear", "split-single", "gather-experts", "fuse-norm-quantized", "split-recurrence",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
     out = Graph(name)
     values: dict[Value, Value] = {v: out.input(v.name, v.type.subs(env), v.weight) for v in g.inputs}
     for n in g.nodes:
-        attrs = {k: _subs(v, env) for k, v in n.attrs.items()}
+        attrs = {k: with_sizes(v, env) for k, v in n.attrs.items()}
         new = out.add(n.op, [values[v] for v in n.operands], attrs, loc=n.loc, names=[r.name for r in n.results])
         new.choice = dict(n.choice)
         values |= dict(zip(n.results, new.results, strict=True))
@@ -231,7 +231,8 @@ def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
     return out
 
 
-def _subs(value: Any, env: Mapping[str, Dim]) -> Any:
+def with_sizes(value: Any, env: Mapping[str, Dim]) -> Any:
+    """Return an attribute with sizes in place of symbols."""
     if isinstance(value, tuple):
-        return tuple(_subs(v, env) for v in value)
+        return tuple(with_sizes(v, env) for v in value)
     return value.subs(env) if isinstance(value, Dim) else value
