@@ -2,13 +2,15 @@
 
 python tests/gpu/test_sampled_drafts.py --compile-only              compile on any machine what is missing
 python tests/gpu/test_sampled_drafts.py 100000 --limit 90           up to 100,000 continuations of each cell, in 90 s
+python tests/gpu/test_sampled_drafts.py 100000 --random             the same of a random model with 16 ids
 pytest tests/gpu/test_sampled_drafts.py --confcutdir tests/gpu      a sample, in less than a minute
 
 A cell is a method and a setting. Steps overlap, as they always do on a GPU; numbers of drafts change from plan to
 plan; the KV cache is too small for all rows, so that some are preempted. The kernels of a GPU depend on the number of
 tokens of a step and round differently, so tokens with the same seeds may differ: the chi-square is of samples with
 other seeds. A rule with a planted error (see wrong_rule) is compared in the same way. Several processes share the GPU,
-because most of the time is that of the host. Artifacts are in build/gpu/sampled.
+because most of the time is that of the host. Artifacts are in build/gpu/sampled. The demonstration model has settings
+with grammars; a step of the random one (see random_drafts) takes less time.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from operator import ne, sub
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +38,7 @@ if __name__ in ("__main__", "__mp_main__"):
     sys.path[:0] = [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests")]
 
 from draw import SEED  # noqa: E402
+from gpu.random_drafts import POSITIONS, RANDOM_SETTINGS, make_random_models, random_task  # noqa: E402
 from llmc_runtime import LLM  # noqa: E402
 from llmc_runtime.format.manifest import Manifest  # noqa: E402
 from llmc_runtime.sched.scheduler import Scheduler  # noqa: E402
@@ -63,14 +67,12 @@ from llmc.options import Options  # noqa: E402
 pytestmark = pytest.mark.gpu
 FOLDER = ROOT / "build" / "gpu" / "sampled"
 TARGET = "cuda:sm_90"
-LOGITS = 512  # of a step: rows with their drafts
-ROWS, PAGES = LOGITS // (1 + DRAFTS), 200  # of an engine; each row needs one or two pages of its own
-BLOCK, GUIDED_BLOCK = 2500, 500  # continuations that a process samples before it goes to the next setting
+PAGES_PER_ROW = 1.6  # of the KV cache; each row needs one or two pages of its own
+GUIDED_BLOCK = 500  # continuations of a setting with a grammar that a process samples before it goes to the next one
 GRACE = 1.0  # seconds that a step waits for masks, so that those after drafts come in time
 LIMIT = 4.5  # standard deviations from the expected chi-square
-PLAIN, WRONG = "plain", "wrong"  # no drafts; prompt lookup with the planted error
+PLAIN, WRONG = "plain", "wrong"  # no drafts; before the name of a method: with the planted error
 OTHER_SEEDS = 1 << 40  # distance of the seeds of plain decoding from those of the methods
-PROCESSES: Mapping[str, int] = {PLAIN: 4, **dict.fromkeys(METHODS, 3), WRONG: 1}
 # In row_accept: an entry takes the draft after it in place of its sample, if the sample is another, larger id.
 TAKEN = "sampled = tl.load(sampled_ptr + at, mask=verifies, other=0)"
 KEPT = """
@@ -80,22 +82,71 @@ KEPT = """
         sampled = tl.minimum(sampled, draft)"""
 
 
-def make(names: Sequence[str], target: str = TARGET, cache: Path = FOLDER / "cache") -> None:
-    """Compile the artifacts that are missing: those of HEADS, and WRONG, each in a process of its own."""
-    missing = [name for name in names if not (FOLDER / target / name / "manifest.json").is_file()]
+@dataclass(frozen=True)
+class Models:
+    """A model, its options --draft by artifact, and how it is sampled: `planted` are the methods that are also sampled
+    with the planted error, `block` continuations are sampled before a process goes to the next setting. A step has
+    `logits` entries: rows with their drafts.
+    """
+
+    folder: Path
+    model: Path
+    drafts: Mapping[str, str]
+    settings: Sequence[str]
+    methods: Sequence[str]
+    planted: Sequence[str]
+    length: int
+    logits: int
+    block: int
+
+    @property
+    def processes(self) -> Mapping[str, int]:
+        """How many processes sample with each method."""
+        return {PLAIN: 4, **dict.fromkeys(self.methods, 3), **{f"{WRONG} {method}": 1 for method in self.planted}}
+
+    def artifact(self, method: str) -> Path:
+        """Return the folder of the artifact with which a method runs."""
+        planted, base = method.startswith(WRONG), artifact_of(method.removeprefix(f"{WRONG} "))
+        return self.folder / (f"{WRONG}-{base}" if planted else base)
+
+    def size(self, setting: str) -> int:
+        """The number of continuations of a block; masks that depend on the tokens before take longer."""
+        return GUIDED_BLOCK if setting in (REGEX, JSON) else self.block
+
+
+def demo(target: str) -> Models:
+    """The demonstration model."""
+    return Models(FOLDER / target, MODEL, HEADS, list(SETTINGS), list(METHODS), ["ngram"], 96, 512, 2500)
+
+
+def random(target: str) -> Models:
+    """A random model, whose files are made if they are missing."""
+    files = FOLDER / "random"
+    drafts = make_random_models(files)
+    methods = ["ngram", "draft", "eagle"]
+    return Models(
+        FOLDER / f"{target}-random", files / "model", drafts, list(RANDOM_SETTINGS), methods, methods, POSITIONS,
+        2048, 5000,
+    )  # fmt: skip
+
+
+def make(models: Models, target: str = TARGET, cache: Path = FOLDER / "cache") -> None:
+    """Compile the artifacts that are missing, each in a process of its own."""
+    paths = {models.artifact(method) for method in models.processes}
+    missing = sorted(path for path in paths if not (path / "manifest.json").is_file())
     if missing:
         with ProcessPoolExecutor(len(missing), mp_context=multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(make_one, missing, [target] * len(missing), [cache] * len(missing)))
+            list(pool.map(make_one, missing, repeat(models), repeat(target), repeat(cache)))
 
 
-def make_one(name: str, target: str, cache: Path) -> None:
+def make_one(path: Path, models: Models, target: str, cache: Path) -> None:
     """Compile an artifact in float32, in which kernels for other numbers of tokens round nearly alike."""
     options = Options(
-        target=target, dtype="float32", max_model_len=96, max_num_seqs=LOGITS, speculate=DRAFTS,
-        draft=HEADS.get(name, HEADS["draft"]), cache=cache,
+        target=target, dtype="float32", max_model_len=models.length, max_num_seqs=models.logits, speculate=DRAFTS,
+        draft=models.drafts[path.name.removeprefix(f"{WRONG}-")], cache=cache,
     )  # fmt: skip
-    with patch.object(template, "load", wrong_rule if name == WRONG else template.load):
-        compile_model(MODEL, FOLDER / target / name, options)
+    with patch.object(template, "load", wrong_rule if path.name.startswith(WRONG) else template.load):
+        compile_model(models.model, path, options)
 
 
 def wrong_rule(name: str, load: Any = template.load) -> template.Module:
@@ -145,12 +196,14 @@ class Sampled:
     steps: Counter[str]
 
 
-def work(method: str, number: int, target: str, count: int, settings: Sequence[str], end: float) -> Sampled:
-    """Sample blocks `number`, `number` + PROCESSES[method] and so on of each setting, until the time `end`."""
-    artifact = FOLDER / target / (method if method == WRONG else artifact_of(method))
+def work(method: str, number: int, models: Models, count: int, settings: Sequence[str], end: float) -> Sampled:
+    """Sample the blocks `number`, `number` + the method's processes and so on of each setting, until the time `end`."""
+    artifact = models.artifact(method)
     kv = Manifest.load((artifact / "manifest.json").read_bytes()).kv
-    speculate = None if method == PLAIN else METHODS.get(method, METHODS["ngram"])
-    options = {"speculate": speculate, "max_num_seqs": ROWS, "kv_cache_memory_bytes": PAGES * kv.bytes_per_page}
+    speculate = METHODS.get(method.removeprefix(f"{WRONG} "))
+    rows = models.logits // (1 + DRAFTS)
+    nbytes = int(PAGES_PER_ROW * rows) * kv.bytes_per_page
+    options = {"speculate": speculate, "max_num_seqs": rows, "kv_cache_memory_bytes": nbytes}
     found = Sampled(method, {name: Cell() for name in settings}, {}, {}, Counter())
     begin = SEED * 10**6 + (OTHER_SEEDS if method == PLAIN else 0)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -158,26 +211,22 @@ def work(method: str, number: int, target: str, count: int, settings: Sequence[s
         count_overlaps(monkeypatch, found.steps)
         llm = LLM(artifact, say=lambda text: None, **options)
         llm.engine._grace = GRACE
-        tasks = {name: task_of(llm, name) for name in settings}
+        is_random = models.model != MODEL
+        tasks = {name: random_task(name) if is_random else task_of(llm, name) for name in settings}
         found.prompts = {name: task.prompt for name, task in tasks.items()}
         if method == PLAIN and not number:
             for name, task in tasks.items():
-                found.same[name] = sample(llm, task, range(SEED * 10**6, SEED * 10**6 + block(name)))
+                found.same[name] = sample(llm, task, range(SEED * 10**6, SEED * 10**6 + models.size(name)))
         at = number
-        while at * BLOCK < count and time.time() < end:
+        while at * models.block < count and time.time() < end:
             for name, task in tasks.items():
-                size, cell, before = block(name), found.cells[name], counted(llm)
+                size, cell, before = models.size(name), found.cells[name], counted(llm)
                 drawn = sample(llm, task, range(begin + at * size, begin + (at + 1) * size))
                 drafts, accepted, preemptions = map(sub, counted(llm), before)
                 cell.add(Cell(size, Counter(drawn), drawn if at == 0 else [], drafts, accepted, preemptions))
-            at += PROCESSES[method]
+            at += models.processes[method]
         llm.close()
     return found
-
-
-def block(setting: str) -> int:
-    """The number of continuations of a block; masks that depend on the tokens before take longer."""
-    return GUIDED_BLOCK if setting in (REGEX, JSON) else BLOCK
 
 
 def count_overlaps(monkeypatch: pytest.MonkeyPatch, steps: Counter[str]) -> None:
@@ -196,13 +245,13 @@ def count_overlaps(monkeypatch: pytest.MonkeyPatch, steps: Counter[str]) -> None
     monkeypatch.setattr(Scheduler, "next", next_step)
 
 
-def sampled(target: str, count: int, settings: Sequence[str], limit: float) -> dict[str, Sampled]:
+def sampled(models: Models, count: int, settings: Sequence[str], limit: float) -> dict[str, Sampled]:
     """Return the samples of plain decoding, of all methods and of the planted error, by name."""
     end, found = time.time() + limit, dict[str, Sampled]()
-    names = [(method, number) for method, most in PROCESSES.items() for number in range(most)]
+    names = [(method, number) for method, most in models.processes.items() for number in range(most)]
     with ProcessPoolExecutor(len(names), mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = [
-            pool.submit(work, method, number, target, count, ["plain"] if method == WRONG else settings, end)
+            pool.submit(work, method, number, models, count, ["plain"] if WRONG in method else settings, end)
             for method, number in names
         ]
         for part in (future.result() for future in futures):
@@ -228,6 +277,7 @@ class Comparison:
     count: int
     deviate: float
     changed: int
+    first: int
     drafts: int
     accepted: int
     preemptions: int
@@ -250,6 +300,7 @@ def comparisons(found: Mapping[str, Sampled]) -> Iterator[Comparison]:
                 count,
                 score(ours, others),
                 changed,
+                len(cell.first),
                 cell.drafts,
                 cell.accepted,
                 cell.preemptions,
@@ -272,7 +323,7 @@ def faults(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> list[str
     wrong = []
     for row in rows:
         name = f"{row.method}, {row.setting}"
-        if (row.deviate > LIMIT) != (row.method == WRONG):
+        if (row.deviate > LIMIT) != row.method.startswith(WRONG):
             wrong.append(f"{name}: {row.deviate:.1f} standard deviations")
         if not row.accepted:
             wrong.append(f"{name}: none of {row.drafts} drafts accepted")
@@ -289,11 +340,13 @@ def faults(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> list[str
     return wrong
 
 
-def test_continuations_with_drafts_are_distributed_like_those_without() -> None:
+@pytest.mark.parametrize("models", [demo, random])
+def test_continuations_with_drafts_are_distributed_like_those_without(models: Callable[[str], Models]) -> None:
     pytest.importorskip("llguidance")
-    make([*HEADS, WRONG])
+    made = models(TARGET)
+    make(made)
     print(f"SEED={SEED}")
-    found = sampled(TARGET, 3 * BLOCK, list(SETTINGS), limit=30)
+    found = sampled(made, 3 * made.block, made.settings, limit=30)
     rows = list(comparisons(found))
     print(table(found, rows))
     assert not faults(found, rows)
@@ -305,7 +358,7 @@ def table(found: Mapping[str, Sampled], rows: Sequence[Comparison]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [f"{row.method}, {row.setting}", str(row.sampled), str(row.count), f"{row.deviate:.2f}"]
-        cells += [f"{row.changed} of {block(row.setting)}", f"{row.accepted} of {row.drafts}", str(row.preemptions)]
+        cells += [f"{row.changed} of {row.first}", f"{row.accepted} of {row.drafts}", str(row.preemptions)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{method}: {dict(part.steps)}" for method, part in found.items())])
 
@@ -317,17 +370,19 @@ def main() -> int:
     ap = argparse.ArgumentParser(description="compare continuations with and without drafts")
     ap.add_argument("count", type=int, nargs="?", default=100000, help="continuations of a method and setting (100000)")
     ap.add_argument("--limit", type=float, default=90, metavar="SECONDS", help="no sample begins after this time (90)")
-    ap.add_argument("--settings", type=lambda text: text.split(","), default=list(SETTINGS), metavar="A,B")
+    ap.add_argument("--settings", type=lambda text: text.split(","), default=None, metavar="A,B", help="(all)")
+    ap.add_argument("--random", action="store_true", help="the random model instead of the demonstration model")
     ap.add_argument("--target", default=TARGET, metavar="NAME", help=f"machine to compile for ({TARGET})")
     ap.add_argument("--cache", type=Path, default=FOLDER / "cache", metavar="DIR", help="compiled kernels")
     ap.add_argument("--out", type=Path, metavar="FILE", help="file of the results, as JSON")
     ap.add_argument("--compile-only", action="store_true")
     args = ap.parse_args()
-    make([*HEADS, WRONG], args.target, args.cache)
+    models = (random if args.random else demo)(args.target)
+    make(models, args.target, args.cache)
     if args.compile_only:
         return 0
     begin = time.time()
-    found = sampled(args.target, args.count, args.settings, args.limit)
+    found = sampled(models, args.count, args.settings or models.settings, args.limit)
     rows = list(comparisons(found))
     print(table(found, rows), f"{time.time() - begin:.0f} s, SEED={SEED}", *faults(found, rows), sep="\n")
     if args.out:

@@ -58,6 +58,15 @@ def requests() -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
     return prompts, params
 
 
+def test_log_probabilities_after_a_step_of_the_same_work(artifact: Path) -> None:
+    """A request gets the row of one that wants none, and its step has the same work."""
+    with LLM(artifact, say=lambda text: None) as llm:
+        for count in (None, 2, None):
+            params = SamplingParams(temperature=0, max_tokens=1, logprobs=count)
+            found = llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)[0].outputs[0].logprobs
+            assert (found is None) == (count is None)
+
+
 def tokens(llm: LLM, prompts: list[dict[str, list[int]]], params: list[SamplingParams]) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 

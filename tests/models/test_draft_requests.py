@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -10,17 +11,22 @@ import pytest
 from draw import of_test
 from kernel_cache import CACHE
 from llmc_runtime import LLM, SamplingParams, StructuredOutputsParams
+from llmc_runtime.drafts import DraftContext
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.suffix_draft import SuffixDraft
 
 from llmc.driver import compile_model
 from llmc.options import Options
 from tests.runtime.deferred_device import defer
+from tests.runtime.time_limit import time_limit
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 DRAFTS = {"draft": str(DEMO.parent / "demo-model-small"), "eagle": f"eagle:{DEMO.parent / 'demo-model-head'}"}
-METHODS = ("ngram:4", "ngram:1", "suffix:4", "draft:4", "draft:2", "eagle:4", "eagle:1", "other:4")
+KNOWN = "known:4"  # drafts that are nearly always right: ends are in the middle of accepted ones
+METHODS = ("ngram:4", "ngram:1", "suffix:4", "draft:4", "draft:2", "eagle:4", "eagle:1", "other:4", KNOWN)
 REQUESTS = 24
+LONGEST = 120  # seconds of all requests with drafts, which take less than ten of a core
 ABORTED = 4  # every so many requests one is also run as a stream that is closed early
 POSITIONS, CHUNK = 1024, 512  # of a sequence, and tokens of a step
 FEW_PAGES = 72  # hardly more than one sequence of full length
@@ -107,6 +113,29 @@ def params_of(rng: Random, prompt: list[int]) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def stop_inside(rng: Random, tokenizer: Any, params: SamplingParams, tokens: list[int]) -> SamplingParams:
+    """Return parameters with which half of the requests that give these tokens stop at one of them, or at a text."""
+    if len(tokens) < 2 or params.structured_outputs is not None or rng.random() < 0.5:
+        return params
+    at = rng.randrange(1, len(tokens))
+    text = tokenizer.decode(tokens[at : at + 2])
+    if rng.random() < 0.5 or not text.isascii():
+        return replace(params, stop_token_ids=[tokens[at]])
+    return replace(params, stop=[text])
+
+
+def draft_known_texts(rng: Random, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the method "suffix" draft what follows in these texts, where one token in ten is wrong."""
+
+    def propose(self: SuffixDraft, context: DraftContext, most: int) -> list[int]:
+        tokens, count = list(context.tokens), len(context.tokens)
+        text = next((text for text in texts if len(text) > count and text[:count] == tokens), tokens)
+        return [token if rng.random() < 0.9 else 3 for token in text[count : count + most]]
+
+    monkeypatch.setattr(SuffixDraft, "propose", propose)
+    monkeypatch.setattr(SuffixDraft, "end", lambda self, context: None)
+
+
 def outputs(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
     """Return what a user sees of each request: texts, tokens, reasons, log-probabilities of outputs and prompt."""
     found = []
@@ -122,15 +151,22 @@ def outputs(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
     return found
 
 
-def close_early(llm: LLM, rng: Random, prompts: list[list[int]], params: list[SamplingParams]) -> None:
-    """Begin a stream of every ABORTED-th request and read a few pieces of each by turns; then close them all."""
-    chosen = [i for i in range(0, len(prompts), ABORTED) if params[i].n == 1]
-    streams = [llm.stream({"prompt_token_ids": prompts[i]}, params[i]) for i in chosen]
-    for _ in range(rng.randrange(1, 8)):
-        for stream in streams:
-            next(stream, None)
-    for stream in streams:
+def close_early(llm: LLM, rng: Random, prompts: list[list[int]], params: list[SamplingParams], want: list[Any]) -> None:
+    """Begin a stream of every ABORTED-th request and read a few pieces of each by turns; then close them all. What was
+    read is the beginning of the outputs.
+    """
+    chosen = [i for i in range(len(prompts)) if i % ABORTED == 0 and params[i].n == 1]
+    streams = {i: llm.stream({"prompt_token_ids": prompts[i]}, params[i]) for i in chosen}
+    pieces: dict[int, list[Any]] = {i: [] for i in chosen}
+    for _ in range(rng.randrange(1, 16)):
+        for i, stream in streams.items():
+            pieces[i] += [piece] if (piece := next(stream, None)) is not None else []
+    for i, stream in streams.items():
         stream.close()
+        ((text, tokens, *_),) = want[i][0]
+        assert text.startswith("".join(piece.text for piece in pieces[i])), f"stream of request {i}: {params[i]}"
+        read = [token for piece in pieces[i] for token in piece.token_ids]
+        assert tokens[: len(read)] == read, f"stream of request {i}: {params[i]}"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -138,13 +174,19 @@ def test_outputs_are_those_of_plain_decoding(
     artifacts: dict[str, Path], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In random order, twice, after streams that were closed early; with or without overlap of steps, a small KV cache,
-    the prefix cache and the cost model, which otherwise is replaced by as many drafts as possible.
+    the prefix cache, waiting for masks, and the cost model, which otherwise is replaced by as many drafts as possible.
     """
     name, _, count = method.partition(":")
     rng, path = Random(of_test()), artifacts[{"eagle": "eagle", "other": "plain"}.get(name, "draft")]
     with LLM(path, say=lambda text: None) as llm:
         prompts = [prompt_of(rng, llm.get_tokenizer()) for _ in range(REQUESTS)]
         params = [params_of(rng, prompt) for prompt in prompts]
+        likely = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        texts = [
+            [*prompt, *o.token_ids] for prompt, request in zip(prompts, likely, strict=True) for o in request.outputs
+        ]
+        for i, request in enumerate(likely):
+            params[i] = stop_inside(rng, llm.get_tokenizer(), params[i], list(request.outputs[0].token_ids))
         want = outputs(llm, prompts, params)
         page_bytes = llm.engine.executor.capacity.bytes_per_page
     options: dict[str, Any] = {"enable_prefix_caching": rng.random() < 0.7, "speculate": method}
@@ -159,10 +201,16 @@ def test_outputs_are_those_of_plain_decoding(
         monkeypatch.setattr(Speculation, "choose", lambda self, request, room: room)
         monkeypatch.setattr(Speculation, "num_masked_drafts", lambda self, request, room: room)
         monkeypatch.setattr(Speculation, "wants", True)
-    print(f"{options}, overlap of steps: {overlaps}, as many drafts as possible: {eager}")
-    with LLM(path, say=lambda text: None, **options) as llm:
+    if method == KNOWN:
+        draft_known_texts(rng, texts, monkeypatch)
+        options["speculate"] = method.replace("known", "suffix")
+    late = rng.random() < 0.5
+    print(f"{options}, overlap of steps: {overlaps}, as many drafts as possible: {eager}, late masks: {late}")
+    with time_limit(LONGEST), LLM(path, say=lambda text: None, **options) as llm:
+        if late:
+            llm.engine._grace = 0.0  # no step waits for masks
         for _ in range(2):
-            close_early(llm, rng, prompts, params)
+            close_early(llm, rng, prompts, params, want)
             order = rng.sample(range(REQUESTS), REQUESTS)
             found = outputs(llm, [prompts[i] for i in order], [params[i] for i in order])
             for i, one in zip(order, found, strict=True):

@@ -179,8 +179,11 @@ def test_a_stream_has_the_same_text(artifacts: dict[str, Path], plain: dict[str,
     assert len(parts) < len(plain["draft"][0][1])
 
 
-def test_masks_that_come_late(artifacts: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts whose masks have not come are not verified; the tokens are the same."""
+@pytest.mark.parametrize("overlap", [False, True], ids=["single", "overlap"])
+def test_masks_that_come_late(artifacts: dict[str, Path], overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts whose masks have not come are not verified, and tokens that were sampled without their masks, since steps
+    overlap, are dropped; the tokens are the same.
+    """
     from llmc_runtime.grammar.guide import GrammarGuide
 
     right = GrammarGuide.masks_ahead
@@ -188,5 +191,7 @@ def test_masks_that_come_late(artifacts: dict[str, Path], monkeypatch: pytest.Mo
     monkeypatch.setattr(GrammarGuide, "masks_ahead", lambda self: right(self)[:1])
     with LLM(artifacts["draft"], say=lambda text: None) as llm:
         want = run(llm, CASES[:4])
+    if overlap:
+        defer(monkeypatch)
     with LLM(artifacts["draft"], say=lambda text: None, speculate="draft:4") as llm:
         assert run(llm, CASES[:4]) == want

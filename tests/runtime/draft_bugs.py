@@ -9,7 +9,7 @@ from typing import Any
 from llmc_runtime.sched import guided_requests, scheduler
 from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.host_drafts import HostDrafts
-from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.request import Request, Status, extend
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowDrafts, RowMasks, Work
@@ -66,6 +66,35 @@ def tokens_accepted_behind_the_end(right: Any) -> Any:
         return done
 
     return extend
+
+
+def tokens_appended_behind_the_end(right: Any) -> Any:
+    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
+        done = right(self, request, item, run)
+        for token, logprobs in run[len(done.new_token_ids) :]:
+            done = extend(done, self._append(request, token, logprobs))
+        return done
+
+    return append_run
+
+
+def pages_published_without_the_last_kv(right: Any) -> Any:
+    def append_run(self: Scheduler, request: Request, item: Work, run: Any) -> Any:
+        done = right(self, request, item, run)
+        full = (request.num_computed + 1) // self.config.page_size
+        if request.status is Status.RUNNING and request.num_published < full <= len(request.pages):
+            self._publish(request, full)
+        return done
+
+    return append_run
+
+
+def tokens_without_masks_appended(right: Any) -> Any:
+    def append_verified(self: Scheduler, request: Request, *step: Any) -> Any:
+        request.num_masked = None
+        return right(self, request, *step)
+
+    return append_verified
 
 
 def kv_that_the_draft_model_lacks(right: Any) -> Any:
@@ -176,6 +205,9 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", pages_freed_while_drafts_need_them),
     (Scheduler, "_with_drafts", drafts_behind_the_last_token),
     (scheduler, "extend", tokens_accepted_behind_the_end),
+    (Scheduler, "_append_run", tokens_appended_behind_the_end),
+    (Scheduler, "_append_run", pages_published_without_the_last_kv),
+    (Scheduler, "_append_verified", tokens_without_masks_appended),
     (DraftPlanner, "plan", kv_that_the_draft_model_lacks),
     (DraftPlanner, "taken", pages_of_dropped_content),
     (DraftPlanner, "plan", drafts_behind_the_pages),
