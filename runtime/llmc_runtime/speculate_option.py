@@ -142,7 +142,8 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
     out: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
     if method != NGRAM:
         return out | ({MODEL: mapping[MODEL]} if MODEL in mapping else {})  # the number of ranks is the artifact's
-    out[HIGH] = _count(name, mapping, HIGH, mapping.get(LOW) or DEFAULTS[HIGH], _MAX_NGRAM)
+    low = _count(name, mapping, LOW, None, _MAX_NGRAM)
+    out[HIGH] = _count(name, mapping, HIGH, low or DEFAULTS[HIGH], _MAX_NGRAM)
     out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
     return out
 

@@ -37,6 +37,27 @@ def penalties(rng: np.random.Generator) -> list[Any]:
     return [logits, rows, f, i, seen, counts, bias_ids, biases, starts, positions, tokens]
 
 
+def drawn(rng: np.random.Generator) -> dict[str, list[Any]]:
+    """Operands of row_mask and row_sample for rows with drafts: each entry has the mask, the minimum length and the
+    random numbers of its own position.
+    """
+    tokens, length, _, rows, starts, positions, _, _ = verifying(rng, 60)
+    f, i, words = np.zeros((M, 8), np.float32), np.zeros((M, 8), np.int32), -(-VOCAB // 32)
+    f[:, 0], f[:, 1], f[:, 3] = 1.0, rng.choice([0.7, 1.0], M), 1.0
+    i[:, 1:3], i[:, 4], i[:, 7] = (
+        rng.integers(-(2**31), 2**31, (M, 2)),
+        length + rng.integers(0, 6, M),
+        rng.integers(0, 7, M),
+    )
+    stops = rng.integers(-1, VOCAB, (M, 32)).astype(np.int32)
+    allowed = rng.integers(-(2**31), 2**31, (M, 6 * words)).astype(np.int32)
+    logits = rng.standard_normal((60, VOCAB)).astype(np.float32)
+    return {
+        "row_mask": [logits, rows, starts, positions, i, stops, allowed],
+        "row_sample": [logits, rows, starts, positions, tokens, f, i],
+    }
+
+
 def case(op: str, kernel: Any, arrays: list[Any], schedule: dict[str, Any], **attrs: Any) -> Case:
     return Case(op, example_graph(OPS[op], arrays, attrs).graphs["main"], kernel, schedule, arrays)
 
@@ -53,6 +74,7 @@ def test_cpu(level: str, tmp_path: Path) -> None:
         case("row_rewind", DRAFT, [length[::-1].copy(), length, rows], {}),
         case("row_extend", DRAFT, [tokens, length[::-1].copy(), rows, starts, positions, emit, ids], {}),
         case("row_penalize", SAMPLE, penalties(rng), {}),
+        *(case(op, SAMPLE, operands, {}) for op, operands in drawn(rng).items()),
     ]
     compiled = harness.compile_cases(cases, load().target(level), tmp_path)
     for c in cases:

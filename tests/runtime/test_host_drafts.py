@@ -254,3 +254,11 @@ def test_numbers_that_are_not_allowed(number: str) -> None:
     with pytest.raises(LlmcError, match="is not allowed") as caught:
         check_speculate("speculate", f"ngram:{number}")
     assert caught.value.code == "E201" and ":K for K drafted tokens" in caught.value.remedy
+
+
+@pytest.mark.parametrize("low", ["3", [3], {"a": {}}, 2.0, True, 0, 65])
+def test_shortest_ngrams_that_are_not_allowed(low: object) -> None:
+    """One error, also without prompt_lookup_max, whose default depends on prompt_lookup_min."""
+    with pytest.raises(LlmcError, match="prompt_lookup_min = ") as caught:
+        check_speculate("speculate", {"method": "ngram", "prompt_lookup_min": low})
+    assert caught.value.code == "E201" and caught.value.remedy == "use a whole number, 1 to 64"
