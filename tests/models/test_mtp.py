@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from models.test_speculation import eager, quiet, requests, results  # noqa: F40
 from safetensors.torch import load_file, save_file
 
 from llmc.driver import compile_model
+from llmc.frontend.mtp_names import tensors_of
 from llmc.options import Options
 from llmc.report.inspect import inspect_artifact
 
@@ -88,6 +90,16 @@ def test_weights_of_the_layer(tmp_path: Path) -> None:
         llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=8), use_tqdm=False)
     save_with_layer(case_of("glm4_moe", layers=2), tmp_path / "both", SEED)
     compile_model(tmp_path / "both", tmp_path / "without.llmc", Options(**LIMITS))
+
+
+@pytest.mark.parametrize("declared", ["x", 1e9, -1, 10**9, [1]])
+def test_a_number_of_layers_that_is_absurd(declared: object) -> None:
+    """The checkpoint declares it in config.json."""
+    config = SimpleNamespace(num_mtp_layers=declared, num_hidden_layers=2)
+    config.get_text_config = lambda: config
+    with pytest.raises(LlmcError, match="num_nextn_predict_layers is") as caught:
+        tensors_of(config)
+    assert caught.value.code == "E302" and "0 to 64" in caught.value.remedy
 
 
 def test_refused(tmp_path: Path) -> None:
