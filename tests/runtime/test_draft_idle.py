@@ -104,7 +104,7 @@ def test_quiet_plans_change_nothing(
         return taken
 
     quiet = planned()
-    for name, value in (("quiet", False), ("_deaf_until", 0)):
+    for name, value in (("unmeasured", False), ("_ignores_until", 0)):
         monkeypatch.setattr(Speculation, name, property(lambda self, v=value: v, lambda self, v: None), raising=False)
     assert planned() == quiet
     assert sum(item[2] > 0 for *items, _ in quiet for item in items) > 0

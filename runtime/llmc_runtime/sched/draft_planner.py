@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
-from llmc_runtime.sched.step import Work
+from llmc_runtime.sched.step import Step, Work
 
 
 class DraftPlanner:
@@ -42,6 +42,11 @@ class DraftPlanner:
         """Forget everything, after steps were dropped."""
         self._drafted.clear()
         self.speculation.prompts.forget()
+
+    def plain(self, step: Step, requests: Sequence[Request], only_decodes: bool) -> bool:
+        """Return Step.plain of a step of these requests. only_decodes: it has one token of each and no drafts."""
+        policy = self.speculation
+        return (only_decodes and policy.unmeasured) or policy.plain(step.work, requests)
 
     def start(self, request: Request, hits: Sequence[int]) -> None:
         """Begin to run a request, with the pages of the prefix cache that it has got."""

@@ -124,8 +124,7 @@ class Scheduler(LiveRequests):
         if planned:
             if self.snapshots is not None:
                 self.snapshots.plan(step, planned)
-            policy = None if self.planner is None else self.planner.speculation
-            step.plain = policy is None or (self._only_decodes and policy.quiet) or policy.plain(step.work, planned)
+            step.plain = self.planner is None or self.planner.plain(step, planned, self._only_decodes)
             self._in_flight.append((step, planned))
             self.timer.planned(began)
         return step

@@ -50,10 +50,10 @@ class Speculation:
         self._probes = 0  # rows of which this plan verifies a draft to measure acceptance
         self._looks_up = config.looks_up
         self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
-        self.quiet = False  # nor is the step measured, unless it has a prompt or drafts
+        self.unmeasured = False  # nor is the step measured, unless it has a prompt or drafts
         # The plans before which nothing is to be decided, steps are not measured, and what a head's prompt lookup finds
         # is not worth verifying.
-        self._idle_until, self._quiet_until, self._deaf_until = NEVER if self._looks_up else 0, 0, 0
+        self._idle_until, self._unmeasured_until, self._ignores_until = NEVER if self._looks_up else 0, 0, 0
         self._next_measuring = _MEASURING_PERIOD  # the plan at which costs are measured again
         self._has_model = config.max_rows > 0
         self._memory = _BRIEF_MEMORY if config.stops else _HEAD_MEMORY if config.head else _MEMORY
@@ -82,7 +82,7 @@ class Speculation:
         plan = self.plans + 1
         self._idle = plan < self._idle_until
         if self._idle:
-            self.plans, self.quiet = plan, plan < self._quiet_until
+            self.plans, self.unmeasured = plan, plan < self._unmeasured_until
         return self._idle
 
     def wake(self) -> None:
@@ -92,8 +92,8 @@ class Speculation:
     def begin(self, running: Sequence[Request], room: int) -> None:
         """Begin a plan in which these requests run, and whose step can verify up to `room` drafts in all."""
         self.plans += 1
-        self._alone, self._idle, self.quiet = len(running) == 1, False, False
-        self._probes = self._idle_until = self._deaf_until = 0
+        self._alone, self._idle, self.unmeasured = len(running) == 1, False, False
+        self._probes = self._idle_until = self._ignores_until = 0
         if not running:
             return
         if self.plans >= self._next_measuring:
@@ -179,10 +179,10 @@ class Speculation:
             self._probe_plan = self.plans + trials.wait
             return
         begins = self._probe_plan - warm_up
-        self._warms_up, self._quiet_until = self.plans >= begins, 0
+        self._warms_up, self._unmeasured_until = self.plans >= begins, 0
         self._idle_until = self._probe_plan if self._warms_up else min(begins, self.plans + longest)
         if not self._warms_up and self.draft_count.costs.settled_plain(self._rows):
-            self._quiet_until = self._idle_until - STEPS
+            self._unmeasured_until = self._idle_until - STEPS
 
     def _wait_for_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of the single row."""
@@ -331,11 +331,11 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        found = any(output.proposed) if self.plans >= self._deaf_until else False
-        if self.quiet and not (found or output.accepted or output.likely or self.prompts.in_flight):
+        found = any(output.proposed) if self.plans >= self._ignores_until else False
+        if self.unmeasured and not (found or output.accepted or output.likely or self.prompts.in_flight):
             return
         if self._looks_up:
-            self._idle_until, self._quiet_until = 0 if found else NEVER, self.plans + _IDLE_PERIOD
+            self._idle_until, self._unmeasured_until = 0 if found else NEVER, self.plans + _IDLE_PERIOD
             for request, count in zip(requests, output.proposed):
                 request.num_drafts = count  # found by prompt lookup
         if self.prompts.in_flight:
@@ -343,7 +343,7 @@ class Speculation:
         for index, likely in output.likely.items():
             requests[index].likely, requests[index].num_drafts = likely, len(likely)
         period = 1 if self._idle or self._choice.measures or self._has_model else _PLAIN_PERIOD
-        if output.accepted or output.likely or not (self.quiet or self.plans % period):
+        if output.accepted or output.likely or not (self.unmeasured or self.plans % period):
             self._measure(work, requests, output, seconds)
         for index, tokens in output.accepted.items():
             request, drafts, accepted = requests[index], work[index].drafts, len(tokens)
@@ -355,7 +355,7 @@ class Speculation:
             counters.drafted(drafts, accepted)
         if self._lookup is not None and found:
             trials = self._single_trials if self._alone and len(work) == 1 else None
-            self._deaf_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
+            self._ignores_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt, and what the step has gained or lost."""
