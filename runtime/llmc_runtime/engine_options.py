@@ -80,11 +80,13 @@ def _engines(name: str, value: Any) -> int:
 
 
 def _switch(name: str, value: Any) -> bool:
-    return bool(value)
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to True or False")
 
 
 def _optional_switch(name: str, value: Any) -> bool | None:
-    return None if value is None else bool(value)
+    return None if value is None else _switch(name, value)
 
 
 def _path(name: str, value: Any) -> str | Path | None:

@@ -250,3 +250,12 @@ def test_a_chat_takes_vllms_keywords() -> None:
         with pytest.raises(LlmcError, match=f"E630.*{name}: the chat template does not show {name}"):
             prompt(**{name: [{"type": "function", "function": {"name": "f"}}]})
         assert prompt(**{name: []}) == "hi"
+
+
+@pytest.mark.parametrize("name", ["verify", "prepare", "canary", "deterministic", "enable_prefix_caching"])
+def test_switches_take_truth_values_only(name: str) -> None:
+    for value in ("no", "false", 2, [], 0.0):
+        with pytest.raises(LlmcError) as caught:
+            EngineOptions("model.llmc", **{name: value})
+        assert caught.value.code == "E201" and caught.value.remedy == f"set {name} to True or False"
+    assert [getattr(EngineOptions("model.llmc", **{name: value}), name) for value in (True, 0)] == [True, False]
