@@ -113,15 +113,16 @@ def deterministic(target: Target, speculate: int) -> Target:
 
     Raises Diagnostic E512 if it has none.
     """
+    without = "".join(f", without {name}" for name in _BY_TOKENS if name in target.pipeline)
     if target.family == "cpu":
-        return replace(target, deterministic=True, flags=(*target.flags, "-ffp-contract=off"))
+        flags = (*target.flags, "-ffp-contract=off")
+        return replace(target, deterministic=True, flags=flags, pipeline=target.pipeline + without)
     if target.arch not in _ORDERED_GPUS:
         cause = f"--deterministic is not supported for {target.name}: the sums of its matrix instructions are not known"
         raise Diagnostic("E512", cause, f"use a CPU target, or --target cuda:{_ORDERED_GPUS[-1]}")
     if speculate:
         cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
-    without = "".join(f", without {name}" for name in _BY_TOKENS if name in target.pipeline)
     pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
     pipeline = pipeline.replace("fuse-experts", "fuse-experts{route=false}")  # other ops for a single token
     return replace(target, deterministic=True, rows=min(target.rows, _DETERMINISTIC_ROWS), pipeline=pipeline + without)

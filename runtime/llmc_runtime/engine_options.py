@@ -22,7 +22,7 @@ from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
-from llmc_runtime.option_type import count, option, options_of, parse_bytes, positive
+from llmc_runtime.option_type import count, option, optional_switch, options_of, parse_bytes, positive, switch
 from llmc_runtime.speculate_option import (
     DEFAULT_DRAFTS,
     TOKENS,
@@ -77,16 +77,6 @@ def _seed(name: str, value: Any) -> int:
 
 def _engines(name: str, value: Any) -> int:
     return int(_integer("E201", 1, MAX_ENGINES)(name, 1 if value is None else value))
-
-
-def _switch(name: str, value: Any) -> bool:
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
-    raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to True or False")
-
-
-def _optional_switch(name: str, value: Any) -> bool | None:
-    return None if value is None else _switch(name, value)
 
 
 def _path(name: str, value: Any) -> str | Path | None:
@@ -176,7 +166,7 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
     enable_prefix_caching: bool | None = option(
         None, "reuse the KV cache of common prefixes (default: on)", commands=_SERVE, read=None, negated=True,
-        check=_optional_switch, engine=True,
+        check=optional_switch, engine=True,
     )  # fmt: skip
     state_snapshots: int | None = option(
         None, "number of snapshots of the states of recurrent layers, at which prefixes can be reused (default: two "
@@ -203,7 +193,7 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
     deterministic: bool = option(
         False, "require an artifact whose results have the same bits in every batch (llmc compile --deterministic)",
-        commands=_BOTH, read=None, check=_switch,
+        commands=_BOTH, read=None, check=switch,
     )  # fmt: skip
     chat_template: str | None = option(
         None, "file with a chat template (in Python its text), or the name of one of the model's", commands=_RUN,
@@ -236,15 +226,15 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
     verify: bool = option(
         True, "whether to check the weights' hashes at startup; --no-verify skips the check", commands=_RUN,
-        flags=("--no-verify",), read=None, check=_switch, engine=True,
+        flags=("--no-verify",), read=None, check=switch, engine=True,
     )  # fmt: skip
     canary: bool = option(
         False, "compare results with the recorded canary before the first request", commands=_BOTH, read=None,
-        check=_switch, engine=True,
+        check=switch, engine=True,
     )  # fmt: skip
     prepare: bool = option(
         False, "build device graphs (on GPUs) and the vocabulary of grammars at startup", commands=_BOTH, read=None,
-        check=_switch, engine=True,
+        check=switch, engine=True,
     )  # fmt: skip
     trace: str | Path | None = option(
         None, "file for a trace of the engine's steps, for ui.perfetto.dev", commands=_RUN, read=Path, metavar="FILE",

@@ -183,3 +183,15 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
     return value
+
+
+def switch(name: str, value: Any) -> bool:
+    """Return the value of a switch; raises LlmcError E201 for anything but True and False, or 1 and 0."""
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to True or False")
+
+
+def optional_switch(name: str, value: Any) -> bool | None:
+    """Return the value of a switch, or None for its default; raises LlmcError E201 like `switch`."""
+    return None if value is None else switch(name, value)

@@ -208,10 +208,18 @@ def test_single_tokens_beside_prompts_have_a_kernel_of_their_own(why: str, monke
     assert (best.kernel is FLASH_ATTENTION) == (not why)
 
 
-@pytest.mark.parametrize(("size", "tokens", "one"), [(128, 768, True), (128, 769, False), (256, 640, False)])
-def test_small_steps_have_one_kernel(size: int, tokens: int, one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For prompts and for the rows that decode next to them, unless heads are large."""
-    lacking(monkeypatch, "")
+@pytest.mark.parametrize(
+    ("size", "tokens", "why", "one"),
+    [
+        (128, 511, "", True), (128, 512, "", False), (128, 768, "absent", True), (128, 769, "absent", False),
+        (256, 640, "absent", False),
+    ],
+)  # fmt: skip
+def test_small_steps_have_one_kernel(
+    size: int, tokens: int, why: str, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For prompts and for the rows that decode next to them, unless heads are large or FlashAttention leads."""
+    lacking(monkeypatch, why)
     registry = load()
     module = module_of(size=size, attrs="scale=0.1")
     (graph,) = module.graphs.values()
