@@ -14,8 +14,9 @@ from llmc.ir.ops import OPS
 from llmc.ir.types import Type, tensor
 from llmc.passes.fuse.fuse_experts import FuseExperts
 from llmc.passes.pipeline import parse_pipeline
+from llmc.targets.cpu_targets import portable
 from llmc.targets.gpu_targets import sm_90
-from llmc.targets.target import deterministic
+from llmc.targets.target import Target, deterministic
 
 Member = tuple[Graph, Node, Orders]
 
@@ -78,3 +79,9 @@ def test_parts_of_attention_are_the_same_computation() -> None:
 def test_experts_of_a_single_token_are_chosen_and_sorted_by_the_ops_of_all_graphs() -> None:
     passes = parse_pipeline(deterministic(sm_90(), 0).pipeline, load().passes)
     assert FuseExperts(route=False) in passes and "gather-experts" not in [p.name for p in passes]
+
+
+@pytest.mark.parametrize("target", [sm_90(), portable()], ids=lambda target: str(target.name))
+def test_no_pass_computes_a_value_by_other_ops_in_some_graphs(target: Target) -> None:
+    names = {p.name for p in parse_pipeline(deterministic(target, 0).pipeline, load().passes)}
+    assert not names & {"narrow-tokens", "fuse-norm-linear", "split-single", "gather-experts"}
