@@ -9,7 +9,7 @@ from typing import Any
 
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.nccl_call import ABI
+from llmc_runtime.format.nccl_call import uses_nccl
 from llmc_runtime.format.program import Program
 from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 
@@ -47,7 +47,7 @@ class Verifier:
             **vars(m.limits),
             "target": m.target.name,
             "tensor_parallel_size": m.ranks,
-            "collectives": "nccl" if any(k.abi == ABI for k in m.kernels) else "peer",
+            "collectives": "nccl" if uses_nccl(m) else "peer",
             "speculate": self.drafts,
         }
 

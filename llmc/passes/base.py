@@ -135,16 +135,16 @@ def rejections(n: Node, ctx: Ctx) -> list[str] | None:
     return reasons
 
 
-def leading(n: Node, ctx: Ctx, sizes: Mapping[str, int]) -> str:
-    """Return the name of an installed kernel of the target that leads for the node at these sizes of symbols, or ""."""
+def some_kernel_leads(n: Node, ctx: Ctx, sizes: Mapping[str, int]) -> bool:
+    """Whether an installed kernel of the target leads for the node at these sizes of symbols."""
     if ctx.target is None:
-        return ""
+        return False
     for kernel in claiming(n, ctx.kernels, ctx.target):
         with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
             usable = kernel.reject(n, ctx.target) is None and not kernel.missing()
             if usable and kernel.leads(n, ctx.target, sizes):
-                return str(kernel.name)
-    return ""
+                return True
+    return False
 
 
 def rejected(n: Node, ctx: Ctx) -> str | None:

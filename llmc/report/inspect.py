@@ -9,7 +9,7 @@ from typing import Any
 
 from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.nccl_call import ABI
+from llmc_runtime.format.nccl_call import uses_nccl
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, Program, method_of
 from llmc_runtime.format.size_text import size_text
 
@@ -52,7 +52,7 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "speculation": speculation_of(a.programs),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
         "ranks": m.ranks,
-        "nccl": any(k.abi == ABI for k in m.kernels),
+        "nccl": uses_nccl(m),
         "memory": memory(a.programs, m.states, read),
         "kv": kv_capacity(m, kv_bytes),
         "kernels": {"count": len(m.kernels), "largest": _largest(m, predicted, kernels), "licenses": _licenses(m)},

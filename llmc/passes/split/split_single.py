@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, NodePass, leading
+from llmc.passes.base import Ctx, NodePass, some_kernel_leads
 from llmc.passes.rewrite import substitute
 
 MIXED_TOKENS, MIXED_HEAD = 768, 128  # up to these sizes, one kernel computes prompts and decoding rows
@@ -49,7 +49,7 @@ class SplitSingle(NodePass):
         many = b.paged_attention(q, kv, pages, rows, starts, positions, *rest, **{**n.attrs, "least": 2})
         sizes = {symbol: high for symbol, (_, high) in m.bounds(g).items()}
         few = in_one_launch(n, q.type.shape[0].bounds(m.bounds(g))[1], self.above)
-        if (few and not leading(many.node, ctx, sizes)) or not ctx.spend():
+        if (few and not some_kernel_leads(many.node, ctx, sizes)) or not ctx.spend():
             g.erase(many.node)
             return False
         attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}

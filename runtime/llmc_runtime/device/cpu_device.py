@@ -132,7 +132,7 @@ class CpuDevice(Device):
             cause = f"program {program.name} is for a group of {program.ranks} ranks"
             raise LlmcError("E113", cause, "open it with LLM, llmc-run or llmc-serve")
         pool = self._pool(unit := self._units[program.step[0]])
-        run = self._symbol(unit.library, program.step[1])
+        run = self._symbol(unit.dll, program.step[1])
         run.restype = ctypes.c_int
         run.argtypes = [ctypes.c_void_p] * 4
         table = (ctypes.c_void_p * len(program.launches))(*[self._address(*k) for k in program.kernel_table])
@@ -164,12 +164,12 @@ class CpuDevice(Device):
             if self._group is not None:
                 cause = "the ranks of artifacts that different versions of llmc compiled cannot run together"
                 raise LlmcError("E112", cause, "compile the model and the draft model again")
-            self._group = CpuGroup(unit.library, pool, self.threads, self._member)
+            self._group = CpuGroup(unit.dll, pool, self.threads, self._member)
         return pool
 
     def _open_pool(self, unit: Unit) -> ctypes.c_void_p:
         """Return a new thread pool, with room for the steps of all loaded units of the same layout."""
-        opened = self._symbol(unit.library, "llmc_open_room" if unit.layout else "llmc_open")
+        opened = self._symbol(unit.dll, "llmc_open_room" if unit.layout else "llmc_open")
         opened.restype = ctypes.c_void_p
         if unit.layout:
             rooms = zip(*(u.room for u in self._units.values() if u.layout == unit.layout))
@@ -203,7 +203,7 @@ class CpuDevice(Device):
     def close(self) -> None:
         """Stop the thread pools. The libraries stay mapped, because other artifacts may use them."""
         for unit, pool in self._pools:
-            close = self._symbol(unit.library, "llmc_close")
+            close = self._symbol(unit.dll, "llmc_close")
             close.restype, close.argtypes = None, [ctypes.c_void_p]
             close(pool)
         self._pools.clear()
@@ -224,11 +224,11 @@ class Unit:
     Units of the same layout can share a pool. It is 0 for units of older compilers, which cannot.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library, self.layout = library, 0
+    def __init__(self, dll: ctypes.CDLL) -> None:
+        self.dll, self.layout = dll, 0
         numbers = (ctypes.c_int64 * _ROOM)()
         with suppress(AttributeError, UnicodeDecodeError):  # the latter if the path is not UTF-8, too
-            room = library.llmc_room
+            room = dll.llmc_room
             room.restype = ctypes.c_int64
             self.layout = int(room(numbers))
         self.room = tuple(numbers)

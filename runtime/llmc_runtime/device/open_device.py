@@ -6,7 +6,7 @@ from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Member
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.nccl_call import ABI
+from llmc_runtime.format.nccl_call import uses_nccl
 
 
 def prepare_device(manifest: Manifest, number: int) -> None:
@@ -63,7 +63,7 @@ def _device(artifact: Artifact, threads: int | None, careful: bool, index: int, 
     if family == "cuda":
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
-        nccl = any(k.abi == ABI for k in artifact.manifest.kernels)
+        nccl = uses_nccl(artifact.manifest)
         return CudaDevice(target, threads, careful=careful, index=index, member=member, nccl=nccl)
     if artifact.manifest.ranks > 1:
         cause = f"the artifact is for {artifact.manifest.ranks} ranks on {target.name}, which are not supported"

@@ -12,7 +12,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import Kv, Manifest
-from llmc_runtime.format.nccl_call import ABI
+from llmc_runtime.format.nccl_call import uses_nccl
 from llmc_runtime.format.program import DRAFT_MODEL, method_of
 from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def _shape(dtype: str, shape: tuple[Any, ...]) -> str:
 
 
 def _collectives(manifest: Manifest) -> str:
-    return "NCCL" if any(k.abi == ABI for k in manifest.kernels) else "memory"
+    return "NCCL" if uses_nccl(manifest) else "memory"
 
 
 def _join(model: Artifact, draft: Artifact) -> Artifact:

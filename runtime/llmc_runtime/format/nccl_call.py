@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.json_fields import Fields, damaged, load_json
+from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.record import Record, stored
 
 LANGUAGE = "nccl"
@@ -38,3 +39,8 @@ class NcclCall(Record):
     def load(cls, data: bytes, where: str) -> NcclCall:
         """Parse a file; raise LlmcError E103 or E108 if it is invalid."""
         return cls.read(load_json(data, where), where)
+
+
+def uses_nccl(manifest: Manifest) -> bool:
+    """Whether the ranks of an artifact exchange results by NCCL."""
+    return any(kernel.abi == ABI for kernel in manifest.kernels)
