@@ -84,6 +84,8 @@ class DraftPlanner:
             return item
         stop = self.speculation.stop(request) if propose > 1 else None
         lookup = self.speculation.prefers_lookup(request)
+        if lookup:
+            request.num_drafts = 0  # the step's output tells how many there are, and by which method
         return Work(item.row, item.num_tokens, item.emit, item.score, item.drafts, fill, start, propose, stop, lookup)
 
     def _advance(self, request: Request, reach: int) -> None:
