@@ -114,8 +114,8 @@ def test_findings_that_do_not_pay_are_not_looked_at() -> None:
     assert lookup.take_found([request], output, trials, costs, 2) == 64 and not request.from_lookup
     few = StepOutput([5], [None], proposed=[1])
     assert lookup.take_found([request], few, trials, costs, 3) == 3, "more could pay"
-    trials.lookup_credit = -0.3
-    assert lookup.take_found([request], output, trials, costs, 3) in (103, 104)
+    trials.lookup_credit.balance = -0.3
+    assert lookup.take_found([request], output, trials, costs, 3) in (153, 154)
     assert lookup.take_found([request, Request("s", [1])], output, None, costs, 4) > 1 << 60
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llmc_runtime.sched.draft_costs import DraftCount
-from llmc_runtime.sched.draft_trials import TRIAL_COST, Trials, TrialsByKind
+from llmc_runtime.sched.draft_trials import TRIAL_COST, Credit, Trials, TrialsByKind
 from llmc_runtime.sched.prompt_entries import PromptEntries
 from llmc_runtime.sched.recent_steps import RecentSteps
 from llmc_runtime.sched.request import Request
@@ -41,27 +41,44 @@ def test_entries_of_prompts_are_paid_from_a_credit() -> None:
     """First from one of their own, which grows with the time, and then from that of trials of the request's kind."""
     trials = TrialsByKind(lambda: 8, Trials(512))
     prompts, request = PromptEntries(True, trials), Request("r", [1], SamplingParams(temperature=0.0))
-    trials.of([request]).credit = TRIAL_COST
+    trials.of([request]).credit.balance = TRIAL_COST
     with_entries = [paid_by(prompts, request, 30.0, 1 + 10 * number) for number in range(100)]
     share = 0.04 * 30.0 * sum(with_entries) / (100 * 40)
-    assert with_entries[:2] == [True] * 2 and 0.002 < share < 0.005 and trials.of([request]).credit == TRIAL_COST
-    trials.of([request]).credit = 20.0
+    assert (
+        with_entries[:2] == [True] * 2 and 0.0015 < share < 0.004 and trials.of([request]).credit.balance == TRIAL_COST
+    )
+    trials.of([request]).credit.balance = 20.0
     more = [paid_by(prompts, request, 30.0, 1001) for _ in range(30)]
     assert 17 <= sum(more) <= 19 and more[:14] == [True] * 14
-    assert TRIAL_COST <= trials.of([request]).credit < TRIAL_COST + 1.2
+    assert TRIAL_COST <= trials.of([request]).credit.balance < TRIAL_COST + 1.2
     assert paid_by(prompts, request, 1.5, 1001, 10), "a shorter one costs less"
     two, work = [request, Request("s", [1])], [Work(0, 200, True), Work(1, 1, True)]
     assert not prompts.skips(work, two, False, 1001), "rows that run together have a credit of their own"
-    trials.batch.credit = 0.0
+    trials.batch.credit.balance = 0.0
     assert prompts.skips(work, two, False, 1001)
     assert not prompts.skips(work, two, True, 1001), "rows that decode need them"
     assert not prompts.skips([Work(0, 4, True, drafts=3)], [request], True, 1001)
 
 
+def test_drafts_in_vain_are_tried_more_and_more_rarely() -> None:
+    """What each plan adds is halved by a net loss of 32 steps, and the least is a quarter. Gains restore it."""
+    credit = Credit(0.0)
+    waits = [credit.wait_for(1.0)]
+    for loss in (32.0, 64.0, 1000.0):
+        credit.record(-loss)
+        credit.balance = 0.0
+        waits.append(credit.wait_for(1.0))
+    assert waits == [500, 1000, 2000, 2000]
+    credit.record(96.0)
+    assert credit.balance == 32.0 and credit.wait_for(33.0) == 500
+    credit.earn(250)
+    assert credit.balance == 32.0, "the largest"
+
+
 def test_all_steps_with_prompts_in_flight_are_charged() -> None:
     """A chunk that is planned before the one ahead of it has ended is not paid from the same credit."""
     prompts, request = PromptEntries(True, TrialsByKind(lambda: 8, Trials(512))), Request("r", [1])
-    prompts._trials.of([request]).credit = TRIAL_COST
+    prompts._trials.of([request]).credit.balance = TRIAL_COST
     assert paid_by(prompts, request, 25.0, 0)
     before, works = prompts._credit, [[Work(0, 200, True)] for _ in range(4)]
     plain = [prompts.skips(work, [request], False, 0) for work in works]
@@ -70,7 +87,7 @@ def test_all_steps_with_prompts_in_flight_are_charged() -> None:
     assert len(prompts.in_flight) == 4, "a step without prompts"
     for number, work in enumerate(works, 1):
         prompts.ended(work, [request], 25.0, 1.0)
-        earned = number * 0.003 * 25.0
+        earned = number * 0.002 * 25.0
         assert prompts._credit == pytest.approx(before + earned - min(number, 2))
     prompts.skips(works[0], [request], False, 0)
     prompts.forget()
@@ -84,22 +101,22 @@ def test_rows_that_decode_do_not_count() -> None:
         before = prompts._credit
         assert not prompts.skips(work, [request] * len(work), False, 0)
         prompts.ended(work, [request] * len(work), seconds, 1.0)
-        assert before - prompts._credit == pytest.approx((0.04 - 0.003) * 8.0)
+        assert before - prompts._credit == pytest.approx((0.04 - 0.002) * 8.0)
 
 
 def test_a_first_prompt_leaves_no_debt() -> None:
     """What it costs is not known before."""
     trials = TrialsByKind(lambda: 8, Trials(512))
     prompts, request = PromptEntries(True, trials), Request("r", [1])
-    trials.of([request]).credit = 2.0
+    trials.of([request]).credit.balance = 2.0
     assert paid_by(prompts, request, 3000.0, 1) and not paid_by(prompts, request, 3000.0, 2)
-    assert trials.of([request]).credit == 0.0
+    assert trials.of([request]).credit.balance == 0.0
 
 
 def test_an_artifact_that_cannot_skip_prompts_is_not_charged() -> None:
     trials = TrialsByKind(lambda: 8, Trials(512))
     prompts, request = PromptEntries(False, trials), Request("r", [1])
-    trials.of([request]).credit = -9.0
+    trials.of([request]).credit.balance = -9.0
     assert not prompts.skips([Work(0, 200, True)], [request], False, 1) and not prompts.in_flight
 
 

@@ -2,24 +2,26 @@
 
 The unit is the duration of a step that decodes without drafts. A step that drafts or verifies drafts gains its tokens
 less its measured duration; a step in which a head computes its entries before a trial loses what it takes longer.
-Drafting is paid from a credit, to which every plan adds _TRIAL_SHARE; gains add to it as well, up to a maximum. While
-the credit does not suffice, nothing is drafted: drafting in vain costs at most _TRIAL_SHARE of the time of plain
-decoding, and once the initial credit. Steps of a single row that measure costs are not charged, as they are few. Drafts
-that prompt lookup finds for a head are paid from a second credit by the same rule. A head's entries of prompts have a
-credit of their own (see prompt_entries); once that is spent, they are paid from the first one.
+Drafting is paid from a credit, to which plans and gains add. While it does not suffice, nothing is drafted: drafting in
+vain costs at most _TRIAL_SHARE of the time of plain decoding, and less the longer it is in vain, and once the initial
+credit. Steps of a single row that measure costs are not charged, as they are few. Drafts that prompt lookup finds for a
+head are paid from a second credit. A head's entries of prompts have a credit of their own (see prompt_entries); once
+that is spent, they are paid from the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
-_TRIAL_SHARE = 0.003  # of the decoding time that trials may cost
+_TRIAL_SHARE = 0.002  # of the decoding time that trials may cost
 _INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 6.0, 4.0, 32.0
+_HALVING_LOSS, _MAX_NET_LOSS = 32.0, 96.0  # net loss at which that share is halved, and the largest that counts
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 TRIAL_COST = 1.0  # what a trial is expected to cost
 _MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted
@@ -35,6 +37,36 @@ def kind_of(request: Request) -> int:
 
 
 @dataclass(slots=True)
+class Credit:
+    """What drafts may cost in vain, in steps.
+
+    balance: what they may cost now; below 0 after a step that has lost more. net_loss: what steps have lost and others
+    have not gained since then, from 0 to _MAX_NET_LOSS; the larger it is, the less each plan adds to the balance.
+    """
+
+    balance: float
+    net_loss: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """What each plan adds."""
+        return _TRIAL_SHARE / (1.0 + self.net_loss / _HALVING_LOSS)
+
+    def earn(self, plans: int) -> None:
+        """Add what this number of plans is worth."""
+        self.balance = min(_MAX_CREDIT, self.balance + self.share * plans)
+
+    def record(self, gain: float) -> None:
+        """Record what a step has gained, or lost if it is negative."""
+        self.balance = min(_MAX_CREDIT, self.balance + gain)
+        self.net_loss = max(0.0, min(_MAX_NET_LOSS, self.net_loss - gain))
+
+    def wait_for(self, balance: float) -> int:
+        """Return after how many plans without drafts there is such a balance; 0 if there is now."""
+        return max(0, ceil((balance - self.balance) / self.share))
+
+
+@dataclass(slots=True)
 class Trials:
     """What is known of requests of one kind, over all of them.
 
@@ -45,10 +77,10 @@ class Trials:
     wait: int
     trials: float = 0.0
     accepted: float = 0.0
-    credit: float = _INITIAL_CREDIT
-    lookup_credit: float = _INITIAL_LOOKUP_CREDIT
+    credit: Credit = field(default_factory=partial(Credit, _INITIAL_CREDIT))
+    lookup_credit: Credit = field(default_factory=partial(Credit, _INITIAL_LOOKUP_CREDIT))
     chances: Chances = field(default_factory=Chances)
-    _earned_until: int = 0  # the plan up to which plans were added to the credit
+    _earned_until: int = 0  # the plan up to which plans were added to the credits
 
     @property
     def acceptance(self) -> float:
@@ -61,9 +93,9 @@ class Trials:
 
     def earn(self, plan: int) -> None:
         """Add to the credits what the plans up to this one, after the last call, are worth."""
-        earned, self._earned_until = _TRIAL_SHARE * (plan - self._earned_until), plan
-        self.credit = min(_MAX_CREDIT, self.credit + earned)
-        self.lookup_credit = min(_MAX_CREDIT, self.lookup_credit + earned)
+        plans, self._earned_until = plan - self._earned_until, plan
+        self.credit.earn(plans)
+        self.lookup_credit.earn(plans)
 
     def wait_for_credit(self, plan: int, more: float = 0.0) -> int:
         """Return after how many plans a trial can be paid, at plan number `plan`; 0 if it can be now.
@@ -71,12 +103,12 @@ class Trials:
         more: what is spent on it before it begins.
         """
         self.earn(plan)
-        return max(0, ceil((TRIAL_COST + more - self.credit) / _TRIAL_SHARE))
+        return self.credit.wait_for(TRIAL_COST + more)
 
     def wait_for_lookup(self, plan: int) -> int:
         """Return after how many plans drafts that were looked up can be paid, at plan number `plan`; 0 if now."""
         self.earn(plan)
-        return max(0, ceil(-self.lookup_credit / _TRIAL_SHARE))
+        return self.lookup_credit.wait_for(0.0)
 
     def record_step(self, tokens: float, steps: float, looked_up: bool, measures: bool) -> None:
         """Record a step that gave `tokens` tokens a row and took as long as `steps` steps without drafts.
@@ -85,14 +117,12 @@ class Trials:
         to measure what it costs.
         """
         gain = max(-_MAX_MEASURING_LOSS if measures else -_MAX_LOSS, tokens - steps)
-        if looked_up:
-            self.lookup_credit = min(_MAX_CREDIT, self.lookup_credit + gain)
-        else:
-            self.credit = min(_MAX_CREDIT, self.credit + gain)
+        (self.lookup_credit if looked_up else self.credit).record(gain)
 
     def charge(self, steps: float) -> None:
         """Take from the credit what a prompt's entries took, but not below 0: their cost may have been unknown."""
-        self.credit = max(min(self.credit, 0.0), self.credit - steps)
+        balance = self.credit.balance
+        self.credit.balance = max(min(balance, 0.0), balance - steps)
 
     def begin(self, plan: int) -> None:
         """Begin to count plans: a request of this kind runs alone from this plan on."""

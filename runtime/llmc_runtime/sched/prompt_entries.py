@@ -18,7 +18,7 @@ from llmc_runtime.sched.step import Work
 from llmc_runtime.sched.step_drafts import prompt_tokens
 
 _SHARE = 0.04  # share of a prompt's time that its entries take in the demonstration model; smaller in larger models
-_SHARE_OF_TIME = 0.003
+_SHARE_OF_TIME = 0.002
 _INITIAL_CREDIT, _MAX_CREDIT = 3.0, 64.0
 _MEAN_WEIGHT = 0.1  # of a step with prompts in the mean
 
@@ -51,7 +51,7 @@ class PromptEntries:
             return False
         self._earn(plan - self._earned_until)
         self._earned_until = plan
-        credit = self._credit + max(0.0, self._trials.of(requests).credit - TRIAL_COST)
+        credit = self._credit + max(0.0, self._trials.of(requests).credit.balance - TRIAL_COST)
         uncharged = sum(step.tokens for step in self.in_flight if not step.plain)
         skipped = not needed and (credit <= 0.0 or credit < (uncharged + tokens) * self._cost_of_token)
         self.in_flight.append(_Step(work, tokens, skipped))

@@ -126,7 +126,7 @@ class Speculation:
             self._rows = rows
             rates, affordable = [self._rate(request) for request in running], not trials.wait_for_credit(self.plans)
             self._choice = self.draft_count.choose(rates, room, may_measure=affordable)
-        if trials.credit < 0:
+        if trials.credit.balance < 0:
             self._choice = Choice(0)
         if self._has_model:
             if self._choice.max_drafts or self._choice.measures:
@@ -169,9 +169,10 @@ class Speculation:
         promising, self._promising = self._promising, False
         if promising:
             self._probe_plan = self.plans
-        elif not self._warms_up and self.plans >= self._probe_plan - warm_up:
-            if missing := trials.wait_for_credit(self.plans, warm_up * cost):
-                self._probe_plan = self.plans + max(missing, PROBE_PERIOD) + warm_up
+        elif not self._warms_up and (missing := trials.wait_for_credit(self.plans, warm_up * cost)):
+            if self.plans >= self._probe_plan - warm_up:
+                missing = max(missing, PROBE_PERIOD)
+            self._probe_plan = max(self._probe_plan, self.plans + missing + warm_up)
         if self.plans >= self._probe_plan:
             self._probes, self._warms_up = self._rows if self.config.head else 1, False
             if not promising:
@@ -197,7 +198,7 @@ class Speculation:
         if settled and not self._refreshes and not choice.measures:
             return  # nothing was learned since the last plan
         self._known_trials = trials
-        if self._single_trials.credit < 0 and self._single_trials.wait_for_credit(self.plans):
+        if self._single_trials.credit.balance < 0 and self._single_trials.wait_for_credit(self.plans):
             self._choice = Choice(0)
             return
         rate = round(self._rate(request), 2)
@@ -238,7 +239,7 @@ class Speculation:
     def prefers_lookup(self, request: Request) -> bool:
         """Whether the head makes no drafts for a request if prompt lookup finds some."""
         lookup = self._lookup
-        if lookup is None or not self._alone or self._choice.measures or self._single_trials.lookup_credit < 0:
+        if lookup is None or not self._alone or self._choice.measures or self._single_trials.lookup_credit.balance < 0:
             return False
         if lookup.probes(self.plans):
             return True
@@ -331,7 +332,7 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        found = any(output.proposed) if self.plans >= self._ignores_until else False
+        found = self.plans >= self._ignores_until and any(output.proposed)
         if self.unmeasured and not (found or output.accepted or output.likely or self.prompts.in_flight):
             return
         if self._looks_up:
