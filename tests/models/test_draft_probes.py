@@ -12,10 +12,9 @@ from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.speculation import (
-    HEAD_FIRST_WAIT,
-    HEAD_LAST_WAIT,
-    MODEL_FIRST_WAIT,
+    HEAD_WAITS,
     MODEL_PROBE_PERIOD,
+    MODEL_WAITS,
     WARM_UP_PLANS,
     Speculation,
 )
@@ -65,16 +64,16 @@ def test_a_single_row_is_tried_less_and_less() -> None:
     """The plans between two tries of a head double; it computes its entries before them."""
     driver, request = Driver(HEAD), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
-    drafting, plain = driver.steps(request, 31 * HEAD_LAST_WAIT // 16, accepted=0)
-    assert [b - a for a, b in pairwise([1, *drafting])] == [HEAD_FIRST_WAIT * 2**i for i in range(5)]
+    drafting, plain = driver.steps(request, 31 * HEAD_WAITS[1] // 16, accepted=0)
+    assert [b - a for a, b in pairwise([1, *drafting])] == [HEAD_WAITS[0] * 2**i for i in range(5)]
     verifying = {n + 1 for n in drafting}
     warm = {n - i for n in drafting for i in range(1, WARM_UP_PLANS + 1)}
     every = set(range(1, drafting[-1] + 1))
     assert every - set(plain) == (verifying | set(drafting) | warm) & every
-    later, _ = driver.steps(request, 5 * HEAD_LAST_WAIT // 2, accepted=0)
-    assert later[1] - later[0] == HEAD_LAST_WAIT
-    drafting, plain = driver.steps(request, 3 * HEAD_LAST_WAIT, accepted=4)
-    assert len(drafting) > HEAD_LAST_WAIT // 2 and not set(plain) & set(drafting), "text that has become predictable"
+    later, _ = driver.steps(request, 5 * HEAD_WAITS[1] // 2, accepted=0)
+    assert later[1] - later[0] == HEAD_WAITS[1]
+    drafting, plain = driver.steps(request, 3 * HEAD_WAITS[1], accepted=4)
+    assert len(drafting) > HEAD_WAITS[1] // 2 and not set(plain) & set(drafting), "text that has become predictable"
     drafting, _ = driver.steps(Request("s", [1]), 16, accepted=4)
     assert len(drafting) > 12, "the next request is expected to be like the one before"
 
@@ -85,7 +84,7 @@ def test_a_draft_model_is_tried_seldom() -> None:
     request.draft_trials = (9.0, 0.0)
     drafting, plain = driver.steps(request, 4 * MODEL_PROBE_PERIOD, accepted=0)
     apart = [b - a for a, b in pairwise(drafting)]
-    assert apart == [min(MODEL_PROBE_PERIOD, 2 * MODEL_FIRST_WAIT << i) for i in range(len(apart))] and len(apart) > 5
+    assert apart == [min(MODEL_PROBE_PERIOD, 2 * MODEL_WAITS[0] << i) for i in range(len(apart))] and len(apart) > 5
     assert len(plain) == 4 * MODEL_PROBE_PERIOD - 2 * len(drafting)
 
 
@@ -197,9 +196,9 @@ def test_a_row_that_waits_is_idle_until_its_next_trial() -> None:
     """Nothing is decided between trials of a single row; another request ends that."""
     driver, request = Driver(DRAFT), Request("r", [1])
     request.draft_trials = (9.0, 0.0)
-    driver.steps(request, 3 * MODEL_FIRST_WAIT, accepted=0)
+    driver.steps(request, 3 * MODEL_WAITS[0], accepted=0)
     policy = driver.policy
-    idle = [policy.begin_idle() or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_FIRST_WAIT)]
+    idle = [policy.begin_idle() or bool(policy.begin([request], 100)) for _ in range(4 * MODEL_WAITS[0])]
     assert idle.count(False) in (1, 2), "a trial, and the plan after it"
     assert policy.begin_idle()
     policy.wake()

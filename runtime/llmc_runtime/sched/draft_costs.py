@@ -9,6 +9,7 @@ from itertools import accumulate
 from math import ceil, log
 
 _MEAN_WEIGHT = 0.05  # of a measurement in a running mean
+_CORRECTION_WEIGHT = 0.5  # the same of a median of several measurements
 _MAX_DEVIATION = 0.5  # largest relative distance of a measurement from the mean that counts
 _MEASUREMENTS = 5  # measurements after which a number of drafts counts as measured
 _SETTLED = 64  # further measurements after which the mean no longer depends on the first ones
@@ -58,6 +59,12 @@ class StepCosts:
                     self.scale(rows, means[0] / mean)
                     return means[0] / mean
         return 1.0
+
+    def correct_plain(self, rows: int, seconds: float) -> None:
+        """Move the duration without drafts towards `seconds`, measured while steps with drafts are measured as well."""
+        means = self._means.get(rounded_rows(rows), {})
+        if 0 in means:
+            means[0] += _CORRECTION_WEIGHT * (seconds - means[0])
 
     def scale(self, rows: int, factor: float) -> None:
         """Multiply the durations of steps with drafts."""

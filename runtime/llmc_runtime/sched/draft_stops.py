@@ -57,6 +57,11 @@ class Chances:
             chances = self._chances[interval] = tuple(accepted / drafts for drafts, accepted in self._counts[interval])
         return chances
 
+    def record_verified(self, rate: float, probabilities: Sequence[float], accepted: int) -> None:
+        """Record that the first `accepted` of the drafts of a row were accepted, and the next one was not."""
+        for index, probability in enumerate(probabilities[: accepted + 1]):
+            self.record(rate, probability, index < accepted)
+
     def record(self, rate: float, probability: float, accepted: bool) -> None:
         """Record whether a draft was accepted whose predecessors were."""
         interval, column = _rate_interval(rate), bisect(_BOUNDS, probability)

@@ -12,6 +12,7 @@ from llmc_runtime.sched.draft_costs import MIN_SINGLE_GAIN, Choice, DraftCount, 
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.lookup_first import NEVER, LookupFirst
+from llmc_runtime.sched.plain_checks import PlainChecks
 from llmc_runtime.sched.prompt_entries import PromptEntries
 from llmc_runtime.sched.recent_steps import STEPS, RecentSteps
 from llmc_runtime.sched.request import Request
@@ -21,8 +22,8 @@ from llmc_runtime.sched.step_drafts import StepDrafts
 
 PROBE_PERIOD = 64  # while drafting does not pay, one plan in so many verifies drafts of some rows to learn their rate
 MODEL_PROBE_PERIOD = 512  # the same for a head, for all rows, or a draft model, for one row, as it lacks KV
-HEAD_FIRST_WAIT, HEAD_LAST_WAIT = 4, 128  # the same for the only row of a head: at first, and at most; doubles
-MODEL_FIRST_WAIT = 32  # the same for the only row of a draft model: at first
+HEAD_WAITS = 4, 128  # the same for the only row of a head: at first, and at most; doubles
+MODEL_WAITS = 32, MODEL_PROBE_PERIOD  # the same for the only row of a draft model
 ROWS_PER_PROBE = 16  # one row in so many is probed otherwise, other rows each time
 WARM_UP_PLANS = 8  # plans before a probe in which a head computes its entries, without which it drafts worse
 HOST_TRIES = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
@@ -61,8 +62,7 @@ class Speculation:
         self._choice_by_rate: dict[float, Choice] = {}  # for a single row, by its rounded acceptance
         self._draft_cost, self._verification_costs = 0.0, list[float]()  # empty: not computed yet
         self._single_id, self._known_trials = "", (0.0, 0.0)  # of the single row's request: id, last draft_trials
-        waits = (HEAD_FIRST_WAIT, HEAD_LAST_WAIT) if config.head else (MODEL_FIRST_WAIT, MODEL_PROBE_PERIOD)
-        self._first_wait, self._last_wait = waits
+        self._first_wait, self._last_wait = HEAD_WAITS if config.head else MODEL_WAITS
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait, Trials(MODEL_PROBE_PERIOD))
         self._batch_trials = self._trials_by_kind.batch  # where the number of drafts is chosen for all rows
         self._single_trials = self._trials_by_kind[0]  # of the single row's kind
@@ -71,7 +71,7 @@ class Speculation:
         self._warms_up = False  # a head computes its entries in this plan, for the next probe
         self._last_id = ""  # of the last row's request
         self._lookup = LookupFirst() if config.looks_first else None
-        self._alone = False  # a single request runs in this plan
+        self._alone, self._checks = False, PlainChecks()  # a single request runs in this plan
         self._recent, self.prompts = RecentSteps(), PromptEntries(config.skips_prompts, self._trials_by_kind)
 
     def begin_idle(self) -> bool:
@@ -111,10 +111,12 @@ class Speculation:
             self._idle = not any(request.num_drafts for request in running)
             if self._idle:
                 return
+        self._costs_changed |= self._checks.end(self.plans, self.draft_count.costs)
         if self._alone and self._has_model:
             self._choose_single(running[0], room)
         else:
             self._choose_for_all(running, room)
+        self._checks.begin(self.plans, self._rows, self._has_model and self.wants)
         self._last_id = running[-1].id
 
     def _choose_for_all(self, running: Sequence[Request], room: int) -> None:
@@ -212,7 +214,7 @@ class Speculation:
     @property
     def wants(self) -> bool:
         """Whether drafts of some rows pay, or are to be tried, in this plan."""
-        return not self._idle and (self._choice.max_drafts > 0 or self._probes > 0)
+        return not (self._idle or self._checks.active) and (self._choice.max_drafts > 0 or self._probes > 0)
 
     @property
     def verifies(self) -> bool:
@@ -227,13 +229,13 @@ class Speculation:
         drafts = any(item.drafts or item.propose or item.fill for item in work)
         if drafts or any(item.num_tokens > 1 for item in work):
             return self.prompts.skips(work, requests, drafts or self._warms_up, self.plans)
-        if self._choice.measures and not self._choice.max_drafts:
+        if self._checks.active or (self._choice.measures and not self._choice.max_drafts):
             return True  # to measure steps without drafts as they are while nothing is drafted
         return not self.config.head or self._probe_plan - self.plans > WARM_UP_PLANS
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
-        most = self.choose(request, self.config.num_tokens)
+        most = 0 if self._checks.active else self.choose(request, self.config.num_tokens)
         return self.config.num_tokens if most and self._stops else most
 
     def prefers_lookup(self, request: Request) -> bool:
@@ -351,7 +353,8 @@ class Speculation:
             if self._lookup is not None and request.verifies_lookup:
                 self._lookup.record(request, drafts, accepted)
             else:
-                self._calibrate(request, drafts, accepted)
+                chances, verified = self._trials_of(request).chances, request.verified[:drafts]
+                chances.record_verified(self._rate(request), verified, accepted)
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
         if self._lookup is not None and found:
@@ -364,6 +367,8 @@ class Speculation:
         rows, drafts = len(work), bool(verified or proposed or fill)
         if self._idle and self._has_model and not (drafts or prompt or self._warms_up):
             self._recent.add(self.plans, seconds)
+        if self._checks.active and not (drafts or prompt):
+            self._checks.add(seconds)
         self._costs_changed |= drafts
         if drafts or self._warms_up:
             seconds *= self._recent.factor(self.plans, self.draft_count.costs.settled_plain(rows))
@@ -385,12 +390,6 @@ class Speculation:
         if trials is self._batch_trials or looked_up or not self._choice.measures:  # a single row measures few steps
             trials.record_step(tokens, steps, looked_up, self._choice.measures)
         self._promising = verified > 0 and not looked_up and tokens > steps
-
-    def _calibrate(self, request: Request, drafts: int, accepted: int) -> None:
-        """Record which drafts were accepted, by the probabilities that the draft model gave them."""
-        chances, rate = self._trials_of(request).chances, self._rate(request)
-        for index, probability in enumerate(request.verified[: min(drafts, accepted + 1)]):
-            chances.record(rate, probability, index < accepted)
 
     def _record(self, request: Request, drafts: int, accepted: int) -> None:
         """Record that the first `accepted` of a number of drafts were accepted."""
