@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     ap.add_argument("--version", action="version", version=f"llmc {__version__}")
     sub = ap.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _compile_arguments(sub)
-    summary = "quantise a checkpoint, in compressed-tensors' format"
+    summary = "write a quantised checkpoint in the compressed-tensors format"
     quantize_command.add_arguments(_command(sub, "quantize", _quantize, summary, as_json=True))
     for name, summary in RUNTIME_COMMANDS.items():
         sub.add_parser(name, help=summary, add_help=False)
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(sub: Any, name: str, run: Command | str, summary: str, as_json: bool = False) -> CommandParser:
     """Add a command that calls `run`, a function or a "module:function" text to import; `as_json` adds --json."""
-    p: CommandParser = sub.add_parser(name, help=summary, description=summary)
+    p: CommandParser = sub.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     p.set_defaults(command=_imported(run) if isinstance(run, str) else run, usage_error=p.error)
     p.add_argument("-v", "--verbose", action="store_true", help="print more detail, and the traceback of an error")
     if as_json:
@@ -133,7 +133,7 @@ def _compile_arguments(sub: Any) -> None:
     p.add_argument("--memory", type=_gib, metavar="GIB", help="device memory for --dry-run, for example 80 or 512MiB")
     p.add_argument("--no-weights", action="store_const", const="none", dest="weights", help="same as --weights none")
     p.add_argument("--force", action="store_true", help="replace an existing artifact")
-    page = "HTML file of the build report (model.html)"
+    page = "also write the build report, an HTML file (model.html)"
     p.add_argument("--report", nargs="?", const=Path(), type=Path, metavar="FILE", help=page)
 
 
@@ -145,15 +145,15 @@ def _ir_arguments(sub: Any) -> None:
     p.add_argument("--print-after", default="", metavar="NAME", help="pass after which to print the IR, or all (none)")
     p.add_argument("--stop-after", default="", metavar="NAME", help="last pass to run (the pipeline's last)")
     p.add_argument("--only", default="", metavar="LOC", help="module path to which local rewrites are restricted (all)")
-    explain = "print near misses (what almost matched, and why not), and what select chose and rejected"
+    explain = "print near misses with their reasons, and the kernels that select chose and rejected"
     p.add_argument("--explain", action="store_true", help=explain)
     p.add_argument("--fuel", type=int, default=-1, metavar="N", help="maximum number of changes, to bisect (no limit)")
-    check = "interpret before and after in float64 on random inputs, and compare"
+    check = "interpret the graphs before and after in float64 on random inputs, and compare the results"
     p.add_argument("--check", action="store_true", help=check)
-    rounded = "like --check, and also compare the rounding errors, with each op's result rounded to its dtype"
+    rounded = "like --check, and also compare the rounding errors if every op's result is rounded to its dtype"
     p.add_argument("--rounded", action="store_true", help=rounded)
     p.add_argument("--time", action="store_true", help="print the milliseconds and changes of every pass")
-    p = _command(sub, "ops", "llmc.listing:main_ops", "print the op set", as_json=True)
+    p = _command(sub, "ops", "llmc.listing:main_ops", "print the ops", as_json=True)
     p.add_argument("names", nargs="*", help="ops to print in full (all, one per line)")
     _command(sub, "passes", "llmc.listing:main_passes", "print passes, their options and the pipelines", as_json=True)
 
@@ -192,16 +192,16 @@ def _artifact_arguments(sub: Any) -> None:
     p = _command(sub, "report", _html, "write the build report of an artifact as one HTML file")
     p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("-o", "--output", type=Path, metavar="FILE", help="HTML file (model.llmc: model.html)")
-    summary = "check an artifact's hashes, and open it if this machine has its device"
+    summary = "check an artifact's hashes, and open it if this machine can run it"
     p = _command(sub, "verify", _verify, summary, as_json=True)
     p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("--record", action="store_true", help="run fixed prompts, and record the results as the canary")
-    p.add_argument("--canary", action="store_true", help="compare with the recorded canary, too")
+    p.add_argument("--canary", action="store_true", help="also compare with the recorded canary")
     summary = "measure perplexity on a text, and agreement with the unquantised model"
     p = _command(sub, "eval", _eval, summary, as_json=True)
     p.add_argument("artifact", help="folder of the artifact")
     p.add_argument("text", type=Path, help="UTF-8 text file, or JSON lines with a field text")
-    reference = "artifact of the unquantised model, or its Hugging Face folder or hub id, which is compiled first"
+    reference = "unquantised model to compare with: an artifact, or a folder or hub id that is compiled first"
     p.add_argument("--against", default="", metavar="PATH", help=reference)
     context = "tokens in a window (512, or the artifact's max_model_len if that is smaller)"
     p.add_argument("--context", type=positive, metavar="N", help=context)

@@ -99,4 +99,4 @@ def reads_hidden_states(head: str) -> Diagnostic:
     """Return the error for a head or layer, which cannot be compiled without its model."""
     source = head if head == MTP or head.startswith(EAGLE) else f"{EAGLE}{head}"
     cause = f"{head} with --drafts-for: it reads the model's hidden states, and has to be in the model's artifact"
-    return Diagnostic("E360", cause, f"llmc compile MODEL --draft {source}")
+    return Diagnostic("E360", cause, f"use llmc compile MODEL --draft {source}")

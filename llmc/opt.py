@@ -82,7 +82,7 @@ def _passes(args: argparse.Namespace, registry: Registry, target: Target) -> Seq
     for option, name in (("--stop-after", args.stop_after), ("--print-after", args.print_after)):
         if name and name not in [p.name for p in passes] and (option, name) != ("--print-after", "all"):
             names = ", ".join(map(spell_pass, passes)) or "none"
-            raise Diagnostic("E420", f"{option} {name}: that pass is not run", f"the pipeline: {names}")
+            raise Diagnostic("E420", f"{option} {name}: the pipeline has no such pass", f"use one of: {names}")
     if args.stop_after:
         last = max(i for i, p in enumerate(passes) if p.name == args.stop_after)
         passes = passes[: last + 1]

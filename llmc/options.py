@@ -74,8 +74,8 @@ class Options:
         None, choices=("auto", GENERATE, *TASKS),
     )  # fmt: skip
     pooling: str = _artifact(
-        "auto", "hidden state that is the embedding: that of the last token (last), of the first (cls), or the mean of "
-        "all (mean) (auto: from the model's files)", str, None, choices=("auto", *KINDS),
+        "auto", "pooling of hidden states: of the last token (last), the first (cls), or the mean of all (mean) (auto: "
+        "from the model's files)", str, None, choices=("auto", *KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(
@@ -84,7 +84,7 @@ class Options:
     )  # fmt: skip
     max_num_batched_tokens: int | None = _artifact(None, "maximum number of tokens in one step (CPU: 512, GPU: 8192)")
     tensor_parallel_size: int = _artifact(
-        1, "number of ranks over which the model is divided; each is a process, on a GPU of its own or on CPUs (1)",
+        1, "number of ranks over which the model is divided; each is a process with its own GPU or CPUs (1)",
     )  # fmt: skip
     collectives: str = _artifact(
         "peer", "how ranks on GPUs exchange results: kernels that write to peer memory, or NCCL for GPUs that cannot "
@@ -100,14 +100,15 @@ class Options:
         commands=("compile",),
     )  # fmt: skip
     drafts_for: Path | None = _artifact(
-        None, "artifact of a model that was compiled with --speculate; the artifact is that of a draft model for it "
-        "and for others of the same limits, on which the options about target, limits and ranks depend (none)", Path,
-        "ARTIFACT", commands=("compile",),
+        None, "compile a draft model for this artifact, which was compiled with --speculate, and for others with the "
+        "same limits; target, limits and ranks are those of the artifact (none)", Path, "ARTIFACT",
+        commands=("compile",),
     )  # fmt: skip
-    pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse"', str, "TEXT")
+    pipeline: str = _artifact("", 'pass pipeline, for example "serve, after fuse-norm: my-fuse" (serve)', str, "TEXT")
     weights: str = _artifact(
-        "packed", "weights of the artifact: packed, random:SEED, or none (packed)", str, "KIND", commands=("compile",)
-    )
+        "packed", "weights of the artifact: packed (the checkpoint's), random:SEED, or none (packed)", str, "KIND",
+        commands=("compile",),
+    )  # fmt: skip
     quant: str = _artifact(
         NONE, "recipe that quantises the weights of matrix products (none: as the checkpoint has them)", str, None,
         choices=(NONE, *RECIPES), flags=QUANT_FLAGS,
@@ -125,10 +126,10 @@ class Options:
         None, commands=("compile",),
     )  # fmt: skip
     layers: int | None = _artifact(None, "number of layers to compile, from the first, for a quick build (all)")
-    tuning: Path | None = _path("file of measurements that choose kernels (those shipped with llmc)", "FILE")
+    tuning: Path | None = _path("file of llmc tune by which kernels are chosen (records shipped with llmc)", "FILE")
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")
     reuse: bool = option(
-        True, "use cached kernels only: neither read nor write whole artifacts in the cache", read=None,
+        True, "neither read nor write whole artifacts in the cache, only kernels", read=None,
         flags=("--no-reuse",), commands=COMPILE_AND_TUNE, group=FILES,
     )  # fmt: skip
     hub: Hub = field(default=PUBLIC)

@@ -31,7 +31,7 @@ def weight_shapes(graph: Graph) -> list[tuple[str, str, tuple[int, ...], int]]:
     for name, *_ in out:
         if name in seen or not name:
             cause = f"two outputs named {name!r}" if name else "an output without a name"
-            raise Diagnostic("E124", f"the weights graph has {cause}", "name every output once")
+            raise Diagnostic("E124", f"the weights graph has {cause}", "give every output a different name")
         seen.add(name)
     return out
 

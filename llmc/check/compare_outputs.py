@@ -121,7 +121,7 @@ def _first_rank(m: Module, g: Graph, inputs: Inputs, exact: bool) -> list[Array]
     """Evaluate a graph on all ranks; raises Diagnostic E425 if it has states, of which each rank has its own."""
     if any(v.type.state for v in g.inputs):
         cause = f"@{g.name} is sharded and has states, of which each rank has its own"
-        raise Diagnostic("E425", cause, "check the pass shard before page-attention")
+        raise Diagnostic("E425", cause, "check the pass shard before page-attention, which adds the states")
     weights, arrays = m.graphs.get("weights"), []
     for rank in range(m.symbols[RANK][1] + 1):
         known = dict(inputs.arrays)
@@ -163,11 +163,12 @@ def judged(name: str, expected: Sequence[Array], actual: Sequence[Array], names:
     """Compare the outputs; raises Diagnostic E425 if one differs by more than the tolerance."""
     if len(expected) != len(actual):
         cause = f"@{name} had {len(expected)} outputs and has {len(actual)}"
-        raise Diagnostic("E425", cause, "the pass changes the meaning")
+        raise Diagnostic("E425", cause, "correct the pass: it must keep the number of outputs")
     worst = 0.0
     for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.shape != b.shape:
-            raise Diagnostic("E425", f"@{name}: output {i} has shape {b.shape}, it had {a.shape}", "the pass is wrong")
+            cause = f"@{name}: output {i} has shape {b.shape}, it had {a.shape}"
+            raise Diagnostic("E425", cause, "correct the pass: it must keep the shapes of outputs")
         error = difference(a, b)
         worst = max(worst, error)
         if error > TOLERANCE:

@@ -224,7 +224,7 @@ def _build(config: Any, dtype: str, pooled: PooledModel | None) -> Any:
     if missing:
         raise Diagnostic(
             "E305",
-            f"{type(model).__name__}.forward takes no {' and no '.join(sorted(missing))}, as a decoder's does",
+            f"{type(model).__name__}.forward has no {' and no '.join(sorted(missing))} parameter",
             KNOWN_TO_WORK,
         )
     return model

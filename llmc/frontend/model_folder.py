@@ -74,7 +74,7 @@ TESTED = (
     "openai-gpt",
 )  # fmt: skip
 
-KNOWN_TO_WORK = f"tested architectures: {', '.join(TESTED[:8])} and {len(TESTED) - 8} more, see docs/models.md"
+KNOWN_TO_WORK = f"use a tested architecture: {', '.join(TESTED[:8])} or {len(TESTED) - 8} more in docs/models.md"
 
 
 @dataclass(frozen=True)

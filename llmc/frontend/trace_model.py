@@ -208,7 +208,7 @@ def _limit(config: Any) -> int:
 
     limit = alibi.limit(config) or getattr(config, "max_position_embeddings", None)
     if not limit:
-        raise Diagnostic("E302", "config.json has no max_position_embeddings", "add its longest sequence")
+        raise Diagnostic("E302", "config.json has no max_position_embeddings", "add it: the maximum length in tokens")
     rope = _rope(config)
     stretch = rope.get("factor") or 1.0 if rope.get("rope_type") in ("linear", "yarn") else 1.0
     longest = max(int(limit), int((rope.get("original_max_position_embeddings") or limit) * stretch))

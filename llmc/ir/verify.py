@@ -53,12 +53,12 @@ def _check_symbols(g: Graph, m: Module) -> None:
         minimum, maximum = m.symbols.get(symbol, (1, 0))
         if not minimum <= low <= high <= maximum:
             cause = f"@{g.name}: {symbol} in [{low}, {high}] is not inside the symbol's bounds"
-            raise Diagnostic("E402", cause, f"sym {symbol} in [{low}, {high}]")
+            raise Diagnostic("E402", cause, f"declare it with these bounds: sym {symbol} in [{low}, {high}]")
     for v in g.values:
         used = {symbol for size in v.type.shape for symbol in size.symbols}
         if undeclared := sorted(used - m.symbols.keys()):
             cause = f"@{g.name}: {_described(v)} has the undeclared symbol {undeclared[0]}"
-            raise Diagnostic("E402", cause, f"sym {undeclared[0]} in [..]")
+            raise Diagnostic("E402", cause, f"declare it: sym {undeclared[0]} in [LOW, HIGH]")
 
 
 def _check_operand(g: Graph, n: Node, v: Value, seen: set[Value], overwritten_by: dict[Value, Node]) -> None:

@@ -21,14 +21,14 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     limit = "time in seconds after which no measurement is started (600)"
     p.add_argument("--limit", type=positive_number, default=600.0, metavar="SECONDS", help=limit)
     p.add_argument("--context", type=positive, default=1024, metavar="N", help="tokens in the KV cache per row (1024)")
-    sustained = "run each candidate for this time without pauses, as long prompts do at a GPU's power limit (0: bursts)"
+    sustained = "seconds to run each candidate without pauses, as long prompts at a GPU's power limit (0: bursts)"
     p.add_argument("--sustained", type=_duration, default=0.0, metavar="SECONDS", help=sustained)
     p.add_argument("--kernels", default="", metavar="A,B", help="kernels to measure (all)")
-    compare = "print a comparison instead: of kernels with all others, or of launches that another artifact lacks"
+    compare = "print a comparison instead: these kernels with all others, or launches that another artifact lacks"
     p.add_argument("--compare", metavar="A,B|ARTIFACT", help=compare)
     p.add_argument("--all", action="store_true", help="also measure nodes that have a single candidate")
     p.add_argument(
-        "--show", metavar="FILE", help="print the choices that a file of measurements gives, and measure nothing"
+        "--show", metavar="FILE", help="print the kernels that a file of measurements chooses, without measuring"
     )
     add_options(p, "tune")
     p.set_defaults(target="")

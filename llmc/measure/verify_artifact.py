@@ -65,7 +65,7 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
     """
     if manifest.weights.mode == "none":
         if record or canary:
-            raise LlmcError("E111", f"{path} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
+            raise LlmcError("E111", f"{path} has no weights yet", f"run llmc pack {path} CHECKPOINT")
         return {}
     if manifest.is_draft_model:
         if record or canary:
@@ -74,7 +74,7 @@ def _run(path: Path, manifest: Manifest, record: bool, canary: bool, problems: l
         load_kernels(path)
         return {}
     if canary and not record and CANARY not in manifest.files:
-        raise LlmcError("E126", f"{path} has no canary", "llmc verify --record ARTIFACT, on a trusted machine")
+        raise LlmcError("E126", f"{path} has no canary", f"run llmc verify --record {path} on a trusted machine")
     executor = load_executor(path)
     try:
         if record:

@@ -62,13 +62,14 @@ def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]
     for key, value in values.items():
         if key not in types:
             known = ", ".join(types) or "none"
-            raise Diagnostic("E421", f"pass {name} has no option {key!r}", f"its options: {known}")
+            raise Diagnostic("E421", f"pass {name} has no option {key!r}", f"use one of its options: {known}")
         default = getattr(kind, key, None)
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             values[key] = float(value)
         elif default is not None and type(value) is not type(default):
             expected = type(default).__name__
-            raise Diagnostic("E421", f"pass {name}: {key}={value!r} is not of type {expected}", f"default: {default!r}")
+            cause = f"pass {name}: {key}={value!r} is not of type {expected}"
+            raise Diagnostic("E421", cause, f"write a value such as the default, {default!r}")
     return kind(**values)
 
 
@@ -125,7 +126,7 @@ def _position(out: Sequence[Pass], name: str, item: str) -> int:
     at = [i for i, p in enumerate(out) if p.name == name]
     if not at:
         names = ", ".join(p.name for p in out) or "nothing"
-        raise Diagnostic("E420", f"{item!r}: the pipeline so far has no {name!r}", f"its passes: {names}")
+        raise Diagnostic("E420", f"{item!r}: the pipeline so far has no {name!r}", f"use one of its passes: {names}")
     return at[-1] if item.startswith("after") else at[0]
 
 

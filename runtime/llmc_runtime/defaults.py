@@ -40,14 +40,15 @@ def generation_of(
         unknown = sorted(set(override) - set(KEYS))
         if unknown:
             cause = f"override_generation_config: {unknown[0][:60]!r} is not one of its keys"
-            raise LlmcError("E612", cause, ", ".join(KEYS))
+            raise LlmcError("E612", cause, f"use {', '.join(KEYS)}")
         samples = {"do_sample": True} if set(override) & set(_SAMPLES) else {}
         values |= samples | dict(override)
     if override or config not in (None, AUTO):
         try:
             default_params(values)
         except LlmcError as e:
-            raise LlmcError("E612", e.cause.replace(_FILE, "sampling defaults"), "values as in docs/running.md") from e
+            cause = e.cause.replace(_FILE, "sampling defaults")
+            raise LlmcError("E612", cause, "use values that docs/running.md lists") from e
     return values
 
 

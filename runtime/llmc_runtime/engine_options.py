@@ -169,8 +169,8 @@ class EngineOptions(metaclass=KeywordChecks):
         check=optional_switch, engine=True,
     )  # fmt: skip
     state_snapshots: int | None = option(
-        None, "number of snapshots of the states of recurrent layers, at which prefixes can be reused (default: two "
-        "per sequence, in up to a quarter of the KV cache's memory; 0: no prefix caching of such a model)",
+        None, "number of snapshots of the states of recurrent layers, at which cached prefixes can be reused (default: "
+        "two per sequence, in up to a quarter of the KV cache's memory; 0: no prefix caching for such a model)",
         commands=_SERVE, read=int, metavar="N", check=_integer("E201", 0, 1 << 20), engine=True,
     )  # fmt: skip
     scheduling_policy: str = option(
@@ -179,7 +179,7 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
     speculate: Mapping[str, Any] | str | None = option(
         None, "method of speculative decoding, with the maximum number of drafted tokens K: ngram[:K] (prompt lookup), "
-        "suffix[:K] (text that followed earlier in this and other outputs), draft[:K] (a draft model), eagle[:K] or "
+        "suffix[:K] (text that followed in this and earlier outputs), draft[:K] (a draft model), eagle[:K] or "
         "mtp[:K] (a head or layer), the method of an installed package, off (default), or vLLM's JSON, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}. Needs an artifact compiled with --speculate K; for draft, '
         "eagle and mtp, one with --draft, or --draft-model",
@@ -196,16 +196,16 @@ class EngineOptions(metaclass=KeywordChecks):
         commands=_BOTH, read=None, check=switch,
     )  # fmt: skip
     chat_template: str | None = option(
-        None, "file with a chat template (in Python its text), or the name of one of the model's", commands=_RUN,
-        metavar="FILE|NAME", group="chats and sampling",
+        None, "file with a chat template (in Python its text), or the name of one of the model's templates",
+        commands=_RUN, metavar="FILE|NAME", group="chats and sampling",
     )  # fmt: skip
     generation_config: str = option(
-        "auto", "sampling defaults: auto (the model's generation_config.json), vllm (none), or a folder with another",
-        commands=_BOTH, metavar="auto|vllm|DIR", group="chats and sampling",
+        "auto", "sampling defaults: auto (the model's generation_config.json), vllm (none), or a folder with another "
+        "such file", commands=_BOTH, metavar="auto|vllm|DIR", group="chats and sampling",
     )  # fmt: skip
     override_generation_config: Mapping[str, Any] | None = option(
-        None, 'sampling defaults that replace these, such as {"temperature": 0.7}', commands=_BOTH, read=parse_override,
-        metavar="JSON", group="chats and sampling",
+        None, 'sampling defaults that override those of --generation-config, such as {"temperature": 0.7}',
+        commands=_BOTH, read=parse_override, metavar="JSON", group="chats and sampling",
     )  # fmt: skip
     target: str | None = option(
         None, "target for which a folder is compiled (cpu:native), or that an artifact must have",
@@ -225,7 +225,7 @@ class EngineOptions(metaclass=KeywordChecks):
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "whether to check the weights' hashes at startup; --no-verify skips the check", commands=_RUN,
+        True, "check the weights' hashes at startup; --no-verify skips the check", commands=_RUN,
         flags=("--no-verify",), read=None, check=switch, engine=True,
     )  # fmt: skip
     canary: bool = option(
@@ -366,7 +366,7 @@ class EngineArgs(EngineOptions):
         3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_number(0)
     )
     restart_delay: float = option(
-        0.5, "seconds before the first restart of the engine process; doubled for each further one", check=_number(0)
+        0.5, "seconds before the first restart of the engine process, doubled for each further one", check=_number(0)
     )
     max_restart_delay: float | None = option(
         None,

@@ -175,9 +175,10 @@ def template_variables(template: Mapping[str, Any]) -> dict[str, Any]:
     refuse_tokenization(variables.pop("tokenization_kwargs", None))
     form = variables.pop("chat_template_content_format", "auto")
     if form not in ("auto", "string"):
-        raise LlmcError("E648", f"chat_template_content_format={form!r:.60} is not supported", "content is text")
+        cause = f"chat_template_content_format={form!r:.60} is not supported"
+        raise LlmcError("E648", cause, "leave it out: content is text")
     if value := variables.pop("mm_processor_kwargs", None):
-        raise LlmcError("E648", f"mm_processor_kwargs={value!r:.60} is not supported", "prompts are text")
+        raise LlmcError("E648", f"mm_processor_kwargs={value!r:.60} is not supported", "leave it out: prompts are text")
     return variables | dict(variables.pop("chat_template_kwargs", None) or {})
 
 

@@ -92,7 +92,7 @@ def test_architecture(tmp_path: Path) -> None:
     fails(
         "E303",
         "'llamma'",
-        "did you mean 'llama'? tested architectures: llama, qwen2",
+        "did you mean 'llama'? use a tested architecture: llama, qwen2",
         do=lambda: trace(config(tmp_path, model_type="llamma", architectures=None)),
     )
     fails("E303", "'vit'", "no causal", do=lambda: trace(config(tmp_path, model_type="vit")))

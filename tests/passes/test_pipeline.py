@@ -170,7 +170,7 @@ def test_opt_prints_stops_and_times() -> None:
     assert "time: cse" not in text
     body = text[text.rindex("sym T") :]
     assert show(parse(body, OPS)) in text
-    with pytest.raises(Diagnostic, match="--stop-after memory: that pass is not run"):
+    with pytest.raises(Diagnostic, match="--stop-after memory: the pipeline has no such pass"):
         opt("-p", "cse", "--stop-after", "memory")
     with pytest.raises(Diagnostic, match=r"E424.*--only model.layers.7"):
         opt("-p", "cse", "--only", "model.layers.7")

@@ -141,7 +141,7 @@ class Shard(Pass):
         if self.ranks == 1 or not ctx.spend():
             return 0
         if RANK in m.symbols:
-            raise Diagnostic("E437", f"the module has a symbol {RANK}, as a sharded one", "shard a module only once")
+            raise Diagnostic("E437", f"the module is sharded already: it has a symbol {RANK}", "run shard only once")
         m.symbols[RANK] = (0, self.ranks - 1)
         graphs = m.launched
         done = sum(separate(g, ctx) + prepare(g, self.ranks, ctx) for g in graphs)

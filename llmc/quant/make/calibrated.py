@@ -146,7 +146,7 @@ def _outside(source: ModelSource, plan: Plan, name: str, out: ShardWriter) -> No
     if name in plan.experts:
         out.add_weight(plan.weights[name], round_to_nearest(finite(name, x.float()), plan.recipe, x.dtype))
     elif name in plan.weights:
-        raise Diagnostic("E354", f"{name} is in none of the layers", f"--ignore {plan.weights[name]}")
+        raise Diagnostic("E354", f"{name} is not in a decoder layer", f"leave it out: --ignore {plan.weights[name]}")
     else:
         out.add(name, x)
 
@@ -173,7 +173,7 @@ def _layer(source: ModelSource, plan: Plan, layer: Layer, out: ShardWriter) -> s
     # The layers after this one are calibrated with the results of its quantised weights.
     if unused := sorted(linears.keys() - quantised.keys()):
         cause = f"{first_names(unused)} in {layer.path} are not used while the layer runs"
-        raise Diagnostic("E354", cause, f"--ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
+        raise Diagnostic("E354", cause, f"leave it out: --ignore {plan.weights[stored[f'{unused[0]}.weight']]}")
     for name in layer.experts:
         layer.experts[name].of(layer.module).copy_(quantised[name].values())
     for name in linears:

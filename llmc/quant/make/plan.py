@@ -46,14 +46,14 @@ class Settings:
         if self.kv and self.calibrate is None:
             raise Diagnostic("E351", "scales of the KV cache need texts", "add --calibrate FILE")
         if self.kv_scales != BY_LAYER and not self.kv:
-            cause = f"--kv-scales {self.kv_scales} is given, and no scales of the KV cache are requested"
+            cause = f"--kv-scales {self.kv_scales} without scales of the KV cache"
             raise Diagnostic("E351", cause, "add --kv-cache-dtype fp8 --calibrate FILE, or omit --kv-scales")
         if self.length < 2:
             cause = f"--length {self.length}: in a window of one token, attention has nothing to attend to"
             raise Diagnostic("E351", cause, "use a --length of hundreds of tokens, as in the texts to be served")
         if self.scheme == NONE:
             if not self.kv or self.group_size is not None or self.ignore:
-                cause = "none leaves the weights as they are, and takes no --group-size and no --ignore"
+                cause = "--scheme none leaves the weights as they are; --group-size and --ignore have no effect"
                 raise Diagnostic("E351", cause, "use it with --kv-cache-dtype fp8 --calibrate FILE only")
             return UNCHANGED
         if self.scheme not in RECIPES:
@@ -75,7 +75,7 @@ class Settings:
             whole = ", ".join(r.name for r in RECIPES.values() if r.layout == "pack-quantized")
             raise Diagnostic("E351", f"{self.scheme} has no groups of columns", f"omit --group-size; {whole} do")
         if self.group_size < 1:
-            raise Diagnostic("E351", f"a group of {self.group_size} columns", "use 32, 64 or 128")
+            raise Diagnostic("E351", f"--group-size {self.group_size} is not supported", "use 32, 64 or 128")
         return recipe.grouped(self.group_size)
 
 

@@ -214,7 +214,7 @@ def require(executor: Executor) -> None:
     """
     artifact = executor.artifact
     if CANARY not in artifact.manifest.files:
-        remedy = f"llmc verify --record {artifact.root}, on a trusted machine"
+        remedy = f"run llmc verify --record {artifact.root} on a trusted machine"
         raise LlmcError("E126", f"{artifact.root} has no canary", remedy)
     canary = Canary.load(artifact.read(CANARY))
     if error := failure(check(executor, canary), canary, executor):

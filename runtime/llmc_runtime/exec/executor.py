@@ -112,7 +112,7 @@ class Executor:
         manifest = artifact.manifest
         for part in artifact.parts:
             if part.manifest.weights.mode == "none":
-                raise LlmcError("E111", f"{part.root} has no weights yet", "llmc pack ARTIFACT CHECKPOINT")
+                raise LlmcError("E111", f"{part.root} has no weights yet", f"run llmc pack {part.root} CHECKPOINT")
         self.capacity = kv_capacity(artifact, device, kv_bytes, snapshots)
         self._env = {"P": self.capacity.pages, **({RANK: artifact.rank} if manifest.ranks > 1 else {})}
         self._layout = Layout(artifact, device, self._env, self.capacity.snapshot_bytes)

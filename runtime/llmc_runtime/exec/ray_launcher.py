@@ -50,7 +50,7 @@ def reserve(address: str, place: Place) -> Any:
     need = f"{place.ranks} ranks of {place.threads} threads need {place.ranks * place.threads} CPUs"
     if _places(local, place) < place.ranks:
         available = ", ".join(map(str, sorted(local, reverse=True)))
-        cause = f"{need}, those of a rank on one Ray node of this machine, whose nodes have {available}"
+        cause = f"{need}, each rank's on one Ray node of this machine; its nodes have {available}"
         if _places(cpus, place) >= place.ranks:
             cause += f"; ranks share memory and cannot run on other machines (the cluster has {sum(cpus)} CPUs in all)"
         remedy = f"use fewer --threads, or start a node with more: ray start --num-cpus {place.ranks * place.threads}"
@@ -59,7 +59,7 @@ def reserve(address: str, place: Place) -> Any:
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(place.seconds):
         free = int(ray.available_resources().get("CPU", 0))
-        cause = f"{need}, and others use them: {free} of {sum(cpus)} CPUs of the cluster are free"
+        cause = f"{need}, and other Ray jobs use them: {free} of {sum(cpus)} CPUs of the cluster are free"
         raise LlmcError("E142", cause, "stop other Ray jobs, or start a node with more CPUs")
     return group
 

@@ -257,7 +257,9 @@ class Options:
         metavar="URL", check=_traces_url,
     )  # fmt: skip
     chat_template: str | None = _chats(
-        None, "file with a chat template, or the name of one of the model's (default: the model's)", metavar="FILE|NAME"
+        None,
+        "file with a chat template, or the name of one of the model's templates (default: the model's)",
+        metavar="FILE|NAME",
     )
     default_chat_template_kwargs: Mapping[str, Any] | None = _chats(
         None, 'default variables of the chat template, such as {"enable_thinking": false}; a request may set others',

@@ -219,9 +219,7 @@ class Serving:
             cause = (
                 f"max_tokens ({params.max_tokens}) leaves no tokens for a prompt; the model was compiled for {length}"
             )
-            raise to_api_error(
-                LlmcError("E603", cause, f"a smaller max_tokens, at most {length - 1}"), call.prompt_param
-            )
+            raise to_api_error(LlmcError("E603", cause, f"use a max_tokens of at most {length - 1}"), call.prompt_param)
         if sequences > MAX_CHOICES:
             cause = f"{count} prompts with n = {params.n} are more than {MAX_CHOICES} outputs"
             raise ApiError(f"{cause}; send several requests", param="n")

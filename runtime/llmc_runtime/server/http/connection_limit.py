@@ -185,7 +185,7 @@ def set_descriptor_limit(requested: int | None) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < needed and requested is not None:
             cause = f"{requested} connections need {needed} file descriptors, the limit is {hard}"
-            raise LlmcError("E667", cause, f"--max-connections {allowed(hard)[0]}, or a higher ulimit -n")
+            raise LlmcError("E667", cause, f"use --max-connections {allowed(hard)[0]}, or a higher ulimit -n")
         return min(requested or MAX_CONNECTIONS, allowed(soft)[0])
     return requested or MAX_CONNECTIONS
 

@@ -26,7 +26,7 @@ MAX_HANDSHAKE = 8 << 10
 _CERTIFICATES = 100 << 10  # further bytes if the server requests the client's certificate: OpenSSL's own limit
 _MAX_RETRY = 256  # bytes of a server's request for another hello; its certificate is longer
 RELOAD_SECONDS = 0.25  # between checks of the files
-_REMEDY = "--ssl-certfile with the certificate and then its chain, and --ssl-keyfile with its private key, all in PEM"
+_REMEDY = "pass --ssl-certfile with the certificate followed by its chain, and --ssl-keyfile with its key, both in PEM"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Tls:
             raise LlmcError("E649", f"{files}: {_reason(e)}", _REMEDY) from None
         except ValueError:  # raised by _no_password
             cause = f"the key of {self.certfile} is encrypted"
-            raise LlmcError("E649", cause, "openssl pkey -in KEY -out PLAIN") from None
+            raise LlmcError("E649", cause, "decrypt it: openssl pkey -in KEY -out PLAIN") from None
         try:
             if self.ca_certs is not None:
                 context.load_verify_locations(self.ca_certs)
