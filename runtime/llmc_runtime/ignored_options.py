@@ -51,19 +51,19 @@ def _refused(names: str, reason: str, *harmless: str, values: str = "1") -> Igno
 _AHEAD = "programs and device graphs are fixed at compile time"
 _CHUNKS = "prompts are always processed in chunks"
 _KERNELS = "kernels and page size are fixed in the artifact"
-_NO_PIPELINE = "layers stay together; --tensor-parallel-size divides each over ranks"
-_NO_CONTEXT = "each rank has the whole context of its heads; --tensor-parallel-size divides heads"
+_NO_PIPELINE = "pipeline parallelism is not supported: use --tensor-parallel-size"
+_NO_CONTEXT = "context parallelism is not supported: use --tensor-parallel-size"
 _DRAFTS = """use --speculative-config, such as '{"method": "ngram", "num_speculative_tokens": 4}'"""
 _ONE_FRONT = "one process answers HTTP for all engines; for more, start servers behind a load balancer"
 _COMPILED = "fixed at compile time: compile another artifact"
 _FILES = "the artifact has its own, from the model's folder: change it there, and compile again"
 NO_ADAPTERS = "adapters are not supported: merge them into the weights, and compile"
 _ONE_MACHINE = "engines run on one machine: for more machines, start a server on each, behind a router"
-_EXPERTS = "ranks divide every expert"
+_EXPERTS = "tensor parallelism divides every expert"
 _STATES = "states of recurrent layers are float32, and --state-snapshots sets how many are kept"
-_NO_CODE = "the server runs no code from outside"
+_NO_CODE = "the server loads no external code"
 _READ = "weights are read from the artifact's own files"
-_HOST = "nothing is moved between device and host"
+_HOST = "weights and the KV cache stay on the device"
 _TASK = "use --task generate, embed or classify"
 _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _GRAMMARS = "llguidance compiles all grammars; set options of a grammar in the request's structured_outputs"
@@ -87,7 +87,7 @@ IGNORED = (
     IgnoredFlags("--max-parallel-loading-workers", "--threads sets the number of threads that load weights"),
     _switch("--worker-use-ray --engine-use-ray --ray-workers-use-nsight", "see --distributed-executor-backend"),
     IgnoredFlags("--data-parallel-backend", "--distributed-executor-backend selects what starts ranks"),
-    _switch("--use-v2-block-manager --disable-async-output-proc", "the engine has one implementation of it"),
+    _switch("--use-v2-block-manager --disable-async-output-proc", "the engine has a single implementation"),
     IgnoredFlags(
         "--num-scheduler-steps --num-lookahead-slots --scheduler-delay-factor", "steps are planned one by one"
     ),
@@ -121,7 +121,7 @@ IGNORED = (
     IgnoredFlags("--all2all-backend --eplb-config --num-redundant-experts --expert-placement-strategy", _EXPERTS),
     IgnoredFlags("--dbo-decode-token-threshold --dbo-prefill-token-threshold", _EXPERTS),
     IgnoredFlags("--config-format", "the artifact has its own format"),
-    _switch("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there"),
+    _switch("--enable-tokenizer-info-endpoint", "/tokenizer_info is always enabled"),
     _switch("--enable-sleep-mode", "sleep mode is not supported; a start takes seconds"),
     _switch("--enable-request-id-headers", "responses always have X-Request-Id"),
     _switch("--enable-prompt-tokens-details", "usage always has prompt_tokens_details"),
@@ -161,7 +161,7 @@ REFUSED = (
     _refused("--calculate-kv-scales", "compile with --kv-cache-dtype fp8 --calibrate FILE", values=""),
     _refused("--pooler-config --override-pooler-config", "fixed at compile time: llmc compile --pooling KIND", "{}"),
     _refused("--enable-prompt-embeds", "prompts are text or token ids", values=""),
-    _refused("--additional-config", "there are no plugins of platforms that would read it", "{}"),
+    _refused("--additional-config", "there are no platform plugins", "{}"),
     _refused("--kv-transfer-config", "the KV cache stays in one engine"),
     _refused("--kv-events-config --ec-transfer-config", "the KV cache stays in one engine", "{}"),
     _refused("--revision", "name it with the model: llmc compile owner/name@REVISION -o DIR"),

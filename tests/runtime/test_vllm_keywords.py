@@ -57,7 +57,7 @@ def test_empty_values_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("pipeline_parallel_size", 2, "layers stay together"),
+        ("pipeline_parallel_size", 2, "pipeline parallelism is not supported"),
         ("trust_remote_code", True, "never run"),
         ("quantization", "awq", "compile another artifact"),
         ("tokenizer", "other/name", "its own"),
