@@ -62,7 +62,7 @@ def test_empty_values_change_nothing() -> None:
         ("quantization", "awq", "compile another artifact"),
         ("tokenizer", "other/name", "its own"),
         ("skip_tokenizer_init", True, "token ids"),
-        ("logits_processors", ["x"], "no code"),
+        ("logits_processors", ["x"], "no external code"),
         ("max_logprobs", 100, "20"),
         ("gpu_memory_utilisation", 0.9, "did you mean 'gpu_memory_utilization'?"),
         ("max_modle_len", 9, "did you mean 'max_model_len'?"),
