@@ -110,7 +110,7 @@ def tune(source: Path, output: Path, settings: Settings, options: Any = None) ->
         measured = Tuning.load(output) if output.exists() else Tuning()
         work = tuning_work(m, known, target, tuned, settings.every, settings.kernels, measured)
         if settings.kernels and not work:
-            cause = f"no node that has a choice can be run by {', '.join(settings.kernels)} on {target.name}"
+            cause = f"no node with several candidates can be run by {', '.join(settings.kernels)} on {target.name}"
             raise Diagnostic("E433", cause, "name kernels of the target, or leave --kernels out")
         if not work:
             cause = f"every node of {source} has a single candidate on {target.name}, so there is nothing to choose"

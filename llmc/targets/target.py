@@ -118,10 +118,10 @@ def deterministic(target: Target, speculate: int) -> Target:
         flags = (*target.flags, "-ffp-contract=off")
         return replace(target, deterministic=True, flags=flags, pipeline=target.pipeline + without)
     if target.arch not in _ORDERED_GPUS:
-        cause = f"--deterministic is not supported for {target.name}: the sums of its matrix instructions are not known"
+        cause = f"--deterministic is not supported for {target.name}: the order in which it adds is not known"
         raise Diagnostic("E512", cause, f"use a CPU target, or --target cuda:{_ORDERED_GPUS[-1]}")
     if speculate:
-        cause = f"--deterministic with --speculate is not supported for {target.name}: sampling there has other sums"
+        cause = f"--deterministic with --speculate is not supported for {target.name}: drafts change the order of sums"
         raise Diagnostic("E512", cause, "leave out --speculate and --draft, or use a CPU target")
     pipeline = target.pipeline.replace("split-kv", "split-kv{fixed=true}")
     pipeline = pipeline.replace("fuse-experts", "fuse-experts{route=false}")  # other ops for a single token

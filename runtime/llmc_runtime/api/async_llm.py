@@ -96,7 +96,7 @@ class AsyncLLM(AsyncPoolingAPI):
         Raises LlmcError as LLM does, and E660 to E664.
         """
         if self._started:
-            raise LlmcError("E660", "AsyncLLM was started before", "make another one")
+            raise LlmcError("E660", "AsyncLLM was started before", "create another one")
         self._started = True
         if self._front is None:
             self._front = await asyncio.to_thread(read_front, self.args, self._say)

@@ -23,7 +23,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType({
     "wake_up": "open it again; that takes seconds",
     "start_profile": "open it with trace=FILE for a trace of the engine's steps",
     "stop_profile": "open it with trace=FILE for a trace of the engine's steps",
-    "collective_rpc": "workers run no code from outside",
+    "collective_rpc": "workers load no external code",
     "apply_model": "the runtime has no torch module",
     "llm_engine": "use its own methods: stats, get_metrics, config",
 })  # fmt: skip

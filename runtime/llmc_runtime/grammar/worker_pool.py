@@ -41,7 +41,7 @@ def _unavailable(cause: str, remedy: str = "send the request again in a moment")
 
 def _failed(cause: str) -> LlmcError:
     """Return E652: an output cannot continue."""
-    return LlmcError("E652", cause, "ask for a simpler one, or for other texts")
+    return LlmcError("E652", cause, "use a simpler grammar, or other prompts")
 
 
 _GONE = _unavailable("the process that compiles grammars has ended")
@@ -62,7 +62,7 @@ class Grammar:
 
     def refusal(self, reason: str) -> LlmcError:
         """Return E651: the grammar is invalid or too large."""
-        return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {reason}", "correct it, or ask for less")
+        return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {reason}", "correct or simplify it")
 
 
 class Worker:
