@@ -21,16 +21,14 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = f"""\
 # Ops
 
-`python tests/test_docs.py` generates this page from the declarations in `llmc/ir/ops`. `llmc ops NAME` prints one op,
-also of an installed extension, and `llmc ops --json` prints all as data. [ir.md](ir.md) explains the text form.
+This page describes all ops, for developers who read stages of a compile or write passes and kernels.
+`python tests/test_docs.py` generates it from the declarations in `llmc/ir/ops`. `llmc ops NAME` prints one op, also of
+an installed extension, and `llmc ops --json` prints all as data. [ir.md](ir.md) explains the text form.
 
-- **Signature**: `(x: f[*b, k], w: fq[n, k]) -> x[*b, n]` binds sizes by matching, `*b` any number of axes, and gives
-  the types of the results; `x[...]` as a result has the dtype of `x`. Dtype classes: `f` float, `fq` float or
-  quantised, `i` integer, `b` boolean, `t` any. `xs*` is any number of operands, `s?` an optional one, `s?kv` one
-  that exists only if kv has 8-bit floats; `state` is memory that is updated in place.
-- **Cost**: flops and minimum bytes moved, as size text over the signature's names; `out` is the number of elements of
-  the first result, `bytes_x` the element size of x. If no bytes are given, every operand and result moves once, except
-  states.
+- **Signature**: the type rule, such as `(x: f[*b, k], w: fq[n, k]) -> x[*b, n]`
+  ([syntax](extending.md#signatures-of-ops)).
+- **Cost**: flops and bytes as expressions of the sizes ([syntax](extending.md#costs)). If no bytes are given, each
+  operand and result is counted once, except states.
 - **Generated**: kernels are generated from the op's scalar expression per element (or row), and the op can be fused
   with its neighbours.
 - **Compared with**: the function with which the tests compare the op's reference.
