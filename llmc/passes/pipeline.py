@@ -61,8 +61,8 @@ def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]
     values = {k.replace("-", "_"): v for k, v in options.items()}
     for key, value in values.items():
         if key not in types:
-            known = ", ".join(types) or "none"
-            raise Diagnostic("E421", f"pass {name} has no option {key!r}", f"use one of its options: {known}")
+            remedy = f"use one of its options: {', '.join(types)}" if types else "leave it out: the pass has no options"
+            raise Diagnostic("E421", f"pass {name} has no option {key!r}", remedy)
         default = getattr(kind, key, None)
         if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
             values[key] = float(value)

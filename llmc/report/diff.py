@@ -57,7 +57,7 @@ def _open(name: str) -> Opened | Stage:
     numbered = {file.removeprefix("ir/").removesuffix(".llir"): file for file in stages.values()}
     file = stages.get(stage_name) or numbered.get(stage_name)
     if file is None:
-        remedy = f"its stages: {', '.join(stages)}" if stages else "compile the model again"
+        remedy = f"use one of its stages: {', '.join(stages)}" if stages else "compile the model again"
         raise LlmcError("E129", f"{folder} has no stage {stage_name!r}", remedy)
     return stage(opened.text(file), f"{folder}/{file}")
 
