@@ -20,11 +20,11 @@ from llmc_runtime.server.tool_calls import registry
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.json_shape import JsonShape
 from llmc_runtime.server.tool_calls.parser_select import select_formats
-from llmc_runtime.server.tool_calls.python_literals import python_json
+from llmc_runtime.server.tool_calls.python_literals import PythonText
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
 from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
-from llmc_runtime.server.tool_calls.text_values import json_of, types_of
+from llmc_runtime.server.tool_calls.text_values import ScannedText, json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
 from tests.runtime.test_tools_text import written as text_written
@@ -360,7 +360,18 @@ def test_strings_are_emitted_as_they_come_and_other_values_when_complete(form: t
     st.text(max_size=2), st.integers(0, 1000),
 )  # fmt: skip
 def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> None:
-    """Damaged literals are refused, or have the same value."""
+    """Damaged literals are refused, or have the same value, also of a text in two pieces."""
+
+    def python_json(text: str) -> str | None:
+        found = list[str | None]()
+        for pieces in ((text,), (text[:at], text[at:])):
+            scan = ScannedText(PythonText())
+            for piece in pieces:
+                scan.push(piece)
+            found.append(scan.json())
+        assert found[0] == found[1]
+        return found[0]
+
     for text in (repr(value), json.dumps(value)):
         found = python_json(text)
         assert found is not None and json.loads(found) == value

@@ -249,11 +249,10 @@ class CallFormat(ABC):
         the end.
         """
         while True:
-            rest = self._text[self._at :]
-            mark = first_mark(rest, openers)
-            length = len(rest) - self._partial(rest, openers) if mark is None else mark[0]
-            self._emit_content(rest[:length])
-            self._at += length
+            mark = first_mark(self._text, openers, self._at)
+            end = len(self._text) - self._partial(openers) if mark is None else mark[0]
+            self._emit_content(self._text[self._at : end])
+            self._at = end
             if mark is not None:
                 self._mark, self._at = self._at, self._at + len(mark[1])
                 return mark[1]
@@ -261,10 +260,10 @@ class CallFormat(ABC):
                 return None
             yield
 
-    def _partial(self, text: str, openers: Sequence[str]) -> int:
-        """Return the length of the longest prefix of one of `openers` with which `text` ends."""
+    def _partial(self, openers: Sequence[str]) -> int:
+        """Return the length of the longest prefix of one of `openers` with which the text ends."""
         next_call = self._cut and self._count > 0  # a partial mark after a call is dropped as another call's
-        return 0 if self._ended and not next_call else begun_mark(text, openers)
+        return 0 if self._ended and not next_call else begun_mark(self._text, openers, self._at)
 
     def _attempt(self, reader: Steps[None]) -> Steps[bool]:
         """Try to parse calls. If the text is malformed, what follows the last mark becomes content. Returns whether
@@ -281,10 +280,11 @@ class CallFormat(ABC):
 
     def _next_marker(self, *markers: str, consume: bool = True) -> Steps[str | None]:
         """Return which of `markers` follows, after white space, and consume both; consume nothing if there is none."""
+        longest = MAX_SPACE + 1 + max(map(len, markers))
         while True:
-            rest = self._text[self._at :]
-            bare = rest.lstrip(SPACE)
-            space = len(rest) - len(bare)
+            ahead = self._text[self._at : self._at + longest]
+            bare = ahead.lstrip(SPACE)
+            space = len(ahead) - len(bare)
             marker = next((marker for marker in markers if bare.startswith(marker)), None)
             if marker is not None and space <= MAX_SPACE:
                 self._at += space + len(marker) if consume else 0

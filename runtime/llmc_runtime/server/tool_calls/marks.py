@@ -6,13 +6,21 @@ from collections.abc import Sequence
 
 
 def first_mark(text: str, marks: Sequence[str], start: int = 0) -> tuple[int, str] | None:
-    """Return the position and text of the first of the marks from `start` on, or None."""
-    return min(((at, mark) for mark in marks if (at := text.find(mark, start)) >= 0), default=None)
+    """Return the position and text of the first of the marks from `start` on, or None.
+
+    Short marks are searched for first, as they may be frequent; other ones only before those.
+    """
+    first: tuple[int, str] | None = None
+    for mark in sorted(marks, key=len):
+        at = text.find(mark, start, len(text) if first is None else first[0] + len(mark))
+        if at >= 0 and (first is None or (at, mark) < first):
+            first = at, mark
+    return first
 
 
-def begun_mark(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest prefix of one of `marks` with which the text ends; 0 for none."""
-    longest = min(max(map(len, marks)) - 1, len(text))
+def begun_mark(text: str, marks: Sequence[str], start: int = 0) -> int:
+    """Return the length of the longest prefix of one of `marks` with which text[start:] ends; 0 for none."""
+    longest = min(max(map(len, marks)) - 1, len(text) - start)
     for length in range(longest, 0, -1):
         end = text[-length:]
         if any(mark.startswith(end) for mark in marks):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmc_runtime.server.tool_calls.call_format import CallPiece
-from llmc_runtime.server.tool_calls.reasoning import ReasoningParser, reasoning_tokens
+from llmc_runtime.server.tool_calls.reasoning import ReasoningParser, ReasoningTokens
 from llmc_runtime.server.tool_calls.response_plan import ResponsePlan
 
 
@@ -52,12 +52,13 @@ class MessageParser:
 
     def __init__(self, plan: ResponsePlan, quiet: bool = False) -> None:
         self._plan, self._quiet = plan, quiet
-        self._reasoning = None if plan.reasoning is None else ReasoningParser(plan.reasoning, plan.opened)
+        form, tokenizer = plan.reasoning, plan.formats.tokenizer
+        self._reasoning = None if form is None else ReasoningParser(form, plan.opened)
+        self._counted = None if form is None or tokenizer is None else ReasoningTokens(form, tokenizer)
         known = {} if plan.tools is None else plan.tools.known
         self._form, self._calls = plan.form, None if plan.form is None else plan.form(known)
         self._several = plan.tools is not None and plan.tools.several
         self._forced = plan.tools is not None and plan.tools.forced
-        self._ids: list[int] = []  # token ids as long as there may be reasoning
         self.reasoning_tokens = self.num_calls = 0
 
     def take(self, text: str, ids: Sequence[int], *, final: bool, cut: bool = False) -> Delta:
@@ -92,13 +93,12 @@ class MessageParser:
         return fields | ({"tool_calls": calls} if calls else {})
 
     def _split(self, parser: ReasoningParser, text: str, ids: Sequence[int], final: bool) -> tuple[str, str]:
-        plan, inside = self._plan, parser.inside
+        inside = parser.inside
         reasoning, content = parser.push(text, final=final)
-        if inside:
-            self._ids += ids
-            if parser.thinking and plan.reasoning is not None and plan.formats.tokenizer is not None:
-                ended = not parser.inside
-                self.reasoning_tokens = reasoning_tokens(plan.reasoning, plan.formats.tokenizer, self._ids, ended)
+        if inside and self._counted is not None:
+            self._counted.take(ids)
+            if parser.thinking:
+                self.reasoning_tokens = self._counted.count(ended=not parser.inside)
         return "" if self._quiet else reasoning, content
 
     def _add(self, calls: list[dict[str, Any]], piece: CallPiece) -> None:

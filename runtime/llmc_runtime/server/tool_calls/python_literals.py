@@ -243,9 +243,3 @@ def _json_of(literal: str) -> str | None:
 
 def _signed(sign: str, number: str) -> str:
     return ("-" if sign == "-" else "") + number
-
-
-def python_json(text: str) -> str | None:
-    """Return the JSON of a text that is one Python literal, with optional white space around it; else None."""
-    scan, text = PythonText(), text.strip(SPACE) + "\n"
-    return scan.take() if scan.feed(text, 0) >= len(text) - 1 and scan.done else None

@@ -188,21 +188,36 @@ def _trimmed(text: str) -> str:
     return text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
 
 
-def reasoning_tokens(form: ReasoningFormat, tokenizer: Tokenizer, ids: Sequence[int], whole: bool) -> int:
-    """Return how many of `ids`, which start with reasoning, belong to it, marks included. `whole`: it ends there."""
-    if not whole:
-        return len(ids)
-    marks = {tokenizer.token_id(mark): int(mark in form.ends) for mark in (*form.ends, *form.until)}
-    end = next(((i, marks[token]) for i, token in enumerate(ids) if token in marks), None)
-    stream, text = detokenizer(tokenizer, skip_special_tokens=False), ""
-    longest = max(map(len, (*form.ends, *form.until)))
-    for count, token in enumerate(ids, 1):
-        if end is not None and count == end[0] + 1:
-            return end[0] + end[1]
-        text = text[-longest:] + stream.push(token)
-        if any(mark in text for mark in form.ends):
-            return count
-    return len(ids)
+class ReasoningTokens:
+    """Counts the tokens of an output that belong to its reasoning, marks included.
+
+    They are searched for the end as they arrive: searching a long output at its end would hold the event loop for long.
+    """
+
+    def __init__(self, form: ReasoningFormat, tokenizer: Tokenizer) -> None:
+        marks = *form.ends, *form.until
+        self._ends = form.ends
+        self._special = {tokenizer.token_id(mark): int(mark in form.ends) for mark in marks}
+        self._longest = max(map(len, marks))
+        self._stream, self._text = detokenizer(tokenizer, skip_special_tokens=False), ""
+        self._count = 0  # of all tokens
+        self._end: int | None = None  # of the tokens up to the end
+
+    def take(self, ids: Sequence[int]) -> None:
+        """Append tokens of the output, which starts with reasoning."""
+        for at, token in enumerate(ids, self._count) if self._end is None else ():
+            if token in self._special:
+                self._end = at + self._special[token]
+                break
+            self._text = self._text[-self._longest :] + self._stream.push(token)
+            if any(mark in self._text for mark in self._ends):
+                self._end = at + 1
+                break
+        self._count += len(ids)
+
+    def count(self, ended: bool) -> int:
+        """Return how many of the tokens belong to the reasoning: all of them until it has `ended`."""
+        return self._count if self._end is None or not ended else self._end
 
 
 def lark_of(form: ReasoningFormat, opened: bool, marker: Marker) -> str:

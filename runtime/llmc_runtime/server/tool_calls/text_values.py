@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.server.tool_calls.json_stream import SPACE, JsonText
-from llmc_runtime.server.tool_calls.python_literals import python_json
+from llmc_runtime.server.tool_calls.python_literals import PythonText
 
 STRING = frozenset({"string"})
 _MAX_PARTS = 256
@@ -116,16 +116,61 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
-    """Return the JSON of a value written as `text`, preferably of one of `types`.
+class ScannedText:
+    """A text that is read as one value in the notation of `scan`, with optional white space around it."""
 
-    A value that can only be read as another type has that type; text that cannot be read otherwise is a string.
+    def __init__(self, scan: JsonText | PythonText) -> None:
+        self._scan, self._parts, self._begun, self.failed = scan, list[str](), False, False
+
+    def push(self, text: str) -> None:
+        """Append text."""
+        if not self._begun:
+            text = text.lstrip(SPACE)
+            self._begun = bool(text)
+        rest = text[self._scan.feed(text, 0) :]
+        self._parts.append(self._scan.take())
+        self.failed = self._scan.failed or bool(rest.strip(SPACE))
+
+    def json(self) -> str | None:
+        """End the text, and return the value as JSON; None if the text is not a value."""
+        if not self.failed:
+            self.push("\n")  # ends a number or a word
+        return "".join(self._parts) if self._scan.done and not self.failed else None
+
+
+class ValueText:
+    """Converts a value that is written as text to JSON. The text is read as it arrives: reading a long one at its end
+    would hold the event loop for long.
     """
-    if types != STRING:
-        for value in (plain_json(text), python_json(text)):
+
+    def __init__(self) -> None:
+        self._text = list[str]()
+        self._scans = ScannedText(JsonText()), ScannedText(PythonText())
+
+    def push(self, text: str) -> None:
+        """Append text."""
+        self._text.append(text)
+        for scan in self._scans:
+            if not scan.failed:
+                scan.push(text)
+
+    def json(self, types: frozenset[str]) -> str:
+        """End the text, and return the JSON of the value, preferably of one of `types`.
+
+        A value that can only be read as another type has that type; text that cannot be read otherwise is a string.
+        """
+        for scan in self._scans if types != STRING else ():
+            value = scan.json()
             if value is not None and _kept(_type_of(value), types):
                 return value
-    return json.dumps(text, ensure_ascii=False)
+        return json.dumps("".join(self._text), ensure_ascii=False)
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value written as `text` (see ValueText.json)."""
+    value = ValueText()
+    value.push(text)
+    return value.json(types)
 
 
 def _kept(kind: str, types: frozenset[str]) -> bool:
@@ -133,13 +178,6 @@ def _kept(kind: str, types: frozenset[str]) -> bool:
     if kind == "string":
         return bool(types) and "string" not in types
     return kind in types or (kind == "integer" and "number" in types) or "string" not in types
-
-
-def plain_json(text: str) -> str | None:
-    """Return the JSON of a text that is one JSON value, with optional white space around it; else None."""
-    scan, text = JsonText(), text.strip(SPACE) + "\n"
-    at = scan.feed(text, 0)
-    return scan.take().rstrip("\n") if scan.done and at >= len(text) - 1 else None
 
 
 def _type_of(value: str) -> str:

@@ -8,7 +8,7 @@ complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
 from llmc_runtime.server.tool_calls.marks import first_mark
 from llmc_runtime.server.tool_calls.tagged_args import MAX_FIELDS, ArguedFormat, Field
-from llmc_runtime.server.tool_calls.text_values import STRING, json_of, property_of, types_of
+from llmc_runtime.server.tool_calls.text_values import STRING, ValueText, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
 _MAX_VALUES = 4096  # of an enum; a grammar is too short for more, with their end tags
@@ -135,51 +135,63 @@ class XmlShape(ArguedFormat):
         if types == STRING:
             yield from self._text_value(key, ends)
             return
-        text = yield from self._raw(*ends, max_length=None)
-        value = json_of(text.removesuffix("\n") if self._framed() else text, types)
+        value = ValueText()
+        yield from self._until(ends, value.push, emitted=False)
         self._key(key)
-        self._emit_arguments(value)
+        self._emit_arguments(value.json(types))
         self._mark = self._at
 
     def _text_value(self, key: str, ends: Sequence[str]) -> Steps[None]:
         """Parse a string, and emit it as it arrives."""
-        begun, newline = False, ""
-        while True:
-            rest = self._text[self._at :]
-            mark = first_mark(rest, ends)
-            text = newline + rest[: len(rest) - self._partial(rest, ends) if mark is None else mark[0]]
-            self._at += len(text) - len(newline)
-            newline = "\n" if self._framed() and text.endswith("\n") else ""
+        begun = False
+
+        def take(text: str) -> None:
+            nonlocal begun
             if not begun:
                 self._key(key)
                 self._emit_arguments('"')
                 begun = True
-            self._emit_arguments(json.dumps(text[: len(text) - len(newline)], ensure_ascii=False)[1:-1])
-            self._mark = self._at - len(newline)
+            self._emit_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+        yield from self._until(ends, take, emitted=True)
+        self._emit_arguments('"')
+        self._mark = self._at
+
+    def _until(self, ends: Sequence[str], take: Callable[[str], None], *, emitted: bool) -> Steps[None]:
+        """Pass the text before the first of `ends` to `take` as it arrives, without a newline that encloses the value.
+        `ends[0]` is consumed, the others are not. `emitted`: what was taken is valid even if the rest is malformed.
+        """
+        newline = ""
+        while True:
+            rest = self._text[self._at :]
+            mark = first_mark(rest, ends)
+            text = newline + rest[: len(rest) - self._partial(ends) if mark is None else mark[0]]
+            self._at += len(text) - len(newline)
+            newline = "\n" if self._framed() and text.endswith("\n") else ""
+            take(text[: len(text) - len(newline)])
+            if emitted:
+                self._mark = self._at - len(newline)
             if mark is not None:
                 self._at += len(ends[0]) if mark[1] == ends[0] else 0
-                self._emit_arguments('"')
-                self._mark = self._at
                 return
             if self._ended:
                 raise Malformed
             yield
 
-    def _raw(self, *ends: str, max_length: int | None = _LONGEST_KEY) -> Steps[str]:
-        """Return the text before the first of `ends`. `ends[0]` is consumed, the others are not."""
-        looked, longest = self._at, max(map(len, ends))
+    def _raw(self, *ends: str) -> Steps[str]:
+        """Return the text before the first of `ends`, up to _LONGEST_KEY characters. `ends[0]` is consumed, the others
+        are not.
+        """
         while True:
-            mark = first_mark(self._text, ends, looked)
+            mark = first_mark(self._text, ends, self._at)
             if mark is not None:
                 at, end = mark
                 text, self._at = self._text[self._at : at], at + (len(end) if end == ends[0] else 0)
                 return text
-            if self._ended or (max_length is not None and len(self._text) - self._at > max_length):
+            if self._ended or len(self._text) - self._at > _LONGEST_KEY:
                 self._at = len(self._text) if self._ended else self._at
                 raise Malformed
-            before = max(len(self._text) - longest + 1, self._at) - self._at
             yield
-            looked = self._at + before
 
     # --- grammar
 
