@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Iterator
 
 import pytest
 from draw import SEED
@@ -80,3 +82,20 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         places = [p for index in draft._scopes.values() for found in index._places.values() for p in found]
         assert len(places) <= 300 and {id(tokens) for tokens, _ in places} <= {id(text.tokens) for text in kept}
         assert set(draft._scopes) == {text.scope for text in kept}
+
+
+def test_an_output_of_its_own_scope_is_forgotten_without_reading_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of an end is bounded by its own tokens, however many outputs are kept: thousands, if all are short."""
+
+    class Ended(deque[suffix_draft._Text]):
+        def __iter__(self) -> Iterator[suffix_draft._Text]:
+            raise AssertionError("all outputs are read")
+
+    monkeypatch.setattr(suffix_draft, "KEPT_TOKENS", 400)
+    draft = SuffixDraft()
+    draft._ended = Ended()
+    for number in range(300):
+        one = context(number, [number, 2, 3, 4, 5], 1, f"key/{number}")
+        draft.propose(one, 1)
+        draft.end(one)
+    assert len(draft._ended) == len(draft._scopes) == 100

@@ -27,10 +27,14 @@ _Place = tuple[Sequence[int], int]  # tokens, and a position in them
 
 
 class _Index:
-    """The latest occurrences of each sequence of MIN_MATCH tokens: the tokens it is in, and the position after it."""
+    """The latest occurrences of each sequence of MIN_MATCH tokens: the tokens it is in, and the position after it.
+
+    num_texts: ended outputs that are kept for it
+    """
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], deque[_Place]] = {}
+        self.num_texts = 0
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -116,6 +120,7 @@ class SuffixDraft(Draft):
         if len(output) <= MIN_MATCH:
             return
         text = _Text(output, self._scopes.setdefault(context.scope, _Index()), context.scope)
+        text.index.num_texts += 1
         self._ended.append(text)
         self._behind.append(text)
         self._kept += len(output)
@@ -128,7 +133,8 @@ class SuffixDraft(Draft):
             self._behind.popleft()
         for at in range(MIN_MATCH, text.num_indexed + 1):
             text.index.remove(text.tokens, at)
-        if not text.index and not any(other.index is text.index for other in self._ended):
+        text.index.num_texts -= 1
+        if not text.index.num_texts:
             del self._scopes[text.scope]
         self._kept -= len(text.tokens)
 
