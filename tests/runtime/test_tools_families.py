@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import random
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,11 +18,10 @@ from llmc_runtime.server.tool_calls import registry
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.json_shape import JsonShape
 from llmc_runtime.server.tool_calls.parser_select import select_formats
-from llmc_runtime.server.tool_calls.python_literals import PythonText
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING
 from llmc_runtime.server.tool_calls.registry import FORMATS, OpenAI
-from llmc_runtime.server.tool_calls.text_values import ScannedText, json_of, types_of
+from llmc_runtime.server.tool_calls.text_values import json_of, types_of
 
 from tests.runtime.test_tools_text import Parsed, check_pieces, cut, parsed
 from tests.runtime.test_tools_text import written as text_written
@@ -347,44 +344,6 @@ def test_strings_are_emitted_as_they_come_and_other_values_when_complete(form: t
     whole = written(form, [("f", {"list": [1, 2, 3], "size": 12})], random.Random(3))
     result = [getattr(one, "arguments", "") for one in form(TOOLS).push(whole)]
     assert "".join(result) == '{"list": [1, 2, 3], "size": 12}'
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False,
-        allow_infinity=False) | st.text(max_size=6),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-        max_leaves=9,
-    ),
-    st.text(max_size=2), st.integers(0, 1000),
-)  # fmt: skip
-def test_python_is_read_as_python_reads_it(value: Any, damage: str, at: int) -> None:
-    """Damaged literals are refused, or have the same value, also of a text in two pieces."""
-
-    def python_json(text: str) -> str | None:
-        found = list[str | None]()
-        for pieces in ((text,), (text[:at], text[at:])):
-            scan = ScannedText(PythonText())
-            for piece in pieces:
-                scan.push(piece)
-            found.append(scan.json())
-        assert found[0] == found[1]
-        return found[0]
-
-    for text in (repr(value), json.dumps(value)):
-        found = python_json(text)
-        assert found is not None and json.loads(found) == value
-    text = repr(value)
-    at %= len(text) + 1
-    text = text[:at] + damage + text[at:]
-    found = python_json(text)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            real = ast.literal_eval(text.strip(" \t\r\n"))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return
-    assert found is None or json.loads(found) == real
 
 
 def test_the_names_of_the_flags_are_those_of_the_formats() -> None:
