@@ -83,6 +83,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "small_body": ("server.requests.parse", "SMALL_BODY", "bytes"),
         "metrics_seconds": ("server.operations.metrics_exporter", "_TEXT_SECONDS", "s"),
         "held": ("server.call", "_TOKEN_BYTES", "bytes"),
+        "update_tokens": ("api.async_request", "MAX_UPDATE_TOKENS", ""),
         "containers": ("server.text_pool.text_messages", "MAX_CONTAINERS", ""),
         "values": ("server.text_pool.text_messages", "MAX_VALUES", ""),
         "fields": ("server.text_pool.text_messages", "MAX_FIELD_BYTES", "bytes"),
@@ -363,10 +364,12 @@ FIELDS: tuple[Row, ...] = (
     Row(("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
          "seed"), "numbers in ranges, applied on the device", NONE, NONE, NONE, ("sched.sampling_params",)),
     Row(("stream", "stream_options", "stream_options.include_usage", "stream_options.continuous_usage_stats"),
-        "at most one event for each token and output; slow readers get fewer, larger ones",
+        "at most one event for each token and output; slow readers get fewer, larger ones, and {update_tokens} tokens "
+        "in an iteration of the event loop; the text is parsed as it arrives",
         "one state per output, {held} per token; for a slow client, they count as unsent data once all tokens are "
         "generated",
-        "about 200 bytes per event in addition to the text", NONE, ("server.http.replies", "engine.output_processor")),
+        "about 200 bytes per event in addition to the text", NONE,
+        ("server.http.replies", "engine.output_processor", "api.async_request", "server.tool_calls.message")),
     Row(("truncate_prompt_tokens", "truncation_side"),
         "the whole prompt is tokenized, at most {listed} tokens, or as many as the context has", "the body's limit",
         NONE, "the kept tokens are counted", ("server.requests.sampling_fields", "server.prompting")),

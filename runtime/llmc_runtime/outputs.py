@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -194,15 +195,21 @@ class OutputAssembler:
         rows = None if new.logprobs is None else list(new.logprobs)
         return Piece(new.text, new.token_ids, rows, new.finish_reason, new.stop_reason, new.index)
 
-    def new_output(self) -> CompletionOutput:
-        """Do the same, and return a CompletionOutput."""
-        start, self._num_returned = self._num_returned, len(self.token_ids)
-        tokens, total, logprobs = self.token_ids[start:], None, None
+    def new_output(self, max_tokens: int = sys.maxsize) -> CompletionOutput:
+        """Return up to `max_tokens` tokens that are new since the last call of `piece` or `new_output`, and their text.
+
+        The finish reason comes with the last tokens.
+        """
+        start, end = self._num_returned, min(len(self.token_ids), self._num_returned + max_tokens)
+        self._num_returned, later = end, len(self.token_ids) - end
+        tokens, total, logprobs = self.token_ids[start:end], None, None
         if self.params.logprobs is not None:
-            logprobs = LogprobRows(self.token_ids, self._rows, self._decoded, start, self._num_returned)
-            total = sum(self._rows.own(i)[0] for i in range(start, self._num_returned))
-        text = self._text.new_text(final=self.finished)
-        return CompletionOutput(self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason)
+            logprobs = LogprobRows(self.token_ids, self._rows, self._decoded, start, end)
+            total = sum(self._rows.own(i)[0] for i in range(start, end))
+        after_later = later + self.finished if later else 0  # the end of the output is a piece of text, too
+        text = self._text.new_text(final=self.finished and not later, later=after_later)
+        reason, stop = (None, None) if later else (self.finish_reason, self.stop_reason)
+        return CompletionOutput(self.index, text, tokens, total, logprobs, reason, stop)
 
     def output(self) -> CompletionOutput:
         """Return everything so far."""

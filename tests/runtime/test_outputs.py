@@ -10,7 +10,7 @@ import pytest
 import textkit
 from draw import of_test
 from llmc_runtime import SamplingParams
-from llmc_runtime.api.async_request import AsyncRequestState
+from llmc_runtime.api.async_request import MAX_UPDATE_TOKENS, AsyncRequestState
 from llmc_runtime.engine.input_processor import prepare
 from llmc_runtime.engine.messages import Delta, Rows, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
@@ -137,3 +137,37 @@ def test_a_step_notifies_each_request_once(monkeypatch: pytest.MonkeyPatch) -> N
     outputs.process([RequestDelta(one, [7], "length") for one in states[1].ids])
     assert calls == ["a", "b", "b"] and states[1].finished and not states[0].finished
     assert [part.token_ids for part in states[1].parts] == [[7, 7]] * count
+
+
+@pytest.mark.parametrize("stop", [None, ["zz", "Q"]])
+def test_a_late_reader_gets_a_long_output_in_parts(stop: list[str] | None) -> None:
+    """What a reader does with a part is limited; its text never precedes its tokens, and the last part ends it."""
+
+    async def read() -> None:
+        rng = random.Random(of_test())
+        tok = Tokenizer(textkit.byte_level(), {}, {})
+        params = SamplingParams(max_tokens=5000, n=3, stop=stop)
+        state = AsyncRequestState("delta", 0.0, "r", None, [50], params, tok)
+        wanted: list[list[int]] = []
+        for part, length in zip(state.parts, (5000, 3, 1100), strict=True):
+            ids = [rng.randrange(97, 123) for _ in range(length)]  # letters, perhaps a stop string
+            for i, token in enumerate(ids):
+                part.add(RequestDelta("1", [token], "length" if i == length - 1 else None))
+            wanted.append(part.token_ids)
+        state.notify()
+        tokens: list[list[int]] = [[], [], []]
+        texts = ["", "", ""]
+        ends = [0, 0, 0]
+        while (output := await state.next()) is not None:
+            assert 0 < sum(len(one.token_ids) for one in output.outputs) <= MAX_UPDATE_TOKENS
+            assert output.finished == (sum(ends) + sum(one.finished() for one in output.outputs) == 3)
+            for one in output.outputs:
+                assert not ends[one.index]
+                tokens[one.index] += one.token_ids
+                texts[one.index] += one.text
+                ends[one.index] += one.finished()
+                assert tok.decode(tokens[one.index]).startswith(texts[one.index])
+        assert tokens == wanted and ends == [1, 1, 1]
+        assert texts == [part._text.text for part in state.parts]
+
+    asyncio.run(read())

@@ -69,7 +69,7 @@ def test_the_output_is_that_of_the_whole_text_whenever_it_is_read(
     for token in range(len(pieces)):
         out.push(token)
         if data.draw(st.booleans()):
-            shown += out.new_text()
+            shown += out.new_text(later=data.draw(st.integers(0, 3)))
             assert out.text.startswith(shown)
     out.finish()
     assert shown + out.new_text(final=True) == out.text

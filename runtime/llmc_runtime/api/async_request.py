@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import Callable
 from copy import copy
@@ -18,6 +19,7 @@ from llmc_runtime.outputs import CompletionOutput, RequestOutput, RequestState
 from llmc_runtime.sched.parameter_type import refused
 
 OUTPUT_KINDS = ("cumulative", "delta", "final_only")
+MAX_UPDATE_TOKENS = 512  # tokens that one delta returns, over all outputs: what its reader does with them takes time
 _MAX_TIMEOUT_SECONDS = 1_000_000
 _MAX_INLINE = 200  # prompt tokens whose log-probabilities are converted without a thread
 
@@ -89,16 +91,25 @@ class AsyncRequestState(RequestState):
         return None
 
     def _changed_outputs(self) -> list[CompletionOutput]:
-        """Return the outputs that have changed, or all of them for "cumulative"; none if nothing has changed."""
-        changed = []
+        """Return the outputs that have changed, or all of them for "cumulative"; none if nothing has changed.
+
+        For "delta", what exceeds MAX_UPDATE_TOKENS is left for the next call.
+        """
+        changed, room = [], MAX_UPDATE_TOKENS if self._kind == "delta" else sys.maxsize
         for part in tuple(self._open):
             if not (part.has_new_tokens or part.finished):
                 continue
-            changed.append(new := part.new_output())
+            if room <= 0:
+                self._changed = True
+                break
+            changed.append(new := part.new_output(room))
+            room -= len(new.token_ids)
             if self._kind != "delta":
                 self._texts[new.index] += new.text
-            if part.finished:
+            if new.finish_reason is not None:
                 self._open.remove(part)
+            elif part.has_new_tokens:
+                self._changed = True
         if self._kind == "delta" or not changed:
             return changed
         return [replace(part.output(), text=self._texts[part.index]) for part in self.parts]

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.api.async_llm import AsyncLLM
+from llmc_runtime.api.async_request import MAX_UPDATE_TOKENS
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
@@ -44,6 +45,7 @@ MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
 # Prompts of models that pool that are sent to the engine in an iteration of the event loop: about 1 ms.
 _STARTS_PER_ITERATION = 4
 MAX_SECONDS = 1_000_000  # of a client's timeout
+_LARGE_UPDATE = MAX_UPDATE_TOKENS // 2  # tokens; parsing and encoding more takes about as long as a slice of encoding
 
 
 class Serving:
@@ -266,7 +268,7 @@ class Serving:
     async def _admitted(
         self, jobs: list[tuple[Prompt, SamplingParams]], priority: int, salt: str, call: Call
     ) -> Updates:
-        record, resources = call.record or Record(), call.resources
+        record, resources, encoding = call.record or Record(), call.resources, self.encoding.of(call.key)
         record.begin(call.id, [prompt for prompt, _ in jobs], call.request_id, jobs[0][1])
         per_prompt = [self.metrics.begin(len(prompt.ids), params, call.key) for prompt, params in jobs]
         self.metrics.count_for_key(call.key, "key_requests")
@@ -287,8 +289,10 @@ class Serving:
             async with aclosing(merged(updates)) as items:  # type: ignore[type-var]
                 async for item in items:
                     resources.slot.begin()
-                    record.take(item[1])
+                    is_large = record.take(item[1]) > _LARGE_UPDATE
                     yield item
+                    if is_large:
+                        await encoding.pause()
         except ApiError as e:
             record.fail(e.code)
             raise

@@ -101,14 +101,19 @@ class OutputText:
         self._returned[:] = ["".join(self._returned)]  # join once: this is read after every token
         return "".join((*self._returned, *self._new))
 
-    def new_text(self, *, final: bool = False) -> str:
-        """Return the text not returned before. Unless `final`, possible parts of a stop string are held back."""
-        text = "".join(self._new)
+    def new_text(self, *, final: bool = False, later: int = 0) -> str:
+        """Return the text not returned before. Unless `final`, possible parts of a stop string are held back.
+
+        The last `later` pieces, one for each call of `push` or `finish`, are left for further calls.
+        """
+        end = max(0, len(self._new) - later)
+        text, rest = "".join(self._new[:end]), self._new[end:]
         self._new.clear()
         if self._stops.hold and not final and self.stopped_by is None:
             end = max(0, len(text) - self._stops.hold)
             self._new.append(text[end:])
             text = text[:end]
+        self._new += rest
         self._returned.append(text)
         return text
 

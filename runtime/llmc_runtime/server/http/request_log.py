@@ -162,8 +162,8 @@ class Record:
                 fields = {"request_id": request_id, "id": name, "prompt": text[:_MAX_TEXT]}
                 log.info("prompt", extra={"fields": fields})
 
-    def take(self, output: RequestOutput) -> None:
-        """Record an update of the response."""
+    def take(self, output: RequestOutput) -> int:
+        """Record an update of the response. Return the number of its tokens."""
         new = 0
         for completion in output.outputs:
             new += len(completion.token_ids)
@@ -173,6 +173,7 @@ class Record:
             self._first, self.times = time.monotonic(), output.times
         self._output += new
         self._cached[output.request_id] = output.num_cached_tokens
+        return new
 
     def fail(self, code: str | None, refusal: str | None = None) -> None:
         """Record an error code. `refusal` is the reason if the request was not admitted."""
