@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from llmc_runtime.logprobs import Logprob, LogprobRows, Row
@@ -106,36 +106,33 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
         request, ids = self._request, {}
         if request.return_token_ids:
             ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": prompt.ids})
-        tokens = list(choice.token_ids)
-        rows: list[Sequence[Row | None]] = [choice.logprobs or []]
-        text, prompting = "".join(choice.text), self._serving.prompting
-        shown = [request.skip_special_tokens is False or not prompting.is_special(token) for token in tokens]
-        if request.echo and prompt is not None:
-            text = (prompt.text or "") + text
-            tokens = prompt.ids + tokens
-            unseen = prompting.unseen(prompt)
-            shown = [False] * unseen + [True] * (len(prompt.ids) - unseen) + shown
-            rows = [scores or [None] * len(prompt.ids), *rows]
+        text, echoed = "".join(choice.text), prompt if request.echo else None
+        if echoed is not None:
+            text = (echoed.text or "") + text
         offsets.setdefault(index, 0)
-        logprobs = None if request.logprobs is None else self._logprobs(tokens, rows, shown, offsets, index)
+        logprobs = None if request.logprobs is None else self._logprobs(echoed, choice, scores, offsets, index)
         return {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason, **ids,
         }  # fmt: skip
 
     def _logprobs(
-        self,
-        tokens: list[int],
-        rows: list[Sequence[Row | None]],
-        shown: list[bool],
-        offsets: dict[int, int],
-        index: int,
+        self, echoed: Prompt | None, choice: Choice, scores: Scores, offsets: dict[int, int], index: int
     ) -> dict[str, Any]:
-        """Return OpenAI's logprobs object.
+        """Return OpenAI's logprobs object of an output, with those of its prompt if that is echoed.
 
-        During encoding, offsets[index] advances to the offset of the next token. Tokens that are not `shown` have no
+        During encoding, offsets[index] advances to the offset of the next token. Tokens that the text lacks have no
         width.
         """
+        tokens, prompting = list(choice.token_ids), self._serving.prompting
+        rows: list[Sequence[Row | None]] = [choice.logprobs or []]
+        every = self._request.skip_special_tokens is False
+        shown: Iterator[bool] = (every or not prompting.is_special(token) for token in choice.token_ids)
+        if echoed is not None:
+            tokens = echoed.ids + tokens
+            unseen = prompting.unseen(echoed)
+            shown = chain(repeat(False, unseen), repeat(True, len(echoed.ids) - unseen), shown)
+            rows = [scores or [None] * len(echoed.ids), *rows]
         texts = partial(self._texts, tokens, rows)
 
         def text_offsets() -> Iterator[int]:
