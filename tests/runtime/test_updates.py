@@ -10,9 +10,20 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+
+pytest.importorskip("starlette")
+from llmc_runtime.api.async_request import MAX_UPDATE_TOKENS
 from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.prompts import Prompt
+from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.server.call import Call
+from llmc_runtime.server.http.lazy_json import Encoding
 from llmc_runtime.server.http.replies import Stream
+from llmc_runtime.server.requests.request_fields import CompletionRequest
 from llmc_runtime.server.updates import Updates, merged, started
+
+from tests.runtime.async_kit import settled
+from tests.runtime.served import served
 
 
 def run(test: Callable[..., Any]) -> Callable[..., None]:
@@ -221,3 +232,30 @@ async def test_a_stream_is_written_in_a_task_of_its_own_which_ends_with_the_clie
     cut = Parts(lambda: asyncio.Event().wait())
     await cut({}, receiver(leaving()), send)
     assert cut.ends == ["disconnect", "sent"] and cut.task is not None and cut.task.cancelled()
+
+
+def test_a_late_reader_lets_others_be_served_between_the_parts_of_its_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, pause = 0, Encoding.pause
+
+    async def counted(encoding: Encoding) -> None:
+        nonlocal pauses
+        pauses += 1
+        await pause(encoding)
+
+    monkeypatch.setattr(Encoding, "pause", counted)
+    with served() as server:
+
+        async def read() -> list[int]:
+            params = SamplingParams(n=8, max_tokens=200, ignore_eos=True)
+            request = CompletionRequest(prompt=[7])
+            updates = server.serving.run([Prompt([7])], params, request, Call("cmpl-1", "", "prompt"))
+            sizes = [sum(len(one.token_ids) for one in (await anext(updates))[1].outputs)]
+            await settled(server.llm)
+            async for _, update in updates:
+                sizes.append(sum(len(one.token_ids) for one in update.outputs))
+            return sizes
+
+        first, *rest = server.run(read())
+    full = (1600 - first) // MAX_UPDATE_TOKENS
+    assert rest[:full] == [MAX_UPDATE_TOKENS] * full and sum(rest) == 1600 - first
+    assert full <= pauses <= full + 1
