@@ -83,6 +83,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "small_body": ("server.requests.parse", "SMALL_BODY", "bytes"),
         "metrics_seconds": ("server.operations.metrics_exporter", "_TEXT_SECONDS", "s"),
         "held": ("server.call", "_TOKEN_BYTES", "bytes"),
+        "admitted": ("sched.waiting_queue", "MAX_ADMITTED_TOKENS", ""),
         "update_tokens": ("api.async_request", "MAX_UPDATE_TOKENS", ""),
         "containers": ("server.text_pool.text_messages", "MAX_CONTAINERS", ""),
         "values": ("server.text_pool.text_messages", "MAX_VALUES", ""),
@@ -328,7 +329,8 @@ FIELDS: tuple[Row, ...] = (
          "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
         "like response_format", "{form_bytes}; {choices} choices", "what the grammar allows, at most `max_tokens`",
         "like response_format", ("server.requests.request_fields", "sched.structured_outputs", "grammar.limits")),
-    Row(("n", "best_of"), "each output is a sequence of its own", "KV cache of each output; that of the prompt is "
+    Row(("n", "best_of"), "each output is a sequence of its own; a step admits sequences of {admitted} tokens, "
+        "cached ones included, and at least one", "KV cache of each output; that of the prompt is "
         "shared",
         "{n} outputs, {outputs} with all prompts", "each output is a sequence in the queue",
         ("sched.sampling_params", "server.serving", "server.operations.admission")),

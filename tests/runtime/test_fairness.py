@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from llmc_runtime.sched import scheduler
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler import Scheduler
@@ -301,3 +302,25 @@ def test_prompts_that_are_admitted_late_leave_the_tokens_of_those_that_decode() 
             break
     assert len(gaps) == 30 and max(gaps) <= 2, gaps
     rig.drain()
+
+
+def test_a_step_admits_few_requests_with_long_cached_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of the host for cached tokens delays the requests that run, so a step admits a limited number of
+    them, and at least one request."""
+    monkeypatch.setattr(scheduler, "MAX_ADMITTED_TOKENS", 30)
+    rig = Rig(max_num_seqs=8)
+    prompt = list(range(20))
+    rig.add("first", [*prompt, 50])
+    rig.drain()
+    for i in range(5):
+        rig.add(f"a{i}", [*prompt, 60 + i], max_tokens=8)
+    admitted = []
+    for _ in range(3):
+        rig.step()
+        admitted.append(len(rig.plans[-1].inits))
+    assert admitted == [2, 2, 1], "21 tokens each: the second one exceeds the limit"
+    rig.drain()
+    rig.add("long", 40)
+    rig.add("short", 4)
+    rig.step()
+    assert rig.running() == ["long"]

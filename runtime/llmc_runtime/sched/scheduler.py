@@ -56,7 +56,7 @@ from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, last_of_most_served
+from llmc_runtime.sched.waiting_queue import MAX_ADMITTED_TOKENS, OUTPUT_WEIGHT, last_of_most_served
 
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
@@ -302,10 +302,10 @@ class Scheduler(LiveRequests):
         return Work(request.row, 1 + drafts, True, drafts=drafts) if drafts else request.decode
 
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
-        """Admit waiting requests in order, up to the first one that does not fit."""
-        config, waiting, self._short = self.config, self.waiting, False
+        """Admit waiting requests in order, up to the first one that does not fit, or to MAX_ADMITTED_TOKENS."""
+        config, waiting, room, self._short = self.config, self.waiting, MAX_ADMITTED_TOKENS, False
         max_chunk = budget if config.whole_prompts else config.long_prefill_threshold or budget
-        while budget and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
+        while budget and room > 0 and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
                 break
             if request.leader is not None and self._computes(request.leader, request):
@@ -319,6 +319,7 @@ class Scheduler(LiveRequests):
                 break
             waiting.remove(request)
             self._start(request, *fit)
+            room -= len(request.tokens)
             self._spare, self._only_decodes = self._spare - 1, False
             item = self._chunk(request, request.num_total - request.num_planned, min(max_chunk, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:

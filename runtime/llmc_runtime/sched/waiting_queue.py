@@ -29,6 +29,9 @@ OUTPUT_WEIGHT = 2
 _MIN_KEPT = 256  # tenants without requests that are remembered at least
 _KEY = attrgetter("key")
 ROW_WAIT_SECONDS = 1.0
+# Tokens of the requests that a step admits, cached ones included, after which no further one is admitted: finding and
+# sharing the pages of a cached prefix takes the host about 0.1 us per token.
+MAX_ADMITTED_TOKENS = 1 << 16
 
 
 class Tenant(Account):
