@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -21,8 +19,6 @@ from llmc.codegen.toolchain import (
     read_entry,
     write_entry,
 )
-
-_DIGEST = 32
 
 
 class CubinToolchain(ABC):
@@ -97,8 +93,3 @@ def launch_facts(source: Source) -> list[Any]:
     maps = [(m.param, len(m.shape), m.box, m.swizzle) for m in source.maps]
     passes = [(p.kind, p.index, p.nbytes) for p in source.passes]
     return [source.entry, passes, source.threads, source.shared, maps]
-
-
-def digest(fields: Sequence[Any]) -> str:
-    """Return a key of JSON values."""
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:_DIGEST]

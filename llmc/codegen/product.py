@@ -1,7 +1,8 @@
-"""The operands of a product node, as the problems of all back ends read them."""
+"""The operands of a product node, as the problems of all back ends read them, and the tiles of tokens to compare."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.ir.dim import Dim, product
@@ -45,3 +46,15 @@ class ProductNode:
     def m(self) -> Dim:
         """The number of tokens: the product of the leading axes of x."""
         return product(self.x.shape[:-1])
+
+
+def sufficient_tile(sizes: Sequence[int], tokens: int) -> int:
+    """Return the smallest of the ascending `sizes` that is at least `tokens`, or the largest if none is."""
+    return next((size for size in sizes if size >= tokens), sizes[-1])
+
+
+def tiles_to_try(sizes: Sequence[int], tokens: int | None) -> Sequence[int]:
+    """Return the numbers of tokens of a tile to compare: all ascending `sizes` if `tokens` is known only at run time,
+    else the smallest sufficient one.
+    """
+    return sizes if tokens is None else [sufficient_tile(sizes, tokens)]

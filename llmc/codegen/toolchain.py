@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from llmc.codegen.kernel import Box, Source
 from llmc.codegen.launch_plan import Placed
@@ -27,6 +27,7 @@ from llmc.targets.target import Target
 
 Progress = Callable[[int, int, str], None]  # done, of, what
 _STALE_SECONDS = 3600.0
+_KEY_DIGITS = 32
 SUFFIX = "gpu"
 
 
@@ -230,6 +231,11 @@ def sweep(cache: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         except FileNotFoundError:  # its owner has just removed it
             continue
+
+
+def digest(fields: Sequence[Any]) -> str:
+    """Return a hash of JSON values as the key of a binary: 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:_KEY_DIGITS]
 
 
 def entry_path(cache: Path, key: str) -> Path:

@@ -5,7 +5,7 @@ A kernel's parameters include OTHER_PARAMETERS, and it calls `epilogue(sums, tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS
@@ -64,6 +64,21 @@ def reject_product(product: ProductNode, max_parts: int, multiple: int = 8) -> s
     return reject_operands(product.extras, out)
 
 
+def operand_macros(operands: Mapping[str, Type], before: Sequence[str] = ()) -> tuple[str, str]:
+    """Return the definitions of OTHER_PARAMETERS, OTHER_ARGUMENTS and OTHERS, and the text of OTHER_ARGUMENTS.
+
+    operands: by the names of their parameters. before: parameters that the file uses itself, such as "int* x".
+    """
+    parameters = [f"const {CTYPES[t.dtype]}* {name}" for name, t in operands.items()]
+    arguments = "".join(f", {parameter}" for parameter in parameters)
+    definitions = (
+        f"#define OTHER_PARAMETERS {''.join(f'{parameter}, ' for parameter in (*before, *parameters))}\n"
+        f"#define OTHER_ARGUMENTS {arguments}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in operands)}\n"
+    )
+    return definitions, arguments
+
+
 def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()) -> str:
     """Generate OTHER_PARAMETERS, OTHERS and the function `epilogue`.
 
@@ -91,25 +106,23 @@ def pair_epilogue(
     `epilogue(y, sums, loaded)` computes y[2] from sums[parts][2]. They need pairs.cuh. before: as of `epilogue`.
     staged: the index of an operand that `load_others` leaves out, as the kernel loads it.
     """
-    names = [f"e{i}" for i in range(len(operands))]
-    parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
-    arguments = "".join(f", {p}" for p in parameters)
+    types = {f"e{i}": t for i, t in enumerate(operands)}
+    macros, arguments = operand_macros(types, before)
     loads = []
-    for i, (t, name) in enumerate(zip(operands, names, strict=True)):
+    for i, (name, t) in enumerate(types.items()):
         if i == staged:
             continue
-        at, to = offset_of(t, result) or "0", f"to.{name}"
-        loads.append(
-            f"load_pair({to}, {name} + ({at}));" if "column" in at else f"{to}[0] = {to}[1] = to_float({name}[{at}]);"
-        )
-    values = [*(f"a[{p}][i]" for p in range(parts)), *(f"x.{name}[i]" for name in names)]
+        offset = offset_of(t, result) or "0"
+        if "column" in offset:
+            loads.append(f"load_pair(to.{name}, {name} + ({offset}));")
+        else:
+            loads.append(f"to.{name}[0] = to.{name}[1] = to_float({name}[{offset}]);")
+    values = [*(f"a[{p}][i]" for p in range(parts)), *(f"x.{name}[i]" for name in types)]
     value = inline(parse_expr(body), values, PAIR)
-    members = "".join(f" float {name}[2];" for name in names)
+    members = "".join(f" float {name}[2];" for name in types)
     declared = f"Loaded& to, int token, int column{arguments}"
     return (
-        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in (*before, *parameters))}\n"
-        f"#define OTHER_ARGUMENTS {arguments}\n"
-        f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
+        f"{macros}"
         f"struct Loaded {{{members} }};\n"
         f"__device__ inline void load_others({declared}) {{ {' '.join(loads)} }}\n"
         f"__device__ inline void epilogue(float (&y)[2], const float (&a)[{parts}][2], const Loaded& x) {{\n"

@@ -17,6 +17,7 @@ from functools import lru_cache
 from importlib import resources
 from types import MappingProxyType
 
+from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.emit import Sizes, describe, unsupported_dtype
 from llmc.codegen.kernel import Kernel, Map, Param, Schedule, Source
 from llmc.ir.dim import D, Dim
@@ -117,6 +118,13 @@ class CudaKernel(Kernel):
             shared=b.shared, grid=tuple(D(g) for g in (*b.grid, 1, 1)[:3]), pdl=target.has(PDL), maps=b.maps,
             passes=b.passes(len(node.operands) + len(node.results)), cluster=b.cluster,
         )  # fmt: skip
+
+
+class OptionalCudaKernel(CudaKernel):
+    """Base class of kernels of ops that Triton implements, too: without NVRTC, `select` uses another kernel."""
+
+    def missing(self) -> str:
+        return nvrtc_toolchain.missing()
 
 
 def _constant(name: str, value: int | float | str) -> str:

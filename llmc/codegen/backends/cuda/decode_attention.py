@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, STREAMING, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, STREAMING, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, lacks_wgmma
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
 from llmc.codegen.paged_problem import F8, PagedProblem, reject_types
@@ -72,16 +71,13 @@ class Problem(PagedProblem):
 
 
 @dataclass(frozen=True)
-class DecodeAttention(CudaKernel):
+class DecodeAttention(OptionalCudaKernel):
     """Paged attention of one token per row, whole, in parts or beside longer rows; pools of 16 bits or 8-bit floats."""
 
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return lacks_wgmma(target) or reject_types(node) or _reject_sizes(node, target)
-
-    def missing(self) -> str:
-        return nvrtc_toolchain.missing()
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the tables; of single tokens beside longer rows, all inputs but the results of those and the sinks."""

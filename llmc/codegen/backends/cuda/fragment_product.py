@@ -67,10 +67,14 @@ class FragmentProduct(ProductNode):
 
     def epilogue(self, generate: Callable[..., str] = epilogue) -> str:
         """The generated text of the kernels: GAIN, ZEROS, and what `cuda_epilogue` generates."""
-        present = {"gain": ("const bf16*", self.normed), "zeros": ("const unsigned char*", self.node.attrs["zeros"])}
-        before = tuple(f"{kind} {name}" for name, (kind, there) in present.items() if there)
+        parameters: dict[str, str] = {}
+        if self.normed:
+            parameters["gain"] = "const bf16* gain"
+        if self.node.attrs["zeros"]:
+            parameters["zeros"] = "const unsigned char* zeros"
+        defines = [f"#define {name.upper()} {name if name in parameters else 'nullptr'}" for name in ("gain", "zeros")]
+        before = tuple(parameters.values())
         text = generate(self.node.attrs["body"], self.parts, self.extras, self.node.result.type, before)
-        defines = [f"#define {x.upper()} {x if there else 'nullptr'}" for x, (_, there) in present.items()]
         return "\n".join([*defines, text])
 
     @property

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import offset_of, pair_epilogue
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, RING, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, RING, SCALAR_MATH, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.gemm_wgmma import WgmmaProduct, reject_bf16
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, multiply
 from llmc.codegen.kernel import Map, Schedule
@@ -30,7 +29,7 @@ _SHARE, _TILE_US, _START_US = 0.9, 0.8, 4.0  # share of the peak; microseconds o
 
 
 @dataclass(frozen=True)
-class GemmTiles(CudaKernel):
+class GemmTiles(OptionalCudaKernel):
     """linear and linear_map of one or two parts in bf16, with a weight whose sizes are multiples of 8, on sm_90."""
 
     waits_first = True
@@ -42,9 +41,6 @@ class GemmTiles(CudaKernel):
             return f"a result of {out}"
         steps = WgmmaProduct.of(node).steps
         return f"{steps} steps of {STEP} columns; the minimum is {FEWEST_STEPS}" if steps < FEWEST_STEPS else None
-
-    def missing(self) -> str:
-        return nvrtc_toolchain.missing()
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"rows": rows, "along_m": m, "along_n": n} for rows in ROWS for m, n in CLUSTERS]

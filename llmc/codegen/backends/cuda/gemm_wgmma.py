@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
@@ -15,7 +14,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     SCALAR_MATH,
     WGMMA_RING,
     Binding,
-    CudaKernel,
+    OptionalCudaKernel,
 )
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
@@ -78,16 +77,13 @@ def reject_bf16(node: Node, target: Target) -> str | None:
 
 
 @dataclass(frozen=True)
-class GemmWgmma(CudaKernel):
+class GemmWgmma(OptionalCudaKernel):
     """linear and linear_map of one or two parts in bf16, with a weight whose sizes are multiples of 8, on sm_90."""
 
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return reject_bf16(node, target)
-
-    def missing(self) -> str:
-        return nvrtc_toolchain.missing()
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return list(_schedules(WgmmaProduct.of(node), target))
@@ -101,7 +97,7 @@ class GemmWgmma(CudaKernel):
         tile = flops * units / target.peaks["bf16"] / _SHARE * 1e6 + _TILE_US
         busy = min(1.0, blocks / (0.8 * units))  # fewer blocks do not reach the bandwidth
         moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / _READS / busy * 1e6
-        return max(rounds * tile, moved) + _START_US + _CLUSTER_US * (cluster(s) > 1) + target.launch_us
+        return max(rounds * tile, moved) + _START_US + (_CLUSTER_US if cluster(s) > 1 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, bm, bn, split = WgmmaProduct.of(node), schedule["bm"], schedule["bn"], schedule["split"]

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
+from llmc.codegen.backends.cuda.cuda_epilogue import PAIR, operand_macros
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CODE_FACTORS,
     CTYPES,
@@ -21,7 +20,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     SCALAR_MATH,
     TRANSPOSED_SUMS,
     Binding,
-    CudaKernel,
+    OptionalCudaKernel,
 )
 from llmc.codegen.backends.cuda.grouped_wgmma import MAX_EXPERTS, STARTS
 from llmc.codegen.backends.cuda.wgmma import ALIGN, WARPGROUP, lacks_wgmma, multiply_registers
@@ -44,12 +43,18 @@ MOST_STAGES, FEWEST_STAGES = 12, 4  # buffers of a ring
 REGISTERS = 65536  # of a multiprocessor
 MOST_SCALED = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
 OTHER_REGISTERS = 40  # of a consumer
-# Fitted to measurements on an H200 (bench.gpu.experts), in microseconds: a launch; a step, and each of its blocks of 64
-# rows and columns; converting such a block of integers, and of floats; multiplying it by a row of x; copying a byte;
-# the end of a tile, and of its products of 64 weight rows and a row of x. Then the share of a round that the last tiles
-# take, and that of the bandwidth.
-_START, _STEP, _UNIT, _CODES, _FLOATS, _COLUMN = 1.5, 0.32, 0.074, 0.07, 0.15, 0.00133
-_COPY, _TILE, _SUMS, _TAIL, _READ = 2.4e-5, 0.98, 0.009, 0.3, 0.81
+# Fitted to measurements on an H200 (bench.gpu.experts). A unit is a block of 64 rows and 64 columns of codes.
+_START_US = 1.5  # of a launch
+_STEP_US = 0.32  # latency of a step
+_STEP_UNIT_US = 0.074  # latency of each unit of a step
+_CONVERT_INTEGERS_US = 0.07  # of converting a unit
+_CONVERT_FLOATS_US = 0.15
+_COLUMN_US = 0.00133  # of multiplying a unit by a row of x
+_BYTE_US = 2.4e-5  # of copying a byte
+_TILE_US = 0.98  # of the end of a tile
+_SUMS_US = 0.009  # of the end of a tile, for each product of 64 weight rows and a row of x
+_LAST_ROUND = 0.3  # share of a round that the last tiles take
+_BANDWIDTH_SHARE = 0.81  # share of the bandwidth that is reached
 # Of the normal distribution: the means of ten equally likely parts.
 _QUANTILES = (-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645)
 STATIC = 512  # bytes of shared memory for barriers and counts
@@ -142,16 +147,13 @@ class CodesProblem:
 
 
 @dataclass(frozen=True)
-class GroupedCodes(CudaKernel):
+class GroupedCodes(OptionalCudaKernel):
     """quantized_moe_up and quantized_moe_down over codes of 4 bits, which are packed at compile time, on sm_90."""
 
     waits_first = True
 
     def reject(self, node: Node, target: Target) -> str | None:
         return lacks_wgmma(target) or _reject_types(node) or _reject_sizes(node)
-
-    def missing(self) -> str:
-        return nvrtc_toolchain.missing()
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         if node.op.name not in PLAIN:
@@ -193,14 +195,16 @@ class GroupedCodes(CudaKernel):
         tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * tall))
         columns = _mean_columns(pairs, p.experts, s["tokens"], _narrowest(s["tokens"], floats))
         resident = min(s["resident"], math.ceil(tiles / units))
-        unit = max(_FLOATS if floats else _CODES, _COLUMN * columns)  # of a block of 64 rows and 64 columns
-        shared = resident * p.k / BLOCK * max(tall * unit, _COPY * (tall * BLOCK * 33 + columns * BLOCK * 2))
-        steps = p.k // BLOCK // p.ring(s, target).chunks
-        latency = steps * (_STEP + _UNIT * s["blocks"] * p.ring(s, target).chunks)
-        tile = max(shared, latency) + _TILE + _SUMS * columns * tall * resident
-        rounds = max(1.0, tiles / (units * s["resident"]) + _TAIL)
-        read = chosen_experts(pairs, p.experts) * p.weight_bytes / target.bandwidth / _READ * 1e6
-        return overlapped(read, rounds * tile) + _START + target.launch_us
+        unit = max(
+            _CONVERT_FLOATS_US if floats else _CONVERT_INTEGERS_US, _COLUMN_US * columns
+        )  # of a block of 64 rows and 64 columns
+        shared = resident * p.k / BLOCK * max(tall * unit, _BYTE_US * (tall * BLOCK * 33 + columns * BLOCK * 2))
+        chunks = p.ring(s, target).chunks
+        latency = p.k // BLOCK // chunks * (_STEP_US + _STEP_UNIT_US * s["blocks"] * chunks)
+        tile = max(shared, latency) + _TILE_US + _SUMS_US * columns * tall * resident
+        rounds = max(1.0, tiles / (units * s["resident"]) + _LAST_ROUND)
+        read = chosen_experts(pairs, p.experts) * p.weight_bytes / target.bandwidth / _BANDWIDTH_SHARE * 1e6
+        return overlapped(read, rounds * tile) + _START_US + target.launch_us
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return STARTS, CODE, *_tables(node)
@@ -239,8 +243,8 @@ def _narrowest(tokens: int, floats: bool) -> int:
     NVCC 13.0 serialises the products of a kernel with more variants for lack of registers; floats: whether codes are
     floats, whose conversion needs more.
     """
-    most = 2 if tokens in (160, 192) or (floats and tokens >= 32) else 4
-    return next(tokens // n for n in range(most, 0, -1) if tokens % (8 * n) == 0)
+    max_variants = 2 if tokens in (160, 192) or (floats and tokens >= 32) else 4
+    return next(tokens // n for n in range(max_variants, 0, -1) if tokens % (8 * n) == 0)
 
 
 def _mean_columns(pairs: int, experts: int, tokens: int, narrowest: int) -> float:
@@ -333,16 +337,14 @@ def epilogue(p: Stack) -> str:
     """
     names = {"weights": "weights", "zero": "zeros", "bias": "bias"}
     types = {names[name]: t for name in names if (t := p.type(name)) is not None}
-    arguments = "".join(f", const {CTYPES[t.dtype]}* {name}" for name, t in types.items())
+    macros, arguments = operand_macros(types)
     rows = ["column", "N + column" if p.up else "column + 8"]
-    bias = [
-        f"to_float(bias[(long long)expert * {p.rows} + {row}])" if "bias" in types else "0" for row in rows
-    ]  # fmt: skip
+    bias = ["0", "0"]
+    if "bias" in types:
+        bias = [f"to_float(bias[(long long)expert * {p.rows} + {row}])" for row in rows]
     value = inline(gate(p.node.attrs["body"]), ["a", "b"], PAIR) if p.up else "a"
     return (
-        f"#define OTHER_PARAMETERS {''.join(f'const {CTYPES[t.dtype]}* {name}, ' for name, t in types.items())}\n"
-        f"#define OTHER_ARGUMENTS {arguments}\n"
-        f"#define OTHERS {''.join(f', {name}' for name in types)}\n"
+        f"{macros}"
         f"#define ZEROS {'zeros' if 'zeros' in types else 'nullptr'}\n"
         f"__device__ inline float row_factor(int pair{arguments}) {{\n"
         f"  return {'1' if p.up else 'to_float(weights[pair])'};\n}}\n"

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc.codegen.backends.cuda import nvrtc_toolchain
-from llmc.codegen.backends.cuda.cuda_epilogue import PAIR
+from llmc.codegen.backends.cuda.cuda_epilogue import PAIR, operand_macros
 from llmc.codegen.backends.cuda.cuda_kernel import (
     CTYPES,
     EXPERT_ROWS,
@@ -19,7 +18,7 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     SCALAR_MATH,
     WGMMA_RING,
     Binding,
-    CudaKernel,
+    OptionalCudaKernel,
 )
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
@@ -47,7 +46,7 @@ _BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
 
 
 @dataclass(frozen=True)
-class GroupedWgmma(CudaKernel):
+class GroupedWgmma(OptionalCudaKernel):
     """moe_up and moe_down in bf16, with weights whose sizes are multiples of 8, on sm_90."""
 
     waits_first = True
@@ -67,9 +66,6 @@ class GroupedWgmma(CudaKernel):
                 return f"the pairs and their starts have the dtype {v.type.dtype}, not i32"
         return _reject_sizes(node)
 
-    def missing(self) -> str:
-        return nvrtc_toolchain.missing()
-
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"bm": bm, "bn": bn} for bm in HEIGHTS for bn in COLUMNS]
 
@@ -86,7 +82,7 @@ class GroupedWgmma(CudaKernel):
         tile = p.k * max(column, copied, _COLUMN_US[s["bm"]]) + _TILE_US + _ELEMENT_US * s["bm"] * s["bn"]
         busy = min(1.0, tiles / units) ** _BUSY
         read = chosen_experts(pairs, experts) * p.rows * p.k * 2 / target.bandwidth / _READS / busy * 1e6
-        start = _START_US + _UP_US * p.up + target.launch_us
+        start = _START_US + (_UP_US if p.up else 0.0) + target.launch_us
         return overlapped(read, max(1, math.ceil(tiles / units)) * tile) + start
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
@@ -129,8 +125,8 @@ def epilogue(p: Stack) -> str:
     neighbouring columns to the sums a[parts][2], and `epilogue(y, a, factor)` computes y[2].
     """
     types = {name: t for name in ("weights", "bias") if (t := p.type(name)) is not None}
-    arguments = "".join(f", const {CTYPES[t.dtype]}* {name}" for name, t in types.items())
-    value = f"{inline(gate(p.node.attrs['body']), ['a[0][i]', 'a[1][i]'], PAIR)}" if p.up else "a[0][i] * factor"
+    macros, arguments = operand_macros(types)
+    value = inline(gate(p.node.attrs["body"]), ["a[0][i]", "a[1][i]"], PAIR) if p.up else "a[0][i] * factor"
     bias = (
         "float b[2];\n"
         "#pragma unroll\n"
@@ -140,9 +136,7 @@ def epilogue(p: Stack) -> str:
         "  }"
     )
     return (
-        f"#define OTHER_PARAMETERS {''.join(f'const {CTYPES[t.dtype]}* {name}, ' for name, t in types.items())}\n"
-        f"#define OTHER_ARGUMENTS {arguments}\n"
-        f"#define OTHERS {''.join(f', {name}' for name in types)}\n"
+        f"{macros}"
         f"__device__ inline float row_factor(int pair{arguments}) {{\n"
         f"  return {'1' if p.up else 'to_float(weights[pair])'};\n}}\n"
         f"__device__ inline void add_bias(float (&a)[{p.parts}][2], int expert, int column{arguments}) {{\n"

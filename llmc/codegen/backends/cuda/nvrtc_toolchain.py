@@ -9,9 +9,9 @@ from typing import Any
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.cubin_toolchain import CubinToolchain, digest, launch_facts
+from llmc.codegen.cubin_toolchain import CubinToolchain, launch_facts
 from llmc.codegen.kernel import Source
-from llmc.codegen.toolchain import Output
+from llmc.codegen.toolchain import Output, digest
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
@@ -97,7 +97,8 @@ def compile_text(
     """
     from cuda.bindings import nvrtc
 
-    names, texts = ([s.encode() for s in x] for x in (headers.keys(), headers.values()))
+    names = [name.encode() for name in headers]
+    texts = [header.encode() for header in headers.values()]
     program = _ok(nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", len(names), texts, names))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])

@@ -34,9 +34,12 @@ CLUSTERS = (1, 2)  # blocks of a cluster, which share tokens
 TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
 MOST_STAGES, PADDING = 8, 4  # buffers; floats after the sums of a token
 FEWEST_TOKENS = 129  # of a product
-# Fitted to 600 measurements on an H200 (bursts of 2 ms): the share of the peak that instructions reach; in us,
-# the end of a tile, a launch, and a cluster; a round of halved tiles, relative to one of whole tiles.
-_SHARE, _TILE_US, _START_US, _CLUSTER_US, _HALF = 1.0, 1.5, 5.0, 1.0, 0.85
+# Fitted to 600 measurements on an H200 (bursts of 2 ms):
+_PEAK_SHARE = 1.0  # share of the peak that instructions reach
+_TILE_US = 1.5  # of the end of a tile
+_START_US = 5.0  # of a launch
+_CLUSTER_US = 1.0  # of a cluster
+_HALVED_ROUND = 0.85  # a round of halved tiles, relative to one of whole tiles
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,14 @@ class QuantizedTiles(FragmentKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: rounds of tiles on all multiprocessors, the last of which may be halved."""
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
-        tiles, halves = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // p.columns(s)), p.width(s) < s["tokens"]
-        whole, left = divmod(tiles, units)
-        rounds = whole + (_HALF if halves and 2 * left <= units else 1.0) * (left > 0)
+        tiles = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // p.columns(s))
+        rounds, left = divmod(tiles, units)
+        if left:
+            can_halve = p.width(s) < s["tokens"] and 2 * left <= units
+            rounds += _HALVED_ROUND if can_halve else 1.0
         flops = 2.0 * s["tokens"] * s["rows"] * p.k * units
-        tile = flops / (target.peaks["bf16"] * _SHARE) * 1e6 + _TILE_US
-        return rounds * tile + _START_US + _CLUSTER_US * (s["along_n"] > 1) + target.launch_us
+        tile = flops / (target.peaks["bf16"] * _PEAK_SHARE) * 1e6 + _TILE_US
+        return rounds * tile + _START_US + (_CLUSTER_US if s["along_n"] > 1 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = TiledProduct.of(node), schedule

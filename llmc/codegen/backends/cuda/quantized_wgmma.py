@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
@@ -19,8 +19,9 @@ from llmc.codegen.backends.cuda.cuda_kernel import (
     Binding,
 )
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
-from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP
+from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP, deepest_rings
 from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Map, Schedule
+from llmc.codegen.product import sufficient_tile
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
@@ -39,14 +40,20 @@ FEWEST_SLICED_STAGES = 3
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
 MOST_THREADS, MOST_REGISTERS = 2048, 65536  # of a multiprocessor
 REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest number of tokens
-# Fitted to 950 measurements on an H200 (bench.gpu.quantized_products), in microseconds: a block's start; the latency of
-# a step and of its copies; the instructions of a warpgroup in a step, with scaled sums and with scaled factors; the end
-# of a block, for 4096 sums; a cluster, and each of its blocks.
-_START, _STEP, _COPY, _SUMS, _FACTORS, _END, _CLUSTER, _PEER = 2.68, 0.419, 1.246, 0.041, 0.177, 0.92, 1.13, 0.17
-# The share of the multiprocessors that clusters of more than two blocks can use; what slices of 128 rows take longer.
-_FOURS, _WIDE = 0.9, 1.15
-_HALF = 0.55  # a round of halved tiles, relative to one of whole tiles
-_READ, _CACHE = 0.72, 9.9e12  # share of the bandwidth that is reached; bytes/s of copies from the L2 cache
+# Fitted to 950 measurements on an H200 (bench.gpu.quantized_products):
+_START_US = 2.68  # of a block
+_STEP_US = 0.419  # latency of a step
+_COPY_US = 1.246  # latency of the copies of a step
+_SCALED_SUMS_US = 0.041  # instructions of a warpgroup in a step that multiplies sums by the scales
+_SCALED_FACTORS_US = 0.177  # instructions of a warpgroup in a step that multiplies factors by the scales
+_END_US = 0.92  # end of a block, for 4096 sums
+_CLUSTER_US = 1.13  # of a cluster
+_PEER_US = 0.17  # of each block of a cluster
+_LARGE_CLUSTERS = 0.9  # share of the multiprocessors that clusters of more than two blocks can use
+_WIDE_SLICES = 1.15  # factor of the time of slices of more than 64 rows
+_HALVED_ROUND = 0.55  # a round of halved tiles, relative to one of whole tiles
+_BANDWIDTH_SHARE = 0.72  # share of the bandwidth that is reached
+_CACHE_RATE = 9.9e12  # bytes per second of copies from the L2 cache
 
 
 def slices(s: Schedule) -> int:
@@ -109,18 +116,18 @@ class QuantizedWgmma(FragmentKernel):
         """Predict microseconds: rounds of resident blocks, whose steps are bound by latency or by a shared resource."""
         p, s, units = TiledProduct.of(node), schedule, target.limits.units
         blocks = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // s["rows"]) * s["split"]
-        seats = int(units * _FOURS) if s["split"] > 2 else units
+        seats = int(units * _LARGE_CLUSTERS) if s["split"] > 2 else units
+        last_is_halved = s.get("halves") and 0 < 2 * (blocks % units) <= units
+        steps = p.k // p.step // (s["split"] * slices(s))
         waiting, max_resident, us = -(-blocks // seats), p.resident(s, target), 0.0
         while waiting > 0:
             resident = min(max_resident, waiting)
             waiting -= resident
             step = _step_us(p, s, resident, min(1.0, blocks / units), target)
-            us += _START + p.k // p.step // (s["split"] * slices(s)) * step * (
-                _HALF if not waiting and s.get("halves") and 0 < 2 * (blocks % units) <= units else 1.0
-            )
-        us += _END * s["tokens"] * s["rows"] * p.parts / 4096
-        us += (s["split"] > 1) * (_CLUSTER + _PEER * s["split"]) + target.launch_us
-        return us * (_WIDE if slices(s) > 1 and s["rows"] > BLOCK else 1.0)
+            us += _START_US + steps * step * (_HALVED_ROUND if last_is_halved and not waiting else 1.0)
+        us += _END_US * s["tokens"] * s["rows"] * p.parts / 4096
+        us += (_CLUSTER_US + _PEER_US * s["split"] if s["split"] > 1 else 0.0) + target.launch_us
+        return us * (_WIDE_SLICES if slices(s) > 1 and s["rows"] > BLOCK else 1.0)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = TiledProduct.of(node), schedule
@@ -156,22 +163,24 @@ def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: T
     """Microseconds of a step of `resident` blocks per multiprocessor; busy: share of multiprocessors in use."""
     units, consumers = target.limits.units, p.consumers(s)
     codes, tokens = consumers * BLOCK * p.step / 2, slices(s) * s["tokens"] * p.step * 2  # bytes
-    instructions = _SUMS if s["tokens"] <= 32 and p.group >= p.step else _FACTORS
+    instructions = _SCALED_SUMS_US if s["tokens"] <= 32 and p.group >= p.step else _SCALED_FACTORS_US
     flops = 2.0 * consumers * BLOCK * p.step * s["tokens"]
     shared = (
         consumers * instructions,
-        codes * busy * units / (target.bandwidth * _READ) * 1e6,
-        (codes + tokens) * units / _CACHE * 1e6,
+        codes * busy * units / (target.bandwidth * _BANDWIDTH_SHARE) * 1e6,
+        (codes + tokens) * units / _CACHE_RATE * 1e6,
         flops * units / target.peaks["bf16"] * 1e6,
     )
-    return max(_STEP, _COPY / (s["stages"] - 1), resident * max(shared))
+    return max(_STEP_US, _COPY_US / (s["stages"] - 1), resident * max(shared))
 
 
 def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
     """Yield tiles of the smallest sufficient number of tokens and of half of it, with the deepest rings that fit."""
-    m, largest = p.m.const, TOKENS[-1]
-    nearest = next((t for t in TOKENS if t >= (m or largest)), largest)
-    for tokens in TOKENS if m is None else sorted({nearest, max(TOKENS[0], nearest // 2)}, reverse=True):
+    counts: Sequence[int] = TOKENS
+    if p.m.const is not None:
+        sufficient = sufficient_tile(TOKENS, p.m.const)
+        counts = sorted({sufficient, max(TOKENS[0], sufficient // 2)}, reverse=True)
+    for tokens in counts:
         for rows, split, sliced in itertools.product(ROWS if p.parts == 1 else ROWS[:1], SPLITS, SLICES):
             if rows == ROWS[-1] and tokens != WIDTH:
                 continue
@@ -190,19 +199,17 @@ def _divides(p: TiledProduct, s: Schedule) -> bool:
 
 def _rings(p: TiledProduct, tile: Schedule, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
-    seen = set()
-    for resident in RESIDENT:
-        for stages in STAGES:
-            s = {**tile, "stages": stages}
-            if slices(s) > 1 and stages < FEWEST_SLICED_STAGES:
-                continue
-            if p.shared(s) <= target.limits.shared // resident - ALIGN:
-                if stages not in seen:
-                    seen.add(stages)
-                    yield s
-                    if s["tokens"] == 2 * WIDTH and s["split"] == 1:
-                        yield {**s, "halves": 1}
-                break
+    min_stages = FEWEST_SLICED_STAGES if slices(tile) > 1 else 1
+
+    def fits(stages: int, resident: int) -> bool:
+        available = target.limits.shared // resident - ALIGN
+        return stages >= min_stages and p.shared({**tile, "stages": stages}) <= available
+
+    for stages in deepest_rings(STAGES, RESIDENT, fits):
+        s = {**tile, "stages": stages}
+        yield s
+        if s["tokens"] == 2 * WIDTH and s["split"] == 1:
+            yield {**s, "halves": 1}
 
 
 QUANTIZED_WGMMA = QuantizedWgmma(

@@ -26,8 +26,9 @@ from llmc.codegen.backends.cuda.fragment_product import (
     FragmentKernel,
     FragmentProduct,
 )
-from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE
+from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, deepest_rings
 from llmc.codegen.kernel import Map, Schedule
+from llmc.codegen.product import tiles_to_try
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
@@ -43,10 +44,15 @@ STAGES = (12, 8, 6, 5, 4, 3, 2, 1)
 SHARES = (1.0, 0.75, 0.5)  # of the shared memory of a multiprocessor that a block uses
 MOST_WARPS = 16  # of a block
 FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
-# Fitted to measurements on an H200: bytes in flight that reach the bandwidth; microseconds of a code and its product in
-# a multiprocessor, what few warps and a token add to it, what of the shorter of both is not hidden; of sharing x, of a
-# launch, and of a large cluster.
-_AHEAD, _PRODUCT, _WARPS, _TOKENS, _BOTH, _SHARED, _START, _CLUSTER = 6e6, 7.0e-6, 6.0, 24.0, 0.3, 1.0, 1.5, 0.5
+# Fitted to measurements on an H200:
+_BYTES_IN_FLIGHT = 6e6  # with which the bandwidth is reached
+_PRODUCT_US = 7.0e-6  # of a code and its product in a multiprocessor
+_FEW_WARPS = 6.0  # warps with which a product takes twice as long as with very many
+_MANY_TOKENS = 24.0  # tokens with which a product takes twice as long as with one
+_NOT_HIDDEN = 0.3  # share of the shorter of reading and products that the longer one does not hide
+_SHARED_X_US = 1.0  # of sharing x among groups of warps
+_START_US = 1.5  # of a launch
+_CLUSTER_US = 0.5  # of a cluster of more than two blocks
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,12 @@ class SkinnySlices(FragmentKernel):
         rounds, busy = -(-blocks // (units * fit)), min(1.0, blocks / units)
         warps = s["groups"] * s["slices"] * min(float(fit), max(1.0, blocks / units))
         ahead = busy * units * warps * s["stages"] * s["strips"] * s["chunks"] * STRIP * BLOCK / 2
-        read = p.weight_bytes / (target.bandwidth * min(1.0, ahead / _AHEAD)) * 1e6
-        products = p.parts * p.n * p.k / (units * busy) * _PRODUCT * (1 + _WARPS / warps) * (1 + s["tokens"] / _TOKENS)
+        read = p.weight_bytes / (target.bandwidth * min(1.0, ahead / _BYTES_IN_FLIGHT)) * 1e6
+        few_warps, many_tokens = 1 + _FEW_WARPS / warps, 1 + s["tokens"] / _MANY_TOKENS  # factors of the time
+        products = p.parts * p.n * p.k / (units * busy) * _PRODUCT_US * few_warps * many_tokens
         tiles = -(-int(p.m.subs(env)) // s["tokens"])
-        us = max(read, products) + _BOTH * min(read, products) + _SHARED * (s["groups"] > 1)
-        return tiles * rounds * us + _START + _CLUSTER * (s["split"] > 2) + target.launch_us
+        us = max(read, products) + _NOT_HIDDEN * min(read, products) + (_SHARED_X_US if s["groups"] > 1 else 0.0)
+        return tiles * rounds * us + _START_US + (_CLUSTER_US if s["split"] > 2 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = SlicedProduct.of(node), schedule
@@ -144,15 +151,15 @@ def resident(p: SlicedProduct, s: Schedule) -> int:
 
 def _schedules(p: SlicedProduct, target: Target) -> Iterator[Schedule]:
     """Yield tiles that fill the multiprocessors once, divided among warps, with the deepest rings that fit."""
-    largest, units = TOKENS[-1], target.limits.units
-    nearest = next(t for t in TOKENS if t >= min(p.m.const or largest, largest))
-    for tokens in TOKENS if p.m.const is None else (nearest,):
+    units = target.limits.units
+    for tokens in tiles_to_try(TOKENS, p.m.const):
         for split, strips, groups in itertools.product(SPLITS, STRIPS, GROUPS):
             if strips % p.parts or tokens % split:
                 continue
             tile = {"tokens": tokens, "strips": strips, "groups": groups, "split": split}
-            blocks, smallest = -(-p.n // p.rows(tile)) * split, groups == 1 and strips == p.parts
-            if blocks > 2 * units or (FULL * units <= blocks or smallest) is False:
+            blocks = -(-p.n // p.rows(tile)) * split
+            has_smallest_blocks = groups == 1 and strips == p.parts
+            if blocks > 2 * units or (blocks < FULL * units and not has_smallest_blocks):
                 continue
             for slices, chunks in itertools.product(SLICES, CHUNKS):
                 s = {**tile, "slices": slices, "chunks": chunks}
@@ -170,15 +177,14 @@ def _divides(p: SlicedProduct, s: Schedule) -> bool:
 
 def _rings(p: SlicedProduct, s: Schedule, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each share of a multiprocessor's memory; the next kernel can use the rest."""
-    seen, most = set(), min(p.steps({**s, "stages": 1}), STAGES[0])
-    for share in SHARES:
-        for stages in STAGES:
-            way = {**s, "stages": stages}
-            if stages <= most and p.shared(way) + ALIGN <= share * target.limits.shared:
-                if stages not in seen:
-                    seen.add(stages)
-                    yield way
-                break
+    max_stages = min(p.steps({**s, "stages": 1}), STAGES[0])
+
+    def fits(stages: int, share: float) -> bool:
+        needed = p.shared({**s, "stages": stages}) + ALIGN
+        return stages <= max_stages and needed <= share * target.limits.shared
+
+    for stages in deepest_rings(STAGES, SHARES, fits):
+        yield {**s, "stages": stages}
 
 
 SKINNY_SLICES = SkinnySlices(

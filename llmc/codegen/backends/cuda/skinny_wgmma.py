@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, SCALAR_MATH, Binding, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, SCALAR_MATH, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, INSTRUCTIONS, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
-from llmc.codegen.product import ProductNode
+from llmc.codegen.product import ProductNode, tiles_to_try
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -31,12 +30,16 @@ MOST_STAGES, FEWEST_STAGES, MAX_PARTS = 24, 3, 4
 ALIGNED = 16  # bytes of which a row of a tensor map is a multiple
 PRODUCER = 32  # threads
 PADDING = 4  # floats after a token's sums in shared memory
-# Fitted to measurements on an H200: the share of the bandwidth that is reached; the cost of a byte of x, relative to a
-# byte of the weight; microseconds of a launch behind a short kernel, of another round of blocks, of a step, of a token,
-# of each further block of a cluster, and of tiles of more rows; the share of the multiprocessors that clusters of four
-# can use.
-_READ, _X, _START, _ROUND, _STEP, _TOKEN, _CLUSTER, _TALL = 0.9, 0.22, 0.2, 2.5, 0.03, 0.02, 0.15, 0.7
-_FOURS = 0.9
+# Fitted to measurements on an H200:
+_BANDWIDTH_SHARE = 0.9  # share of the bandwidth that is reached
+_X_BYTE_COST = 0.22  # cost of a byte of x, relative to a byte of the weight
+_START_US = 0.2  # of a launch behind a short kernel
+_ROUND_US = 2.5  # of each further round of blocks
+_STEP_US = 0.03
+_TOKEN_US = 0.02
+_CLUSTER_US = 0.15  # of each further block of a cluster
+_TALL_US = 0.7  # of tiles of more than HEIGHT rows
+_CLUSTERS_OF_4 = 0.9  # share of the multiprocessors that clusters of four blocks can use
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class SkinnyProduct(ProductNode):
 
 
 @dataclass(frozen=True)
-class SkinnyWgmma(CudaKernel):
+class SkinnyWgmma(OptionalCudaKernel):
     """linear_map, and linear of bf16, of few tokens, both factors of one of `dtypes`, on sm_90.
 
     More tokens than a tile read the weights again.
@@ -97,9 +100,6 @@ class SkinnyWgmma(CudaKernel):
             return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
         return None
 
-    def missing(self) -> str:
-        return nvrtc_toolchain.missing()
-
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return list(_schedules(SkinnyProduct.of(node), target))
 
@@ -109,13 +109,13 @@ class SkinnyWgmma(CudaKernel):
         tiles = -(-int(p.m.subs(env)) // s["tokens"])
         rows, steps = p.parts * s["rows"], -(-p.steps(s) // s["split"])
         blocks, fit = tiles * p.tiles(s) * s["split"], max(1, target.limits.shared // (p.shared(s) + ALIGN))
-        seats = int(units * fit * (_FOURS if s["split"] == SPLITS[-1] else 1))
+        seats = int(units * fit * (_CLUSTERS_OF_4 if s["split"] == SPLITS[-1] else 1))
         ahead = min(blocks, seats) * s["stages"] * s["chunks"] * WIDTH * rows
         busy = min(1.0, 1.6 * min(blocks, units) / units, ahead / (target.bandwidth * 1e-6))
         of_x = blocks * steps * s["chunks"] * WIDTH * s["tokens"]  # bytes that all blocks read
-        moved = tiles * p.parts * p.n * p.k * p.item / (_READ * busy) + _X * of_x
-        us = moved / target.bandwidth * 1e6 + _START + _ROUND * (-(-blocks // seats) - 1) + _STEP * steps
-        return us + _TOKEN * s["tokens"] + _CLUSTER * (s["split"] - 1) + _TALL * (s["rows"] > HEIGHT)
+        moved = tiles * p.parts * p.n * p.k * p.item / (_BANDWIDTH_SHARE * busy) + _X_BYTE_COST * of_x
+        us = moved / target.bandwidth * 1e6 + _START_US + _ROUND_US * (-(-blocks // seats) - 1) + _STEP_US * steps
+        return us + _TOKEN_US * s["tokens"] + _CLUSTER_US * (s["split"] - 1) + (_TALL_US if s["rows"] > HEIGHT else 0.0)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s, dtype = SkinnyProduct.of(node), schedule, node.operands[1].type.dtype
@@ -143,8 +143,7 @@ class SkinnyWgmma(CudaKernel):
 
 def _schedules(p: SkinnyProduct, target: Target) -> Iterator[Schedule]:
     """Yield tiles of the smallest sufficient number of tokens, with the deepest rings that fit."""
-    counts = TOKENS if p.m.const is None else [next(t for t in TOKENS if t >= p.m.const)]
-    for tokens, rows, split, chunks in itertools.product(counts, ROWS, SPLITS, CHUNKS):
+    for tokens, rows, split, chunks in itertools.product(tiles_to_try(TOKENS, p.m.const), ROWS, SPLITS, CHUNKS):
         if rows % (8 * p.parts) or rows // p.parts > MOST_ROWS or (rows == 192 and p.parts != 3):
             continue
         s = {"tokens": tokens, "rows": rows // p.parts, "chunks": chunks, "split": split, "stages": 1}

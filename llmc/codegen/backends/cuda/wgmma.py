@@ -5,9 +5,9 @@ wgmma are the matrix instructions of warpgroups on Hopper, which read their fact
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from llmc.ir.dtype import DTYPES
 from llmc.targets.target import Target
@@ -17,6 +17,7 @@ SWIZZLE = 3  # of tensor maps: 128 bytes
 ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
 RESERVED = 1024  # bytes of shared memory for barriers and counts
 MAX_COLUMNS = 256  # of an instruction
+Limit = TypeVar("Limit")
 
 
 def lacks_wgmma(target: Target) -> str | None:
@@ -24,6 +25,15 @@ def lacks_wgmma(target: Target) -> str | None:
     if target.family == "cuda" and target.arch == "sm_90" and not target.has("interpret"):
         return None
     return f"{target.name} does not have wgmma, the matrix instructions of sm_90"
+
+
+def deepest_rings(depths: Sequence[int], limits: Sequence[Limit], fits: Callable[[int, Limit], bool]) -> list[int]:
+    """Return the number of buffers of the deepest ring that fits each limit, without repetition.
+
+    depths: numbers of buffers, in descending order. limits: of shared memory, such as the blocks that share it.
+    """
+    deepest = [next((depth for depth in depths if fits(depth, limit)), None) for limit in limits]
+    return list(dict.fromkeys(depth for depth in deepest if depth is not None))
 
 
 class Instruction(NamedTuple):

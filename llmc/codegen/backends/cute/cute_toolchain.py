@@ -10,10 +10,10 @@ from types import MappingProxyType
 
 from llmc_runtime.format.install_command import install_command
 
-from llmc.codegen.cubin_toolchain import CubinToolchain, digest, lacking, launch_facts
+from llmc.codegen.cubin_toolchain import CubinToolchain, lacking, launch_facts
 from llmc.codegen.kernel import Source
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.toolchain import Output
+from llmc.codegen.toolchain import Output, digest
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 

@@ -9,9 +9,9 @@ from llmc_runtime.format.install_command import install_command
 
 from llmc.codegen.backends.cuda.nvrtc_toolchain import compile_text, nvrtc_version, options
 from llmc.codegen.backends.flashinfer.xqa_source import CHANGES, DISTRIBUTION, END, FILES, headers
-from llmc.codegen.cubin_toolchain import CubinToolchain, digest, lacking, launch_facts
+from llmc.codegen.cubin_toolchain import CubinToolchain, lacking, launch_facts
 from llmc.codegen.kernel import Source
-from llmc.codegen.toolchain import Output
+from llmc.codegen.toolchain import Output, digest
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 

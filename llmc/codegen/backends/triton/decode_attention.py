@@ -115,15 +115,18 @@ def reject_attention(node: Node, target: Target) -> str | None:
     return f"head size {widest} is above {MAX_HEAD}" if widest > MAX_HEAD else None
 
 
+def reject_unskipped(node: Node, target: Target) -> str | None:
+    """Return why a kernel that computes the tokens of all rows does not support the node, or None."""
+    if node.attrs.get("least", 1) > 1:
+        return "it does not support skipping rows (least > 1)"
+    return reject_attention(node, target)
+
+
 class DecodeAttention(TritonKernel):
     """One token and key head per program, over all pages of its row or one split; valid for any mixture of rows."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return (
-            "it does not support skipping rows (least > 1)"
-            if node.attrs.get("least", 1) > 1
-            else reject_attention(node, target)
-        )
+        return reject_unskipped(node, target)
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         """Return the tables, so that key addresses are known before the previous kernel has written the queries."""
@@ -190,15 +193,19 @@ class AttentionCombine(TritonKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        parts, d = (next_power_of_2(int(s)) for s in node.operands[0].type.shape[2:])
-        best = max(1, min(4, parts * d // 1024))
+        best = max(1, min(4, self.padded_elements(node) // 1024))
         return [{"warps": best}, *({"warps": w} for w in (1, 2, 4) if w != best)]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: memory traffic, the serial loads of a thread, and the synchronization of the warps."""
-        parts, d = (next_power_of_2(int(s)) for s in node.operands[0].type.shape[2:])
-        loads = parts * d / (128 * schedule["warps"])
+        loads = self.padded_elements(node) / (128 * schedule["warps"])
         return roofline_us(node, target, env) + 0.02 * loads + 0.05 * schedule["warps"]
+
+    @staticmethod
+    def padded_elements(node: Node) -> int:
+        """Return the elements of all parts of a head, each size padded to a power of two."""
+        parts, size = node.operands[0].type.shape[2:]
+        return next_power_of_2(int(parts)) * next_power_of_2(int(size))
 
     def code(self, u: Unit) -> Code:
         shape = u.node.operands[0].type.shape

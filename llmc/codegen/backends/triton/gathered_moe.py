@@ -101,7 +101,9 @@ class GatherUp(Gathered):
     """moe_gather_up and norm_moe_gather_up: a program computes some columns of one pair."""
 
     def code(self, u: Unit) -> Code:
-        normed = u.node.op.name.startswith("norm")
+        operands = "x_ptr idx_ptr weight_ptr bias_ptr"
+        if u.node.op.name.startswith("norm"):
+            operands = "x_ptr idx_ptr weight_ptr gain_ptr bias_ptr"
         joint = not u.interpret  # the interpreter would reduce the sums element by element
         return u.launch(
             Template("gathered_moe", "moe_gather_up"),
@@ -109,7 +111,7 @@ class GatherUp(Gathered):
             0,
             1,
             (joint_sum(2) if joint else "", *epilogue(u.node)),
-            **{"gain_ptr": None, **u.pointers(f"x_ptr idx_ptr weight_ptr{' gain_ptr' * normed} bias_ptr", "out_ptr")},
+            **{"gain_ptr": None, **u.pointers(operands, "out_ptr")},
             **self.common(u),
             EPS=u.node.attrs.get("eps"),
             JOINT_SUM="joint_sum" if joint else None,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
+from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2, previous_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit
 from llmc.codegen.kernel import Schedule
-from llmc.ir.dim import D
+from llmc.codegen.product import tiles_to_try
+from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -91,24 +92,28 @@ class Gemm(TritonKernel):
         # deterministic kernels multiply any number of tokens.
         min_tokens = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
         amd = target.family == "hip"
-        tiles = self._narrow(p, min_tokens) if self.swap else self._large(p, LARGE_AMD_TILES if amd else LARGE_TILES)
+        if self.swap:
+            tiles = self._narrow(p, min_tokens)
+        else:
+            tiles = self._large(p, LARGE_AMD_TILES if amd else LARGE_TILES)
         if amd:  # prefetches one tile in registers; the smallest instruction has 16 rows and columns
             tiles = (t._replace(bm=max(MATRIX, t.bm), bn=max(MATRIX, t.bn), stages=2, split=1) for t in tiles)
         fitting = [t for t in dict.fromkeys(tiles) if fits(p, t, target)]
         return [t._asdict() for t in fitting or [SMALL]]
 
     def _narrow(self, p: Product, min_tokens: int) -> Iterator[GemmTile]:
-        m = p.m.const
         if p.dot == "f32":
             yield from (GemmTile(*t) for t in FLOAT_TILES)
             return
-        counts = [t for t in TOKENS if t >= min_tokens]
-        for bm in counts if m is None else (next((t for t in counts if t >= m), counts[-1]),):
+        for bm in tiles_to_try([t for t in TOKENS if t >= min_tokens], p.m.const):
             yield from (GemmTile(bm, bn, bk * 2 // p.factor_bytes, *rest) for bn, bk, *rest in NARROW)
 
     def _large(self, p: Product, tiles: Sequence[Sequence[int]]) -> Iterator[GemmTile]:
-        for bm, bn, bk, warps, stages in LARGE_FLOAT_TILES if p.dot == "f32" else tiles:
-            depth = bk if p.dot == "f32" else bk * 2 // p.factor_bytes
+        is_float = p.dot == "f32"
+        if is_float:
+            tiles = LARGE_FLOAT_TILES
+        for bm, bn, bk, warps, stages in tiles:
+            depth = bk if is_float else bk * 2 // p.factor_bytes
             yield GemmTile(bm, bn // next_power_of_2(p.parts), depth, warps, stages)
 
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
@@ -132,7 +137,9 @@ class Gemm(TritonKernel):
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
         rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
-        grid = (rows, D(columns)) if self.swap else (rows * columns, *[D(p.splits)] * bool(p.splits))
+        grid: tuple[Dim, ...] = (rows, D(columns)) if self.swap else (rows * columns,)
+        if p.splits and not self.swap:
+            grid = (*grid, D(p.splits))
         template, arguments = self.bind(u, p)
         return u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **arguments)
 
@@ -174,7 +181,7 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
     slowed down the previous kernels by as much as this one gained.
     """
     s, line = u.schedule, LINE_BYTES * 8 // DTYPES[p.w.dtype].bits
-    lines = 1 << (-(-min(p.k, s["bk"]) // line)).bit_length() - 1  # the largest power of two in a step
+    lines = previous_power_of_2(-(-min(p.k, s["bk"]) // line))  # of a step
     return Template("gemm_small", "gemm_small"), {
         **common(u, p),
         "x_ptr": "x0",
@@ -231,10 +238,15 @@ def penalty(p: Product, s: Schedule, env: Mapping[str, int]) -> float:
     Warps that split the columns need many steps and few tiles of tokens; tiles of few weight rows and many tokens are
     slow.
     """
-    if s["split"] > 1:
-        passes = -(-p.tokens(env) // s["bm"])
-        return (1.4 if s["bm"] > 32 else 1.25 if p.k < 8 * s["bk"] else 1.0) * (1 + 0.09 * (passes - 1))
-    return 1.5 if s["bn"] < 64 and s["bm"] >= 64 else 1.0
+    if s["split"] == 1:
+        return 1.5 if s["bn"] < 64 and s["bm"] >= 64 else 1.0
+    passes = -(-p.tokens(env) // s["bm"])
+    factor = 1.0
+    if s["bm"] > 32:
+        factor = 1.4
+    elif p.k < 8 * s["bk"]:
+        factor = 1.25
+    return factor * (1 + 0.09 * (passes - 1))
 
 
 def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
@@ -244,14 +256,23 @@ def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     arithmetic in whole waves of blocks at the share of the peak that tiles of this size reach.
     """
     rows, columns = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"])
-    blocks, units, area = rows * columns, target.limits.units, s["bm"] * s["bn"] * p.parts
+    blocks, units = rows * columns, target.limits.units
     flops = 2.0 * rows * s["bm"] * columns * s["bn"] * p.parts * p.k
-    if swap:
-        share = 0.35 if s["bn"] < 64 else 0.55 if area < 16384 else 0.65
-    else:
-        share = 0.5 if area < 16384 else 0.72 if area < 32768 else 0.77
     best = flops / peak(p, target) * 1e6
-    return max(reading_us(p, s, target, env, swap) + 0.5 * best, best * (-(-blocks // units) * units / blocks) / share)
+    computing = best * (-(-blocks // units) * units / blocks) / _peak_share(p, s, swap)
+    return max(reading_us(p, s, target, env, swap) + 0.5 * best, computing)
+
+
+def _peak_share(p: Product, s: Schedule, swap: bool) -> float:
+    """Return the share of the peak that tiles of this size reach, if they fill the multiprocessors."""
+    elements = s["bm"] * s["bn"] * p.parts
+    if swap and s["bn"] < 64:
+        return 0.35
+    if elements < 16384:
+        return 0.55 if swap else 0.5
+    if swap:
+        return 0.65
+    return 0.72 if elements < 32768 else 0.77
 
 
 GEMM_SMALL = Gemm("triton/gemm_small", ("linear", "linear_map"), swap=True)

@@ -149,9 +149,9 @@ class Gemv(TritonKernel):
 
 def joint_sum(count: int, axis: int = 1) -> str:
     """Generate the function that sums `count` tiles over an axis in one reduction."""
-    a, b = ([f"{x}{i}" for i in range(count)] for x in "ab")
-    sums = ", ".join(f"{x} + {y}" for x, y in zip(a, b, strict=True))
-    plus = function(f"add_pairs({', '.join([*a, *b])})", "Return the sum of each pair.", [f"return {sums}"])
+    parameters = [f"{operand}{i}" for operand in "ab" for i in range(count)]
+    sums = ", ".join(f"a{i} + b{i}" for i in range(count))
+    plus = function(f"add_pairs({', '.join(parameters)})", "Return the sum of each pair.", [f"return {sums}"])
     total = function(
         "joint_sum(tiles)",
         f"Sum the tiles over their {'second' if axis else 'first'} axis, in one pass through shared memory.",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from llmc.codegen.backends.triton.template import function, literal, record
+from llmc.codegen.backends.triton.tiling import masked
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import CODES, Unit, unsupported
 from llmc.codegen.product import ProductNode
@@ -83,16 +85,21 @@ class Product(ProductNode):
         return "tl.int32" if self.dot == "i8" and not float32_factors else "tl.float32"
 
 
+def reject_weight(node: Node) -> str | None:
+    """Return why the sizes [rows, columns of x] or the parts of a product's weight are not supported, or None."""
+    rows, columns = node.operands[1].type.shape[0], node.operands[0].type.shape[-1]
+    if rows.const is None or columns.const is None:
+        return f"the weight's sizes {rows} x {columns} are not constant"
+    parts = node.attrs.get("parts", 1)
+    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; the maximum is {MAX_PARTS}"
+
+
 def reject_product(node: Node, target: Target) -> str | None:
     """Return why no Triton product kernel supports the node on the target, or None."""
     if why := unsupported(node, (*FLOATS, *CODES), target):
         return why
-    w = node.operands[1].type
-    if w.shape[0].const is None or w.shape[1].const is None:
-        return f"the weight's sizes {w.shape[0]} x {w.shape[1]} are not constant"
-    parts = node.attrs.get("parts", 1)
-    if not 1 <= parts <= MAX_PARTS:
-        return f"{parts} parts; the maximum is {MAX_PARTS}"
+    if why := reject_weight(node):
+        return why
     p = Product.of(node)
     if {p.x.dtype, p.w.dtype} & {*CODES} and p.w.dtype != p.x.dtype:
         return f"factors of {p.x.dtype} and {p.w.dtype}"
@@ -101,21 +108,35 @@ def reject_product(node: Node, target: Target) -> str | None:
     return None
 
 
-def extra_offset(u: Unit, p: Product, e: Type) -> tuple[str, bool, bool]:
-    """Return (offset of extra `e` at `token` (int64) and `column`, whether it varies by token, whether by column)."""
-    lead = [D(1)] * (p.out.rank - max(1, e.rank)) + list(e.shape[:-1])
-    column = e.rank > 0 and e.shape[-1] == p.out.shape[-1] and e.shape[-1].const != 1
-    width = D(p.n if column else 1)
-    terms, stride, inner = ["column"] if column else [], width, D(1)
-    if lead == list(p.out.shape[:-1]) and any(d.const != 1 for d in lead):
+class ExtraOffset(NamedTuple):
+    """The offset of an operand of the epilogue at `token` (int64) and `column`, as an expression in Triton.
+
+    by_token, by_column: whether the operand varies along the tokens and along the columns of the result.
+    """
+
+    text: str
+    by_token: bool
+    by_column: bool
+
+
+def extra_offset(u: Unit, p: Product, extra: Type) -> ExtraOffset:
+    """Return the offset of an operand of the epilogue; it is broadcast to the result's shape."""
+    outer = list(p.out.shape[:-1])
+    extra_outer = [D(1)] * (p.out.rank - max(1, extra.rank)) + list(extra.shape[:-1])
+    by_token = any(size.const != 1 for size in extra_outer)
+    by_column = extra.rank > 0 and extra.shape[-1] == p.out.shape[-1] and extra.shape[-1].const != 1
+    width = D(p.n if by_column else 1)
+    terms = ["column"] if by_column else []
+    if by_token and extra_outer == outer:
         terms.append(f"token * {width}")
     else:
-        for d, size in zip(reversed(lead), reversed(p.out.shape[:-1]), strict=True):
-            if d.const != 1:
-                terms.append(f"token // {u.sizes(inner)} % {u.sizes(size)} * {u.sizes(stride)}")
-                stride = stride * d
-            inner = inner * size
-    return " + ".join(terms) or "0", any(d.const != 1 for d in lead), column
+        extra_stride, stride = width, D(1)  # of an axis: in the operand, and among the tokens
+        for extra_size, size in zip(reversed(extra_outer), reversed(outer), strict=True):
+            if extra_size.const != 1:
+                terms.append(f"token // {u.sizes(stride)} % {u.sizes(size)} * {u.sizes(extra_stride)}")
+                extra_stride = extra_stride * extra_size
+            stride = stride * size
+    return ExtraOffset(" + ".join(terms) or "0", by_token, by_column)
 
 
 def extra_operands(u: Unit, p: Product) -> tuple[str, ...]:
@@ -137,10 +158,10 @@ def epilogue(u: Unit, p: Product) -> str:
     return "\n\n\n".join(filter(None, (called, _load_extras(u, p), _epilogue(p))))
 
 
-def _extra_sizes(u: Unit, p: Product) -> tuple[list[tuple[str, bool, bool]], tuple[str, ...]]:
-    """Return the offsets of the extras (see `extra_offset`), and the names of the run-time sizes in them."""
+def _extra_sizes(u: Unit, p: Product) -> tuple[list[ExtraOffset], tuple[str, ...]]:
+    """Return the offsets of the extras, and the names of the run-time sizes in them."""
     offsets = [extra_offset(u, p, e) for e in p.extras]
-    names = {w for text, _, _ in offsets for w in text.split()}
+    names = {word for offset in offsets for word in offset.text.split()}
     return offsets, tuple(f"s{i}" for i in range(len(u.sizes.dims)) if f"s{i}" in names)
 
 
@@ -149,9 +170,9 @@ def _load_extras(u: Unit, p: Product) -> str:
     offsets, sizes = _extra_sizes(u, p)
     names = [*(f"x{i + p.first_extra}" for i in range(len(p.extras))), *sizes]
     lines = [f"{literal(tuple(names))} = operands"] if names else []
-    for i, (offset, rows, columns) in enumerate(offsets):
-        mask = " & ".join(["token_mask"] * rows + ["column_mask"] * columns)
-        lines.append(f"q{i} = tl.load(x{i + p.first_extra} + {offset}{f', mask={mask}, other=0.0' if mask else ''})")
+    for i, offset in enumerate(offsets):
+        mask = masked("token_mask" if offset.by_token else "", "column_mask" if offset.by_column else "", other="0.0")
+        lines.append(f"q{i} = tl.load(x{i + p.first_extra} + {offset.text}{mask})")
     lines.append(f"return {literal(tuple(f'q{i}' for i in range(len(p.extras))))}")
     return function(
         "load_extras(operands, token, column, token_mask, column_mask)",
@@ -162,7 +183,8 @@ def _load_extras(u: Unit, p: Product) -> str:
 
 def _epilogue(p: Product) -> str:
     """Generate the function that computes the result from the sums, in float32."""
-    accs, extras = (tuple(f"{x}{i}" for i in range(n)) for x, n in (("a", p.parts), ("q", len(p.extras))))
+    accs = tuple(f"a{i}" for i in range(p.parts))
+    extras = tuple(f"q{i}" for i in range(len(p.extras)))
     sums = [f"{a}.to(tl.float32)" if p.sums(False) == "tl.int32" else a for a in accs]
     statements, value = inline(parse_expr(p.body), [*sums, *(f"{q}.to(tl.float32)" for q in extras)])
     meaning = f"{p.body}; a{p.parts} and on are the extras q0 and on" if extras else p.body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.decode_attention import AttentionProblem, paged_attention, reject_attention
+from llmc.codegen.backends.triton.decode_attention import AttentionProblem, paged_attention, reject_unskipped
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION, WARP_ROWS, shared, tiles
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
@@ -21,9 +21,7 @@ class MixedAttention(TritonKernel):
     """Paged attention in which a row of one token has a program with few queries, and longer rows have tiles."""
 
     def reject(self, node: Node, target: Target) -> str | None:
-        if node.attrs.get("least", 1) > 1:
-            return "it does not support skipping rows (least > 1)"
-        return reject_attention(node, target)
+        return reject_unskipped(node, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         p = AttentionProblem.of(node)

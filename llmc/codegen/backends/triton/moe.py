@@ -33,9 +33,13 @@ MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 # bn, bk, warps, stages
 NARROW = ((32, 128, 4, 4), (64, 128, 4, 4), (64, 64, 4, 3), (32, 64, 4, 2), (16, 32, 4, 2))
 ROWS = (16, 32, 64, 128)
-# Of bf16 products: the share of the bandwidth, and of the peak in blocks of _BLOCK elements; the exponent of the share
-# of multiprocessors with a program; the time of a program and of its steps.
-_READS, _BLOCK_SHARE, _BLOCK, _BUSY, _PROGRAM_US, _STEP_US = 0.94, 0.57, 128 * 128, 0.45, 3.0, 0.8
+# Of bf16 products:
+_BANDWIDTH_SHARE = 0.94
+_BLOCK = 128 * 128  # elements of a block that reaches _BLOCK_SHARE of the peak
+_BLOCK_SHARE = 0.57
+_BUSY = 0.45  # exponent of the share of multiprocessors with a program
+_PROGRAM_US = 3.0
+_STEP_US = 0.8
 
 
 class ExpertTile(NamedTuple):
@@ -158,7 +162,7 @@ class Grouped(TritonKernel):
 
     @staticmethod
     def reject_sizes(node: Node) -> str | None:
-        """Why the sizes of the stack are not supported, or None."""
+        """Return why the sizes of the stack are not supported, or None."""
         w = node.operands[3].type
         if any(d.const is None for d in w.shape):
             return f"the experts' sizes {w} are not constant"
@@ -183,7 +187,7 @@ class Grouped(TritonKernel):
 
     @staticmethod
     def shared_bytes(p: Experts, s: Schedule, target: Target) -> int:
-        """The bytes of the buffers of a program in shared memory."""
+        """Return the bytes of the buffers of a program in shared memory."""
         buffers = s["stages"] if target.family == "cuda" else s["stages"] - 1
         return int(buffers * (s["bn"] * p.parts + s["bm"]) * s["bk"] * DTYPES[p.dot].bits // 8)
 
@@ -278,7 +282,7 @@ class FloatGrouped(Grouped):
             share *= 0.8  # no second program hides the waits of a small one
         products = 2.0 * programs * area * p.k / target.peaks[p.dot] / share
         latency = _PROGRAM_US + -(-p.k // s["bk"]) * _STEP_US * (s["bk"] / 128) ** 0.5
-        return max(overlapped(read / busy / _READS * 1e6, products * 1e6), latency) + target.launch_us
+        return max(overlapped(read / busy / _BANDWIDTH_SHARE * 1e6, products * 1e6), latency) + target.launch_us
 
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return dot_order(target, self.experts(node).dot, schedule["bn"], schedule["bm"], schedule["warps"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from llmc.codegen.backends.triton.gemm_small import GROUP, LINE_BYTES, MATRIX, SMALL, TOKENS, WARPGROUP
 from llmc.codegen.backends.triton.linear_problem import epilogue, output, peak
@@ -15,9 +15,10 @@ from llmc.codegen.backends.triton.quantized_problem import (
     weight_codes,
 )
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
+from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2, previous_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, Unit, element
 from llmc.codegen.kernel import Schedule
+from llmc.codegen.product import sufficient_tile
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -80,8 +81,7 @@ class QuantizedGemm(QuantizedKernel):
         moved = p.bytes(env) + 0.1 * (rows - 1) * p.weight_bytes
         reading = moved / target.bandwidth / (_READ * max(busy, 0.01))
         codes = rows * columns * s["bn"] * p.parts * p.k
-        share = 0.3 if area < 8192 else 0.45 if area < 16384 else 0.55
-        products = 2.0 * codes * s["bm"] / peak(p, target) / share
+        products = 2.0 * codes * s["bm"] / peak(p, target) / _peak_share(area)
         computing = (products + 2 * _conversion(p, s) * codes / target.peaks["f32"]) * (
             -(-blocks // units) * units / blocks
         )
@@ -90,7 +90,7 @@ class QuantizedGemm(QuantizedKernel):
     def code(self, u: Unit) -> Code:
         p, s = QuantizedProduct.of(u.node), u.schedule
         rows = p.m.ceildiv(s["bm"])
-        lines = 1 << (s["bk"] // LINE_BYTES).bit_length() >> 1
+        lines = previous_power_of_2(max(1, s["bk"] // LINE_BYTES))
         return u.launch(
             Template("quantized_gemm", "quantized_gemm"),
             (rows * -(-p.n // s["bn"]),),
@@ -109,21 +109,31 @@ class QuantizedGemm(QuantizedKernel):
             STAGES=s["stages"],
             TILE_GROUP=GROUP,
             SCALED=scales_factors(p.half, s["bm"], p.scale.dtype, p.x.dtype),
-            PREFETCH_LINES=max(1, lines) if u.pdl and p.weight_before_wait else 0,
+            PREFETCH_LINES=lines if u.pdl and p.weight_before_wait else 0,
             FACTOR="tl.float32" if u.interpret else element(p.x),
             LATE_LAUNCH=u.triggers_after_loads,
         )
 
 
 def _tiles(p: QuantizedProduct) -> Iterator[GemmTile]:
-    """The tiles to try for a product, before they are fitted to it."""
+    """Yield the tiles to try for a product, before they are fitted to it."""
     if p.dot == "f32":
         yield from FLOAT
         return
-    m, largest = p.m.const, TOKENS[-1]
-    nearest = next((t for t in TOKENS if t >= (m or largest)), largest)
-    for bm in TOKENS if m is None else sorted({nearest, min(nearest, largest // 2)}):
-        yield from (GemmTile(bm, *t) for t in (FEW if bm <= FEW_TOKENS else MANY))
+    counts: Sequence[int] = TOKENS
+    if p.m.const is not None:
+        sufficient = sufficient_tile(TOKENS, p.m.const)
+        counts = sorted({sufficient, min(sufficient, TOKENS[-1] // 2)})
+    for bm in counts:
+        tiles = FEW if bm <= FEW_TOKENS else MANY
+        yield from (GemmTile(bm, *t) for t in tiles)
+
+
+def _peak_share(elements: int) -> float:
+    """Return the share of the peak that tiles with this number of elements reach."""
+    if elements < 8192:
+        return 0.3
+    return 0.45 if elements < 16384 else 0.55
 
 
 def _fit(p: QuantizedProduct, tile: GemmTile, target: Target) -> GemmTile:

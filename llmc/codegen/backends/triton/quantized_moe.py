@@ -16,12 +16,15 @@ from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.targets.target import Target
 
-STEPS = (128, 64, 32)  # columns of a step of codes of 8 bits
+STEP = 32  # columns of a step of codes of 8 bits, of which groups are multiples
 CONVERSION = 2.5  # operations per code to make it a factor
-# Of codes of 4 bits, fitted to 220 measurements on an H200 (bench.gpu.experts): the microseconds of a step, the share
-# of the peak in blocks of _BLOCK elements and its exponent, the share of the bandwidth, and the exponent of the share
-# of multiprocessors with a program.
-_STEP_US, _BLOCK_SHARE, _BLOCK, _EXPONENT, _READS, _BUSY = 2.0, 0.33, 128 * 128, 0.39, 0.41, 0.31
+# Of codes of 4 bits, fitted to 220 measurements on an H200 (bench.gpu.experts):
+_STEP_US = 2.0
+_BLOCK = 128 * 128  # elements of a block that reaches _BLOCK_SHARE of the peak
+_BLOCK_SHARE = 0.33
+_EXPONENT = 0.39  # of the elements of a block, in the share of the peak
+_BANDWIDTH_SHARE = 0.41
+_BUSY = 0.31  # exponent of the share of multiprocessors with a program
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,10 @@ class QuantizedGrouped(Grouped):
 
     def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, QuantizedExperts)
-        floats = p.dot == "f32"
-        steps = (p.half,) if p.half else tuple(s for s in STEPS if p.late or p.group % s == 0)
-        for bm in ROWS[:2] if floats else ROWS:
-            for bn, _, warps, stages in (NARROW[-1],) if floats else NARROW:
-                yield from (ExpertTile(bm, bn, bk, warps, stages) for bk in steps[-1:] if floats or bk)
+        rows, tiles = (ROWS[:2], NARROW[-1:]) if p.dot == "f32" else (ROWS, NARROW)
+        for bm in rows:
+            for bn, _, warps, stages in tiles:
+                yield ExpertTile(bm, bn, p.half or STEP, warps, stages)
 
     def fits(self, p: Experts, t: ExpertTile, target: Target) -> bool:
         assert isinstance(p, QuantizedExperts)
@@ -128,7 +130,7 @@ class QuantizedGrouped(Grouped):
         programs = blocks * -(-p.n // s["bn"])
         again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
         busy = min(1.0, programs / target.limits.units) ** _BUSY
-        read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth / busy / _READS
+        read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth / busy / _BANDWIDTH_SHARE
         share = _BLOCK_SHARE * (area / _BLOCK) ** _EXPONENT
         products = 2.0 * programs * area * p.k / target.peaks[p.dot] / share
         latency = -(-p.k // (2 * p.half)) * _STEP_US
@@ -152,7 +154,7 @@ class QuantizedGrouped(Grouped):
 
 
 def _reject_codes(p: QuantizedExperts) -> str | None:
-    """Why the codes or their blocks are not supported, or None."""
+    """Return why the codes or their blocks are not supported, or None."""
     a = p.node.attrs
     if p.w.dtype == "u8":
         if a["bits"] > 4 or not 0 <= a["zero_point"] < 16:
@@ -166,11 +168,13 @@ def _reject_codes(p: QuantizedExperts) -> str | None:
         return f"codes of dtype {p.w.dtype}"
     if a["zeros"] or a["zero_point"]:
         return f"codes of dtype {p.w.dtype} with zero points"
-    return None if p.late or p.group % STEPS[-1] == 0 else f"blocks of {p.group} columns; multiples of 32 are supported"
+    if p.late or p.group % STEP == 0:
+        return None
+    return f"blocks of {p.group} columns; multiples of {STEP} are supported"
 
 
 def _reject_others(stack: Stack) -> str | None:
-    """Why another operand is not supported, or None."""
+    """Return why another operand is not supported, or None."""
     zero = stack.type("zero")
     if zero is not None and zero.dtype != "u8":
         return f"zero points of dtype {zero.dtype}; u8 is supported"

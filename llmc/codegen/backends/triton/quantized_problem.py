@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product
+from llmc.codegen.backends.triton.linear_problem import Product, reject_weight
 from llmc.codegen.backends.triton.template import record
 from llmc.codegen.backends.triton.triton_kernel import TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
@@ -39,7 +39,10 @@ class QuantizedProduct(Product):
         x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
         k = int(x.shape[-1])
         group = min(node.attrs["block"][1] or k, k)
-        half = node.attrs["half"] if node.op.name == PACKED else halves(k, group) if node.attrs["bits"] <= 4 else 0
+        if node.op.name == PACKED:
+            half = node.attrs["half"]
+        else:
+            half = halves(k, group) if node.attrs["bits"] <= 4 else 0
         return QuantizedProduct(node, parts, int(code.shape[0]) // parts, k, node.attrs["body"], group, half)
 
     @property
@@ -59,7 +62,7 @@ class QuantizedProduct(Product):
         return codes + sum(int(v.type.nbytes) for v in self.node.operands[2 : self.first_extra])
 
     def bytes(self, env: Mapping[str, int]) -> int:
-        """Operands and results, each once; codes as packed."""
+        """Return the bytes of operands and results, each counted once; codes as packed."""
         rest = [self.node.operands[0], *self.node.operands[self.first_extra :], *self.node.results]
         return self.weight_bytes + sum(int(v.type.nbytes.subs(env)) for v in rest)
 
@@ -71,7 +74,7 @@ class QuantizedProduct(Product):
 
 def halves(k: int, group: int) -> int:
     """Return the largest distance of two codes in a byte that fits k columns in blocks of `group`; 0 if none does."""
-    return next((h for h in HALVES if k % (2 * h) == 0 and (group % h == 0)), 0)
+    return next((h for h in HALVES if k % (2 * h) == 0 and group % h == 0), 0)
 
 
 def scales_factors(half: int, tokens: int, scale: str, x: str) -> bool:
@@ -109,12 +112,9 @@ class QuantizedKernel(TritonKernel):
 
 
 def _reject_sizes(node: Node) -> str | None:
-    x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
-    if code.shape[0].const is None or x.shape[-1].const is None:
-        return f"the weight's sizes {code.shape[0]} x {x.shape[-1]} are not constant"
     if node.attrs["block"][0] != 1:
         return f"blocks of {list(node.attrs['block'])}; a block has columns of one row"
-    return None if 1 <= parts <= MAX_PARTS else f"{parts} parts; the maximum is {MAX_PARTS}"
+    return reject_weight(node)
 
 
 def _reject_bytes(p: QuantizedProduct) -> str | None:

@@ -19,7 +19,7 @@ from llmc.targets.target import Target
 CHANNELS = 256  # channels of a program of a convolution
 COLUMNS = 1024  # columns of a program that writes a log
 BLOCK_COLUMNS = (32, 64, 16)  # columns of the state of a program
-CHUNK_COLUMNS = 32  # the most of a program that computes chunks: more would spill registers, or use wgmma
+CHUNK_COLUMNS = 32  # maximum columns of a program that computes chunks: more would spill registers, or use wgmma
 MIN_DOT = 16  # the smallest size of a matrix that tl.dot takes
 MAX_STATE = 1 << 14  # elements of a program's state
 SMALL_STATE = 512  # elements of a state below which one warp computes it
@@ -41,11 +41,9 @@ class RowConv(TritonKernel):
     dtypes = (*FLOATS, "i32")
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        least = next_power_of_2(max(1, int(node.operands[1].type.shape[1]) - 1))
-        return [
-            {"tile": max(least, t), "warps": w}
-            for t, w in ([(1, 4), (4, 4)] if has_single_tokens(node) else [(32, 8), (16, 4)])
-        ]
+        min_tile = next_power_of_2(max(1, int(node.operands[1].type.shape[1]) - 1))
+        tiles = [(1, 4), (4, 4)] if has_single_tokens(node) else [(32, 8), (16, 4)]
+        return [{"tile": max(min_tile, tile), "warps": warps} for tile, warps in tiles]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         tokens, channels = node.result.type.shape if len(node.results) == 1 else node.results[0].type.shape
@@ -54,11 +52,8 @@ class RowConv(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         tokens, channels = u.node.operands[0].type.shape
-        entries, whole, ring = (
-            u.node.operands[3].type.shape[0],
-            has_single_tokens(u.node),
-            u.node.operands[2].type.shape[1],
-        )
+        entries, ring = u.node.operands[3].type.shape[0], u.node.operands[2].type.shape[1]
+        whole = has_single_tokens(u.node)
         tiles = entries + 1 if whole else tokens.ceildiv(u.schedule["tile"]) + entries + 1
         return u.launch(
             Template("row_conv", "row_conv"),
@@ -159,8 +154,10 @@ class RowRecurrence(TritonKernel):
         entries, log, chunk = u.node.operand("rows"), u.node.operand("log"), chunk_of(u.node)
         assert entries is not None
         block = u.schedule["block"]
-        names = ["q_ptr k_ptr v_ptr decay_ptr", *["factors_ptr"] * bool(chunk), "-", *["base_ptr log_ptr"] * bool(log)]
-        pointers = u.pointers(f"{' '.join(names)} rows_ptr starts_ptr positions_ptr beta_ptr", "out_ptr memory_ptr")
+        factors = "factors_ptr " if chunk else ""
+        logs = "base_ptr log_ptr " if log else ""
+        operands = f"q_ptr k_ptr v_ptr decay_ptr {factors}- {logs}rows_ptr starts_ptr positions_ptr beta_ptr"
+        pointers = u.pointers(operands, "out_ptr memory_ptr")
         return u.launch(
             Template("row_recurrence", "row_recurrence"),
             (entries.type.shape[0] + 1, v[1], v[2].ceildiv(block)),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmc.codegen.backends.triton.row_kernels import Writer, programs, reduces, reducing_tiles
+from llmc.codegen.backends.triton.row_kernels import Writer, programs, row_schedules
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import cost_us, tiles
+from llmc.codegen.backends.triton.tiling import cost_us
 from llmc.codegen.backends.triton.triton_expr import fold, helpers, stored
 from llmc.codegen.backends.triton.triton_kernel import CODES, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.codegen.row_program import RowProgram
-from llmc.ir.dim import product
 from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.ir.ops.quantized_linear import ACTIVATIONS
@@ -43,9 +42,8 @@ class RoundGroups(TritonKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p, group = program(node), node.attrs["group"]
-        shapes = reducing_tiles(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
-        return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(shapes) if c % group == 0]
+        group = node.attrs["group"]
+        return [s for s in row_schedules(program(node), target) if s["cols"] % group == 0]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         rows, cols = programs(program(node), schedule)

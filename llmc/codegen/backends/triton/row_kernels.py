@@ -69,9 +69,7 @@ class Rows(TritonKernel):
         return same_layout(node)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = program(node)
-        shapes = reducing_tiles(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
-        return [{"rows": r, "cols": c, "warps": w} for r, c, w in dict.fromkeys(shapes)]
+        return row_schedules(program(node), target)
 
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
         return f"{self.name} {schedule_text(schedule)}" if reduces(program(node)) else "one element by itself"
@@ -99,15 +97,18 @@ def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
     return product(p.space.outer).ceildiv(schedule["rows"]), cols
 
 
+def row_schedules(p: RowProgram, target: Target) -> list[Schedule]:
+    """Return the schedules of a row program: tiles of whole rows if it reduces them."""
+    shapes = reducing_tiles(p, target) if reduces(p) else tiles(product(p.space.outer), p.space.row, target)
+    return [{"rows": rows, "cols": cols, "warps": warps} for rows, cols, warps in dict.fromkeys(shapes)]
+
+
 def reducing_tiles(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
     """Return tiles (rows, cols, warps) of whole rows, with 8 elements per thread first, and 1 to 32 in the others."""
     n, warp, max_warps = p.space.row.const, target.limits.warp, max_block_warps(target)
     if n is None or n > MAX_ELEMENTS:
-        return (
-            [(1, 1024, 4), (1, 4096, min(16, max_warps))]
-            if n is None
-            else [(1, MAX_ELEMENTS, max_warps), (1, 4096, min(16, max_warps))]
-        )
+        first = (1, 1024, 4) if n is None else (1, MAX_ELEMENTS, max_warps)
+        return [first, (1, 4096, min(16, max_warps))]
     cols = next_power_of_2(n)
     warps = max(1, min(max_warps, cols // (warp * 8)))
     counts = [w for w in (warps, warps // 2, warps * 2, warps // 4) if 0 < w <= max_warps and cols <= 32 * warp * w]
@@ -190,13 +191,12 @@ class Writer:
         """Return the statement that reads argument node `i`."""
         k = int(self.p.dag.nodes[i][1][0])
         offset, mask = self.place(k)
-        where = f"x{k}{offset}"
-        if (
-            self.tall and offset == " + col" and not rowless(self.p)
-        ):  # one vector per thread; a row would be distributed through shared memory
-            where = f"tl.broadcast_to({where}, ({self.rows}, {self.cols}))"
+        pointers = f"x{k}{offset}"
+        if self.tall and offset == " + col" and not rowless(self.p):
+            # One vector per thread; a row would be distributed through shared memory.
+            pointers = f"tl.broadcast_to({pointers}, ({self.rows}, {self.cols}))"
         self.names[i] = f"a{k}"
-        return f"a{k} = {loaded(f'tl.load({where}{mask})', self.dtypes[k])}"
+        return f"a{k} = {loaded(f'tl.load({pointers}{mask})', self.dtypes[k])}"
 
     def compute(self, i: int) -> list[str]:
         """Return the statement of a node other than an argument; a constant has none and is printed in its users."""
@@ -225,7 +225,8 @@ class Writer:
         if fn == "row_max":
             return f"t{i} = largest({text}, {axis}, {self.tall})"
         keep = ", keep_dims=True" if self.tall else ""
-        return f"t{i} = tl.sum({text}, {axis}{keep}){f' / {self.width()}' if fn == 'row_mean' else ''}"
+        divided = f" / {self.width()}" if fn == "row_mean" else ""
+        return f"t{i} = tl.sum({text}, {axis}{keep}){divided}"
 
     def store(self, k: int) -> str:
         """Return the statement that stores result `k`."""

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.triton.gemm_small import GROUP, LINE_BYTES, fits, joins, penalty, product_us
 from llmc.codegen.backends.triton.gemm_tma import gain, has_maps
-from llmc.codegen.backends.triton.linear_problem import MAX_PARTS, Product, epilogue, output
+from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output, reject_weight
 from llmc.codegen.backends.triton.template import Argument, Template, record
-from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2
+from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2, previous_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import CODES, FLOAT8, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Map, Schedule
+from llmc.codegen.product import tiles_to_try
 from llmc.ir.dim import D
 from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
@@ -80,13 +81,11 @@ class ScaledGemm(TritonKernel):
         if self.mapped and not has_maps(target):
             return f"{target.name} does not support TMA"
         x, code = node.operands[0].type, node.operands[1].type
-        if code.shape[0].const is None or code.shape[1].const is None:
-            return f"the weight's sizes {code.shape[0]} x {code.shape[1]} are not constant"
+        if why := reject_weight(node):
+            return why
         if x.dtype != code.dtype or x.dtype not in FLOAT8:
             return f"codes of {x.dtype} and {code.dtype} in blocks; two of one dtype of 8-bit floats are supported"
         p = ScaledProduct.of(node)
-        if not 1 <= p.parts <= MAX_PARTS:
-            return f"{p.parts} parts; the maximum is {MAX_PARTS}"
         if any(t.dtype not in FLOATS for t in p.extras):
             return "an operand of the epilogue is not of a float dtype"
         return f"groups of {p.group} columns are not a multiple of {DEPTH}" if p.group % DEPTH else None
@@ -118,12 +117,12 @@ class ScaledGemm(TritonKernel):
     def arguments(self, u: Unit, p: ScaledProduct) -> dict[str, Argument]:
         """Return the arguments of the template."""
         s, joined = u.schedule, self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
-        lines = 1 << (min(p.k, s["bk"]) // LINE_BYTES).bit_length() >> 1
+        lines = previous_power_of_2(max(1, min(p.k, s["bk"]) // LINE_BYTES))
         tile = record(
             "ScaledTile", K=p.k, PARTS=p.parts, GROUP=p.group, SCALE_ROWS=p.rows, JOINED=joined, BLOCK_M=s["bm"],
             BLOCK_N=s["bn"], BLOCK_K=s["bk"], SLICES=s["split"], WEIGHT_LEFT=self.swap, MAPPED=self.mapped,
             ONE_SCALE=not joined and p.rows % s["bn"] == 0 and (p.parts == 1 or p.n % s["bn"] == 0),
-            PREFETCH_LINES=max(1, lines) if self.swap and u.pdl and p.weight_before_wait else 0,
+            PREFETCH_LINES=lines if self.swap and u.pdl and p.weight_before_wait else 0,
             FLOAT32_FACTORS=u.interpret,
         )  # fmt: skip
         return {
@@ -142,8 +141,8 @@ class ScaledGemm(TritonKernel):
 
 def _narrow(p: ScaledProduct) -> Iterator[GemmTile]:
     """Yield the tiles for few tokens."""
-    m, steps = p.m.const, p.k // p.step
-    for bm in TOKENS if m is None else (next((t for t in TOKENS if t >= m), TOKENS[-1]),):
+    steps = p.k // p.step
+    for bm in tiles_to_try(TOKENS, p.m.const):
         for bn, warps, stages, slices in FEW_TOKEN_TILES:
             if steps % slices == 0:
                 columns = max(16, bn // next_power_of_2(p.parts))

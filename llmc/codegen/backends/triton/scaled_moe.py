@@ -64,11 +64,9 @@ class ScaledGrouped(Grouped):
             t = stack.type(name)
             if t is not None and t.dtype not in FLOATS:
                 return f"{name} of dtype {t.dtype}"
-        return (
-            None
-            if p.scales_at_end or p.group % STEPS[-1] == 0
-            else f"groups of {p.group} columns are not a multiple of 32"
-        )
+        if p.scales_at_end or p.group % STEPS[-1] == 0:
+            return None
+        return f"groups of {p.group} columns are not a multiple of {STEPS[-1]}"
 
     def tiles(self, p: Experts) -> Iterator[ExpertTile]:
         assert isinstance(p, ScaledExperts)

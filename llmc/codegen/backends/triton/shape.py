@@ -53,14 +53,22 @@ class Moving(TritonKernel):
             start = f"tl.program_id(0){'.to(tl.int64)' if far else ''} * {c} + "
         elif blocks.const != 1:
             row, start = f"{row} // {u.sizes(blocks)}", f"{row} % {u.sizes(blocks)} * {c} + "
-        lines = [f"row = {row}"] * (not flat) + [f"col = {start}tl.arange(0, {c})"]
         if r > 1:
             lines = [f"row = {row} * {r} + tl.arange(0, {r})[:, None]", f"col = {start}tl.arange(0, {c})[None, :]"]
+        elif flat:
+            lines = [f"col = {start}tl.arange(0, {c})"]
+        else:
+            lines = [f"row = {row}", f"col = {start}tl.arange(0, {c})"]
         return bounded(lines, u, (rows, r), (cols, c), far)
 
     def finish(self, u: Unit, lines: list[str]) -> Code:
         """Return the code made of these statements."""
         return Code("\n".join(x for x in lines if x), (self.programs(u.node, u.schedule),), "", u.schedule["warps"])
+
+
+def row_offset(u: Unit, rows: Dim, width: Dim, total: Dim) -> str:
+    """Print the offset of `row`, whose rows have `width` of `total` elements, with a plus sign; "" for a single row."""
+    return "" if rows.const == 1 else f"{times('row', width, total, u.sizes)} + "
 
 
 def bounded(lines: list[str], u: Unit, row: tuple[Dim, int], col: tuple[Dim, int], far: bool) -> tuple[list[str], str]:
@@ -225,9 +233,8 @@ class Take(Indexed):
         rows, cols = self.space(u.node)
         head, inside = self.tile(u, rows, cols)
         known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
-        is_single_row = rows.const == 1
-        at = "x1" if is_single_row else "x1 + row"
-        to = "" if is_single_row else f" + {times('row', cols, u.node.result.type.numel, u.sizes)}"
+        at = "x1" if rows.const == 1 else "x1 + row"
+        target = row_offset(u, rows, cols, u.node.result.type.numel)
         exists, start = "(index >= 0)", ""
         if "start" in u.node.attrs:
             start = f" - {u.sizes(u.node.attrs['start'])}"
@@ -237,7 +244,7 @@ class Take(Indexed):
             u.wait,
             f"index = tl.load({at}{masked(known, other='-1')}).to(tl.int64){start}",
             f"v = tl.load(x0 + {self.source(u, cols)}{masked(inside, exists, other='0')})",
-            f"tl.store(y0{to} + col, v{masked(inside)})",
+            f"tl.store(y0 + {target}col, v{masked(inside)})",
         ]
         return self.finish(u, lines)
 
@@ -271,12 +278,12 @@ class PagePut(Moving):
         rows, cols = self.space(u.node)
         head, inside = self.tile(u, rows, cols)
         known = "" if rows.divisible(u.schedule["rows"]) else f"row < {u.sizes(rows)}"
-        is_single_row = rows.const == 1
-        source = "" if is_single_row else f"{times('row', cols, u.node.operands[1].type.numel, u.sizes)} + "
+        source = row_offset(u, rows, cols, u.node.operands[1].type.numel)
+        slots = "x2" if rows.const == 1 else "x2 + row"
         lines = [
             *head,
             u.wait,
-            f"slot = tl.load({'x2' if is_single_row else 'x2 + row'}{masked(known, other='-1')}).to(tl.int64)",
+            f"slot = tl.load({slots}{masked(known, other='-1')}).to(tl.int64)",
             f"v = tl.load(x1 + {source}col{masked(inside, other='0')})",
             f"tl.store(y0 + slot * {factored(cols, u.sizes)} + col, v{masked(inside, '(slot >= 0)')})",
         ]
@@ -328,9 +335,8 @@ class TakeColumns(Indexed):
         x, y = u.node.operands[0].type, u.node.result.type
         head, inside = self.tile(u, rows, cols)
         known = "" if cols.divisible(u.schedule["cols"]) else f"col < {u.sizes(cols)}"
-        is_single_row = rows.const == 1
-        source = "" if is_single_row else f"{times('row', x.shape[-1], x.numel, u.sizes)} + "
-        target = "" if is_single_row else f"{times('row', cols, y.numel, u.sizes)} + "
+        source = row_offset(u, rows, x.shape[-1], x.numel)
+        target = row_offset(u, rows, cols, y.numel)
         lines = [
             *head,
             u.wait,

@@ -42,6 +42,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def previous_power_of_2(n: int) -> int:
+    """Return the largest power of two that is at most n, which is positive."""
+    return 1 << n.bit_length() - 1
+
+
 def max_block_warps(target: Target) -> int:
     """Return the maximum number of warps per block."""
     return BLOCK_THREADS // target.limits.warp

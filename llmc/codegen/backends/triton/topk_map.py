@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from llmc.codegen.backends.triton.reduce import key_function
 from llmc.codegen.backends.triton.row_kernels import START
 from llmc.codegen.backends.triton.tiling import cost_us, max_block_warps, next_power_of_2
-from llmc.codegen.backends.triton.triton_expr import convert, dtypes, fold, helpers, loaded, number, statement
+from llmc.codegen.backends.triton.triton_expr import fold, helpers, inline, loaded
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element, unsupported
 from llmc.codegen.emit import indent
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
-from llmc.codegen.print_expr import Dag
 from llmc.ir.dim import product
 from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
@@ -119,28 +118,15 @@ def row_statements(e: E, operand: str, mask: str, width: int, prefix: str) -> tu
 
     mask: the name of a vector of whether elements belong to the row of `width` elements. prefix: of names.
     """
-    dag = Dag()
-    root = dag.add(e)
-    kinds = dtypes(dag, ["f32"])
-    names: dict[int, str] = {}
-    lines = []
-    for i in dag.below([root]):
-        fn, args = dag.nodes[i]
-        if fn == "arg":
-            names[i] = operand
-            continue
-        if fn == "const":
-            names[i] = number(args[0])
-            continue
-        names[i] = f"{prefix}{i}"
-        if fn in START:
-            (of,) = dag.operands(i)
-            inner = f"tl.where({mask}, {convert(names[of], kinds[of], 'f32')}, {START[fn]})"
-            reduced = f"largest({inner}, 0, False)" if fn == "row_max" else f"tl.sum({inner}, 0)"
-            lines.append(f"{names[i]} = {reduced}{f' / {width}' if fn == 'row_mean' else ''}")
-        else:
-            lines.append(f"{names[i]} = {statement(dag, i, names, kinds)}")
-    return lines, f"tl.where({mask}, {convert(names[root], kinds[root], 'f32')}, 0.0)"
+
+    def reduction(fn: str, value: str) -> str:
+        inner = f"tl.where({mask}, {value}, {START[fn]})"
+        if fn == "row_max":
+            return f"largest({inner}, 0, False)"
+        return f"tl.sum({inner}, 0) / {width}" if fn == "row_mean" else f"tl.sum({inner}, 0)"
+
+    lines, value = inline(e, [operand], prefix, reduction)
+    return lines, f"tl.where({mask}, {value}, 0.0)"
 
 
 TOPK_MAP = TopkMap("triton/topk_map", ("topk_map",))

@@ -5,7 +5,7 @@ Floats are computed in float32, integers in their own width, bools as int1. NaN 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -214,10 +214,13 @@ def helpers(fns: Iterable[str], interpret: bool = False) -> str:
     return "\n\n".join(table[fn].strip("\n") + "\n" for fn in sorted(set(fns)) if fn in table)
 
 
-def inline(e: E, args: Sequence[str]) -> tuple[list[str], str]:
-    """Return (statements, value) of an expression over float32 values named `args`, for epilogues.
+def inline(
+    e: E, args: Sequence[str], prefix: str = "e", reduction: Callable[[str, str], str] | None = None
+) -> tuple[list[str], str]:
+    """Return (statements, value) of an expression over float32 values named `args`.
 
-    The entry must be preceded by the `helpers` of the expression's primitives.
+    prefix: of the names of intermediate values. reduction(fn, operand): prints a reduction of the row; needed if the
+    expression has one. The entry must be preceded by the `helpers` of the expression's primitives.
     """
     dag = Dag()
     root = dag.add(fold(e))
@@ -231,6 +234,11 @@ def inline(e: E, args: Sequence[str]) -> tuple[list[str], str]:
         elif fn == "const":
             names[i] = statement(dag, i, names, kinds)
         else:
-            lines.append(f"e{i} = {statement(dag, i, names, kinds)}")
-            names[i] = f"e{i}"
+            if reduction and fn.startswith("row_"):
+                (operand,) = dag.operands(i)
+                value = reduction(fn, convert(names[operand], kinds[operand], "f32"))
+            else:
+                value = statement(dag, i, names, kinds)
+            names[i] = f"{prefix}{i}"
+            lines.append(f"{names[i]} = {value}")
     return lines, convert(names[root], kinds[root], "f32")

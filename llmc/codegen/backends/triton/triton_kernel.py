@@ -123,11 +123,16 @@ class Unit:
         op, types = self.node.op, [v.type for v in self.node.operands]
         present = op.slots(types)
         lacking = {i for i, slot in enumerate(op.operands) if slot not in present}
-        names = operands.split()
-        places = iter(range(len(types)))
-        at = {name: None if i in lacking else next(places, None) for i, name in enumerate(names)}
-        inputs = {name: None if i is None else f"x{i}" for name, i in at.items() if name != "-"}
-        return {**inputs, **{name: f"y{i}" for i, name in enumerate(results.split()) if name != "-"}}
+        pointers: dict[str, Argument] = {}
+        places = iter(range(len(types)))  # of the operands that the node has
+        for i, name in enumerate(operands.split()):
+            place = None if i in lacking else next(places, None)
+            if name != "-":
+                pointers[name] = None if place is None else f"x{place}"
+        for i, name in enumerate(results.split()):
+            if name != "-":
+                pointers[name] = f"y{i}"
+        return pointers
 
     def launch(
         self, template: Template, grid: tuple[Dim | int, ...], warps: int = 0, stages: int = 0,
@@ -146,10 +151,12 @@ class Unit:
 
 def _unsupported_codes(node: Node, target: Target) -> str | None:
     """Return why the target does not support the node's values of 8-bit floats, or None."""
-    used, supported = {v.type.dtype for v in [*node.operands, *node.results]} & {*FLOAT8}, float8(target)
+    used = {v.type.dtype for v in [*node.operands, *node.results]} & {*FLOAT8}
+    supported = float8(target)
     if not used - {supported}:
         return None
-    return f"{target.name} has no instructions for {min(used)}{f', only for {supported}' if supported else ''}"
+    only = f", only for {supported}" if supported else ""
+    return f"{target.name} has no instructions for {min(used)}{only}"
 
 
 def float8(target: Target) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.abc
 import importlib.util
-import json
 import linecache
 import multiprocessing
 import os
@@ -23,13 +22,22 @@ from llmc_runtime.format.install_command import install_command
 from llmc.codegen import code_object, cubin
 from llmc.codegen.kernel import Source
 from llmc.codegen.scratch_dir import scratch
-from llmc.codegen.toolchain import Compiled, Output, Progress, compile_error, entry_path, read_entry, sweep, write_entry
+from llmc.codegen.toolchain import (
+    Compiled,
+    Output,
+    Progress,
+    compile_error,
+    digest,
+    entry_path,
+    read_entry,
+    sweep,
+    write_entry,
+)
 from llmc.diagnostics import Diagnostic
 from llmc.targets.target import Target
 
 OPTIONS = ("num_warps", "num_stages")  # Triton ignores unknown names, so they are rejected here
 BINARY: Mapping[str, str] = MappingProxyType({"cuda": "cubin", "hip": "hsaco"})
-_DIGEST = 32
 _MAX_QUOTED = 100  # characters of the line with the error that it quotes
 _MAX_REASON = 400  # characters of the end of a message that an error shows
 _CALLED = "\nin a function that it calls: "  # precedes the message about the called function
@@ -59,7 +67,7 @@ class TritonToolchain:
         """Return a hash of all that the binary depends on: 32 hexadecimal digits."""
         fields: list[Any] = [source.text, source.entry, source.params, source.options, source.pdl, self.target.arch]
         fields += [self.version, *(["unfused"] if self.target.deterministic else [])]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:_DIGEST]
+        return digest(fields)
 
     @property
     def output(self) -> Output:
