@@ -57,15 +57,21 @@ class Compilation:
         self, origin: Located, output: Path, options: Options, registry: Registry, target: Target, force: bool,
         console: Console,
     ):  # fmt: skip
-        self.model, self.output, self.options, self.force, self.console = origin.folder, output, options, force, console
         self.origin = origin
+        self.model = origin.folder
+        self.output = output
+        self.options = options
+        self.registry = registry
+        self.target = target
+        self.force = force  # whether to replace an existing artifact
+        self.console = console
         self.config: Mapping[str, Any] = {}  # the model's config.json, once it is traced
-        self.registry, self.target = registry, target
-        self.rows, self.tokens = options.max_num_seqs or target.rows, options.max_num_batched_tokens or target.tokens
+        self.rows = options.max_num_seqs or target.rows  # maximum sequences of a step
+        self.tokens = options.max_num_batched_tokens or target.tokens  # maximum tokens of a step
         self.summary = Summary(str(output), next=next_command(origin.folder, output, options, target))
         self.clock = time.perf_counter()
-        self.ir: list[tuple[str, str]] = []
-        self.reports: dict[str, Any] = {}
+        self.ir: list[tuple[str, str]] = []  # (stage, IR text)
+        self.reports: dict[str, Any] = {}  # file name in report/ -> data
         self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
         self.extensions: dict[str, list[str]] = {}  # extension -> its parts that the compile used
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have

@@ -64,10 +64,11 @@ def resolve(text: str, subject: str = "") -> Any:
         raise
     except Exception as e:
         head = f"{subject}: " if subject else ""
-        by_name = isinstance(e, ImportError | AttributeError | ValueError)
-        cause = f"{head}{text!r} cannot be loaded: {'' if by_name else f'{type(e).__name__}: '}{e}"
-        remedy = "use the form module:object, and check that the module can be imported"
-        raise Diagnostic("E423", cause, remedy if by_name else f"correct the module {module}") from e
+        if isinstance(e, ImportError | AttributeError | ValueError):
+            reason, remedy = str(e), "use the form module:object, and check that the module can be imported"
+        else:
+            reason, remedy = f"{type(e).__name__}: {e}", f"correct the module {module}"
+        raise Diagnostic("E423", f"{head}{text!r} cannot be loaded: {reason}", remedy) from e
 
 
 def _check(kind: str, name: str, value: Any) -> None:

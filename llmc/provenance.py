@@ -38,7 +38,9 @@ def used_extensions(
     }
     by_extension: dict[str, list[str]] = {}
     for extension in registry.extensions:
-        for kind, names in used.items() if extension is not BUILTIN else ():
+        if extension is BUILTIN:
+            continue
+        for kind, names in used.items():
             noun, provided = getattr(registry, kind).kind, getattr(extension, kind)
             for name in sorted(provided.keys() & set(names)):
                 by_extension.setdefault(extension.name, []).append(f"{noun} {name}")
@@ -107,10 +109,12 @@ def versions(toolchains: Mapping[str, str], registry: Registry, used: Mapping[st
 
     Those of extensions also name the used parts.
     """
-    extensions = {f"extension {e}": f"{_version(registry, e)} ({', '.join(p)})".lstrip() for e, p in used.items()}
     from importlib.metadata import version
 
-    return {"llmc": __version__, **{n: version(n) for n in ("torch", "transformers")}, **toolchains, **extensions}
+    found = {"llmc": __version__, "torch": version("torch"), "transformers": version("transformers"), **toolchains}
+    for extension, parts in used.items():
+        found[f"extension {extension}"] = f"{_version(registry, extension)} ({', '.join(parts)})".lstrip()
+    return found
 
 
 def source_of(traced: Any, origin: Located) -> Source:

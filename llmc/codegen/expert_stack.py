@@ -42,9 +42,17 @@ class Stack:
 
     def operand(self, name: str) -> int | None:
         """Return the index of an operand: code, scale, x_scale, zero, weights or bias; None if the node lacks it."""
-        names = ["x", "order", "starts", "code", *["scale"] * self.quantized, *["x_scale"] * self.scaled]
-        names += ["weights"] * (not self.up) + ["zero"] * bool(self.node.attrs.get("zeros"))
-        names += ["bias"] * (len(self.node.operands) > len(names))
+        names = ["x", "order", "starts", "code"]
+        if self.quantized:
+            names.append("scale")
+        if self.scaled:
+            names.append("x_scale")
+        if not self.up:
+            names.append("weights")
+        if self.node.attrs.get("zeros"):
+            names.append("zero")
+        if len(self.node.operands) > len(names):
+            names.append("bias")
         return names.index(name) if name in names else None
 
     def type(self, name: str) -> Type | None:

@@ -24,6 +24,7 @@ from llmc.ir.cost import node_cost
 from llmc.ir.dim import Bounds
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.ir.ops.comm import COLLECTIVES
+from llmc.ir.types import Type, tensor
 from llmc.targets.target import Target
 
 
@@ -162,32 +163,26 @@ class Buffers:
         return arena
 
     def _add(self, root: Value, shown: Value, kind: str, offset: int) -> None:
-        t = shown.type
-        name = shown.name or f"v{len(self.rows)}"
-        while name in self.names:
-            name = f"{name}.{len(self.rows)}"
-        self.names.add(name)
-        self.index[root] = len(self.rows)
-        self.rows.append(
-            {
-                "name": name, "kind": kind, "dtype": t.dtype, "shape": [str(d) for d in t.shape], "offset": offset,
-                "bytes": str(t.nbytes), "alias": None,
-            }
-        )  # fmt: skip
+        """Add the buffer of a root, with the name and type of the value `shown`."""
+        self.index[root] = self._append(shown.name or f"v{len(self.rows)}", kind, shown.type, offset)
 
     def add_group(self, ranks: int) -> int:
         """Add the memory through which this number of ranks exchange results, and return its index."""
-        nbytes = group_bytes(ranks)
-        name = GROUP
+        return self._append(GROUP, GROUP, tensor("u8", group_bytes(ranks)), 0)
+
+    def _append(self, name: str, kind: str, type: Type, offset: int) -> int:
+        """Append a buffer with a unique form of the name, and return its index."""
+        index = len(self.rows)
         while name in self.names:
-            name += "."
+            name = f"{name}.{index}"
+        self.names.add(name)
         self.rows.append(
             {
-                "name": name, "kind": GROUP, "dtype": "u8", "shape": [str(nbytes)], "offset": 0, "bytes": str(nbytes),
-                "alias": None,
+                "name": name, "kind": kind, "dtype": type.dtype, "shape": [str(d) for d in type.shape],
+                "offset": offset, "bytes": str(type.nbytes), "alias": None,
             }
         )  # fmt: skip
-        return len(self.rows) - 1
+        return index
 
     def of(self, v: Value) -> int:
         """Return the index of a value's buffer."""
@@ -308,6 +303,8 @@ def serves_of(g: Graph, m: Module) -> dict[str, Any]:
     """Return the symbol ranges that a graph serves; a graph that does not use T runs one token per row ("uniform")."""
     used = {symbol for v in g.values for size in v.type.shape for symbol in size.symbols}
     out: dict[str, Any] = {s: list(r) for s, r in m.bounds(g).items() if s in ("T", "R")}
-    if "R" in out and "T" in out and "T" not in used and (used & {"R"} or out["R"][0] == out["R"][1]):
-        out["T"], out["uniform"] = list(out["R"]), 1
+    if "R" in out and "T" in out and "T" not in used:
+        has_one_row_count = out["R"][0] == out["R"][1]
+        if "R" in used or has_one_row_count:
+            out["T"], out["uniform"] = list(out["R"]), 1
     return out

@@ -243,7 +243,8 @@ class Memory(Pass):
             before = n.choice.pop("arena", None)
             if any(owned):
                 n.choice["arena"] = places
-            changes += before != n.choice.get("arena")
+            if n.choice.get("arena") != before:
+                changes += 1
         return changes
 
 

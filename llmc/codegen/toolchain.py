@@ -158,7 +158,9 @@ def installed(target: Target, finders: Finders) -> dict[str, str]:
     if their compiler is not installed. Raises Diagnostic E501 if the first one's is missing.
     """
     versions: dict[str, str] = {}
-    for language in target.languages if target.family != "cpu" else ():
+    if target.family == "cpu":
+        return versions
+    for language in target.languages:
         try:
             versions[language] = finders[language](target).version
         except Diagnostic as error:

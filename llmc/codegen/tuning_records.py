@@ -132,8 +132,9 @@ class Tuning:
         for file in sorted(resources.files(RECORDS).iterdir(), key=lambda f: f.name):
             if file.name.endswith(".jsonl"):
                 matching = [r for r in parse(file.read_text(), file.name) if r.target == machine(target)]
-                records += matching
-                names += [file.name.removesuffix(".jsonl")] * bool(matching)
+                if matching:
+                    records += matching
+                    names.append(file.name.removesuffix(".jsonl"))
         return Tuning(_indexed(records), ", ".join(names))
 
 
@@ -144,9 +145,11 @@ def machine(target: Target) -> str:
 
 def node_text(n: Node) -> str:
     """Return the node's text without names and locations; measurements apply to all nodes with equal texts."""
+    operands = ", ".join(map(_type_text, n.operands))
+    results = ", ".join(map(_type_text, n.results))
     attrs = ", ".join(f"{k}={show_attr(v)}" for k, v in n.attrs.items())
-    results = ", ".join(_type_text(r) for r in n.results)
-    return f"{n.op.name}({', '.join(map(_type_text, n.operands))}){f' {{{attrs}}}' if attrs else ''} -> {results}"
+    braced = f" {{{attrs}}}" if attrs else ""
+    return f"{n.op.name}({operands}){braced} -> {results}"
 
 
 def _type_text(v: Value) -> str:

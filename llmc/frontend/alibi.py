@@ -65,8 +65,9 @@ def patch(model: Any) -> Mapping[str, Tensor]:
     """Replace the forward of the attention modules of a model that has ALiBi; return the slopes by buffer name."""
     if not applies(model.config):
         return {}
-    family, computed = FAMILIES[model.config.model_type], {}
+    family = FAMILIES[model.config.model_type]
     slopes = family.slopes(model.config)
+    computed = {}
     for path, module in model.named_modules():
         if family.attention in (base.__name__ for base in type(module).__mro__):
             module.register_buffer(SLOPES, torch.empty_like(slopes, device="meta"), persistent=False)
@@ -79,8 +80,8 @@ def patch(model: Any) -> Mapping[str, Tensor]:
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attention of q, k, v [1, T, heads, D] -> [1, T, heads * D]."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = torch.ops.llmc.alibi_attention(q, k, v, getattr(module, SLOPES), module.layer_idx, scale)
+    heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+    out = torch.ops.llmc.alibi_attention(*heads_first, getattr(module, SLOPES), module.layer_idx, scale)
     return out.flatten(2)
 
 

@@ -43,7 +43,9 @@ def logical(name: str) -> Row:
 
 def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
     """Lower a division. True division of integers is computed in the result's float dtype."""
-    x, y = c.value(x, y if isinstance(y, Value) else c.type), c.value(y, x if isinstance(x, Value) else c.type)
+    like_x = x if isinstance(x, Value) else c.type
+    like_y = y if isinstance(y, Value) else c.type
+    x, y = c.value(x, like_y), c.value(y, like_x)
     whole = {x.type.dtype[0], y.type.dtype[0]} <= {"i", "u", "b"}
     if whole:
         floats = c.type.dtype if rounding_mode is None else "f32"
@@ -96,7 +98,10 @@ def reduce(name: str) -> Row:
     def row(c: Call, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
         if dtype is not None:
             x = c.cast(x, c.type.dtype)
-        dims = [dim] if isinstance(dim, int) else list(range(x.type.rank)) if not dim else list(dim)
+        if isinstance(dim, int):
+            dims = [dim]
+        else:
+            dims = list(dim or range(x.type.rank))
         for axis in sorted({axis_of(x, d) for d in dims}, reverse=True):
             x = getattr(c.b, name)(x, axis=axis - x.type.rank, keepdim=keepdim)
         return x

@@ -16,7 +16,7 @@ from llmc.ir.graph import Value
 def causal_conv(c: Call, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """Lower a convolution of [1, T, C] to the op's [T, C]."""
     extra = () if bias is None else (bias,)
-    return c.reshape(c.b.causal_conv(c.reshape(x, x.type.shape[1:]), weight, c.positions, *extra, layer=0), c.shape)
+    return c.reshape(c.b.causal_conv(_without_batch(c, x), weight, c.positions, *extra, layer=0), c.shape)
 
 
 def linear_recurrence(
@@ -26,15 +26,21 @@ def linear_recurrence(
 
     `decay` is [1, T, H], or [1, T, H, D] with a factor for each channel of a key.
     """
-    unrepeated = [_unrepeated(c, x) for x in (q, k)]
-    if unrepeated[0].type.shape[2] == unrepeated[1].type.shape[2]:
-        q, k = unrepeated
-    flat = [c.reshape(x, x.type.shape[1:]) for x in (q, k, v, decay, *(() if beta is None else (beta,)))]
-    if flat[3].type.rank == 3:
-        tokens, heads, size = flat[3].type.shape
-        flat[3] = c.reshape(flat[3], (tokens, heads * size))
-    q, k, v, decay = _normal(c, flat[0], scale, eps), _normal(c, flat[1], 1.0, eps), flat[2], flat[3]
-    return c.reshape(c.b.linear_recurrence(q, k, v, decay, c.positions, *flat[4:], layer=0), c.shape)
+    few_q, few_k = _unrepeated(c, q), _unrepeated(c, k)
+    if few_q.type.shape[2] == few_k.type.shape[2]:
+        q, k = few_q, few_k
+    q, k, v, decay = (_without_batch(c, x) for x in (q, k, v, decay))
+    extra = () if beta is None else (_without_batch(c, beta),)
+    if decay.type.rank == 3:
+        tokens, heads, size = decay.type.shape
+        decay = c.reshape(decay, (tokens, heads * size))
+    q, k = _normal(c, q, scale, eps), _normal(c, k, 1.0, eps)
+    return c.reshape(c.b.linear_recurrence(q, k, v, decay, c.positions, *extra, layer=0), c.shape)
+
+
+def _without_batch(c: Call, x: Value) -> Value:
+    """[1, ...] -> [...]."""
+    return c.reshape(x, x.type.shape[1:])
 
 
 def _unrepeated(c: Call, x: Value) -> Value:
@@ -103,8 +109,7 @@ def alibi_attention(c: Call, q: Value, k: Value, v: Value, slopes: Value, layer:
 
 def _tokens_first(c: Call, x: Value) -> Value:
     """[1, H, T, D] -> [T, H, D]."""
-    y = c.transpose(x, (0, 2, 1, 3))
-    return c.reshape(y, y.type.shape[1:])
+    return _without_batch(c, c.transpose(x, (0, 2, 1, 3)))
 
 
 def moe(
@@ -144,10 +149,17 @@ def complex_mul(c: Call, x: Value, y: Value) -> Value:
     The result is x * d + turned * e, in which turned holds (-b, a): models write rotations of pairs in this form.
     """
     *outer, h, two = c.shape
-    flat, last = (*outer, h * two), len(outer)
-    d, e = (c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], h * two)) for i in (0, 1))
+    width, last = h * two, len(outer)
+    flat = (*outer, width)
+
+    def factor(i: int) -> Value:
+        """Return part i of y, repeated for both numbers of a pair: [..., 2 * h]."""
+        return c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], width))
+
+    d, e = factor(0), factor(1)
     x = c.reshape(c.broadcast(x, c.shape), flat)
-    a, b = (c.b.slice(x, axis=last, start=Dim.of(i), stop=h * two, step=2) for i in (0, 1))
+    a = c.b.slice(x, axis=last, start=Dim.of(0), stop=width, step=2)
+    b = c.b.slice(x, axis=last, start=Dim.of(1), stop=width, step=2)
     pair = (*outer, h, Dim.of(1))
     turned = c.b.concat(c.reshape(c.b.neg(b), pair), c.reshape(a, pair), axis=last + 1)
     return c.reshape(c.b.add(c.b.mul(x, d), c.b.mul(c.reshape(turned, flat), e)), c.shape)

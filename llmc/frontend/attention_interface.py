@@ -149,6 +149,10 @@ def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     if gate.interleaved:
-        gate_up, *turned = (None if w is None else torch.cat((w[:, ::2], w[:, 1::2]), 1) for w in (gate_up, biases[0]))
-        biases = (turned[0], biases[1])
+        gate_up, biases = _gate_rows_first(gate_up), (_gate_rows_first(biases[0]), biases[1])
     return torch.ops.llmc.moe(hidden, index, weights, gate_up, down, gate.body, *biases)
+
+
+def _gate_rows_first(x: Tensor | None) -> Tensor | None:
+    """Reorder rows [experts, rows, ..] of gate and up that alternate: first all of gate, then all of up."""
+    return None if x is None else torch.cat((x[:, ::2], x[:, 1::2]), 1)

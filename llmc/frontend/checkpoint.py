@@ -244,7 +244,7 @@ class Checkpoint:
         """Return the error for weights that the files lack; `known` is what they hold, by state-dict name."""
         stored, model = self._tensors.tensors, self.traced.model
         unknown = next((n for n in known if n not in model.state_dict()), "")
-        have = f"{len(stored)} tensors{unknown and f', one named {unknown[:120]}'}"
+        have = f"{len(stored)} tensors" + (f", one named {unknown[:120]}" if unknown else "")
         remedy = "fetch the whole checkpoint; config.json and weights must be of one model"
         if prefix := _wrapper_prefix(missing, stored):
             remedy = f"the names begin with {prefix!r}, those of a wrapped model: save the model inside of the wrapper"
@@ -272,12 +272,14 @@ class Checkpoint:
             *filter(None, [tensors_of(model.config)]),
             *tower_weights(model),
         ]
-        known = set(model.state_dict()) | set(self.traced.tied)
-        extra = sorted(
-            n for n, v in values.items() if n not in known and not any(r.search(n) for r in ignored) and not _mask(n, v)
-        )
-        extra = [n for n in extra if n not in self._tensors.unlisted and not self._no_bias(values[n], stored)]
-        if extra:
+        known = set(model.state_dict()) | set(self.traced.tied) | set(self._tensors.unlisted)
+
+        def is_extra(name: str, value: Value) -> bool:
+            if name in known or any(pattern.search(name) for pattern in ignored) or _mask(name, value):
+                return False
+            return not self._no_bias(value, stored)
+
+        if extra := sorted(name for name, value in values.items() if is_extra(name, value)):
             raise Diagnostic(
                 "E324",
                 f"{self._tensors.folder} holds tensors that {self.traced.facts.architecture} does not use: "
@@ -377,13 +379,16 @@ def _head(model: Any) -> str:
 
 
 def _mask(name: str, value: Value) -> bool:
-    """Whether a tensor is a causal mask or a mask's fill value."""
-    s = value.type.shape
-    return MASK.search(name) is not None and (s in ((), (1,)) or (len(s) == 4 and s[0] * s[1] == 1 and s[2] == s[3]))
+    """Whether a tensor is a causal mask [1, 1, n, n], or a mask's fill value, of one element."""
+    if MASK.search(name) is None:
+        return False
+    shape = value.type.shape
+    return shape in ((), (1,)) or (len(shape) == 4 and shape[0] * shape[1] == 1 and shape[2] == shape[3])
 
 
 def _check_shape(weight: WeightInfo, value: Value) -> None:
-    expected, stored = ([d.const for d in t.shape] for t in (weight.type, value.type))
+    expected = [d.const for d in weight.type.shape]
+    stored = [d.const for d in value.type.shape]
     if stored != expected:
         raise Diagnostic(
             "E325",

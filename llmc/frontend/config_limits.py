@@ -30,7 +30,8 @@ def check_sizes(config: Any) -> None:
     for key, value in config.to_dict().items():
         if _COUNTED.match(key) and isinstance(value, int) and value > MAX_SIZE:
             raise _wrong(key, value, f"the maximum is {MAX_SIZE}")
-        for x in value.values() if isinstance(value, dict) else (value,):
+        numbers = value.values() if isinstance(value, dict) else [value]
+        for x in numbers:
             if isinstance(x, float) and not math.isfinite(x):
                 raise _wrong(key, value, "it must be a finite number")
     heads = getattr(config, "num_attention_heads", None)
@@ -74,8 +75,9 @@ def check_layers(folder: Path, layers: int) -> None:
         files = TensorFiles(folder)
     except Diagnostic:
         return
-    counts = [int(m[1]) + 1 for name in files.tensors for m in [_LAYER.search(name)] if m and len(m[1]) < 6]
     files.close()
+    matches = filter(None, map(_LAYER.search, files.tensors))
+    counts = [int(match[1]) + 1 for match in matches if len(match[1]) < 6]
     if counts and layers > 8 * max(counts) + 8:  # a model that reuses its layers may count every pass
         cause = f"config.json counts {layers} layers; the checkpoint contains tensors of {max(counts)}"
         raise Diagnostic("E323", cause, "download the whole checkpoint; config.json and weights must be of one model")

@@ -69,7 +69,9 @@ def _needed(nodes: Any) -> set[Any]:
 
 
 def _in_place(n: Any) -> bool:
-    space, op = (*str(n.target).split("."), "")[:2]
+    """Whether a node is an in-place op such as aten.div_.Tensor; __and__ and the like are none."""
+    space, _, name = str(n.target).partition(".")
+    op = name.partition(".")[0]
     return n.op == "call_function" and space == "aten" and op.endswith("_") and not op.endswith("__")
 
 
@@ -195,8 +197,10 @@ class _Lowering:
         read_later = any(self._read_after(u, n) for u in users if _is_view(u) and self.order[u] < self.order[n])
         new: Value | None = value
         if whole is not target:
-            at = list(target.args[1:]) + [0, 0, END, 1][len(target.args) - 1 :]
-            new = joined(call, self.env[whole], value, *map(self._value, at))
+            defaults = [0, 0, END, 1]  # of aten.slice: dim, start, end, step
+            passed = list(target.args[1:])
+            arguments = passed + defaults[len(passed) :]
+            new = joined(call, self.env[whole], value, *map(self._value, arguments))
         if new is None or read_later or self._seen_through(whole, n):
             cause = f"{name}: it writes to a view, and what shares its memory is read as well"
             raise Diagnostic("E311", cause, _REPORT, loc=call.b.loc)
@@ -204,10 +208,13 @@ class _Lowering:
 
     def _read_after(self, view: Any, n: Any) -> bool:
         """Whether a view that was made before `n`, or a view of it, is read after `n`."""
-        at = self.order[n]
-        return any(
-            self._read_after(u, n) if _is_view(u) and self.order[u] < at else self.order[u] > at for u in view.users
-        )
+        for user in view.users:
+            if _is_view(user) and self.order[user] < self.order[n]:
+                if self._read_after(user, n):
+                    return True
+            elif self.order[user] > self.order[n]:
+                return True
+        return False
 
     def _seen_through(self, view: Any, n: Any) -> bool:
         """Whether a tensor of which `view` is a view is an input, or is read after `n` other than through `view`.

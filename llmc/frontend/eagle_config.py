@@ -117,13 +117,15 @@ def _flag(folder: Path, config: Mapping[str, Any], key: str) -> bool:
 def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of the layers whose inputs are read. Below eagle_config, layers are named by outputs."""
     nested = config.get(_NESTED)
-    nested_numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
-    numbers = config.get(_KEY) if nested_numbers is None else nested_numbers
+    numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
+    shift = 1  # from the number of the layer with an output to that of the next one, which has it as its input
+    if numbers is None:
+        numbers, shift = config.get(_KEY), 0
     if numbers is None:
         return ()
     if not isinstance(numbers, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise Diagnostic("E360", f"{folder / 'config.json'}: {_KEY} is {numbers!r:.60}", "give three layer numbers")
-    return tuple(n + (nested_numbers is not None) for n in numbers)
+    return tuple(n + shift for n in numbers)
 
 
 def _is_count(value: Any) -> bool:

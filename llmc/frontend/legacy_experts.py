@@ -34,7 +34,9 @@ def trim(model: torch.nn.Module) -> None:
     """Make stacks as large as they are read; the modules keep the full sizes as SPARE, name -> experts."""
     for module in model.modules():
         rule = TABLE.get(type(module).__name__)
-        for name, count in rule.rows.items() if rule else ():
+        if rule is None:
+            continue
+        for name, count in rule.rows.items():
             stack = module.get_parameter(name)
             setattr(module, name, torch.nn.Parameter(stack[: getattr(module, count)]))
             setattr(module, SPARE, getattr(module, SPARE, {}) | {name: stack.shape[0]})

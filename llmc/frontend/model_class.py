@@ -86,8 +86,10 @@ def other_modalities(config: Any) -> str:
     name = config.model_type
     if config.get_text_config() is config or not (reads_images(name) or reads_audio(name)):
         return ""
-    audio = reads_audio(name) or any("audio" in key for key in config.sub_configs)
-    return " and ".join(["images"] * reads_images(name) + ["audio"] * audio)
+    modalities = ["images"] if reads_images(name) else []
+    if reads_audio(name) or any("audio" in key for key in config.sub_configs):
+        modalities.append("audio")
+    return " and ".join(modalities)
 
 
 def auto_class(name: str) -> Any:

@@ -128,12 +128,9 @@ def open_source(path: str | Path) -> Source:
 
 def adapter_note(folder: Path) -> str:
     """Return a note about an adapter next to a model's weights, which is not applied; "" if there is none."""
-    has_adapter = (folder / ADAPTER).exists()
-    return (
-        f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are"
-        if has_adapter
-        else ""
-    )
+    if not (folder / ADAPTER).exists():
+        return ""
+    return f"{ADAPTER}: the adapter in the folder is not applied; its weights are compiled as they are"
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

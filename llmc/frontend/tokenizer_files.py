@@ -75,7 +75,8 @@ def without_embedding(tokenizer: Tokenizer | None, size: int) -> str:
     if not lacking:
         return ""
     first, token = lacking[0]
-    count = f"{len(lacking)} token{'s' * (len(lacking) > 1)} of {TOKENIZER}"
+    noun = "token" if len(lacking) == 1 else "tokens"
+    count = f"{len(lacking)} {noun} of {TOKENIZER}"
     return f"{count} from id {first} ({token[:40]!r}) on: the model has no embedding; prompts with them are refused"
 
 

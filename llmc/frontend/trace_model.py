@@ -110,15 +110,16 @@ def trace(
     if dtype not in FLOATS:
         raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
     longest = _longest(source, text, max_positions, pooled)
-    eos, _, _ = (_ids(source, text, f"{role}_token_id") for role in ("eos", "bos", "pad"))  # checks all three
+    eos = _checked_eos(source, text)
     numbers = aux_layers(int(text.num_hidden_layers))
     exported = export.export_model(
         config, dtype, longest, max_tokens, max_rows, untied, check or export.accept, numbers, pooled
     )
     converted = convert.convert(exported)
-    check_token_mixing.check_tokens(converted.module.graphs["main"], type(exported.model).__name__)
+    main, architecture = converted.module.graphs["main"], type(exported.model).__name__
+    check_token_mixing.check_tokens(main, architecture)
     facts = Facts(
-        architecture=type(exported.model).__name__,
+        architecture=architecture,
         dtype=dtype,
         stored_dtype=stored,
         vocab_size=int(text.vocab_size),
@@ -129,8 +130,7 @@ def trace(
         layers=cut,
         pooling=_pooling(source, pooled, converted.module, text),
     )
-    inputs = converted.module.graphs["main"].inputs
-    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in inputs if v.weight}
+    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in main.inputs if v.weight}
     tied = MappingProxyType(dict(converted.tied))
     return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
 
@@ -239,7 +239,7 @@ def _pooling(source: Source, pooled: PooledModel | None, module: Module, text: A
 
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
-    """(query heads, key heads, key width, value width) of each attention node, by layer."""
+    """Yield (query heads, key heads, key width, value width) of each attention node, by layer."""
     from llmc.frontend.convert import ATTENTION
 
     nodes = (n for n in module.graphs["main"].nodes if n.op.name in ATTENTION)
@@ -248,13 +248,22 @@ def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
         yield int(q[1].const or 0), int(k[1].const or 0), int(k[2].const or 0), int(v[2].const or 0)
 
 
+def _checked_eos(source: Source, config: Any) -> tuple[int, ...]:
+    """Return the ids that end a sequence; raises Diagnostic E302 if they, or those of other roles, are not ids."""
+    for role in ("bos", "pad"):
+        _ids(source, config, f"{role}_token_id")
+    return _ids(source, config, "eos_token_id")
+
+
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:
     """Return the token ids of a role, one, several or null, from generation_config.json, else config.json, else its
     text half.
     """
     candidates = (source.generation.get(key), source.config.get(key), getattr(config, key, None))
     value = next((x for x in candidates if x is not None and x != []), None)
-    ids = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise Diagnostic("E302", f"{source.folder}: {key} is {value!r}, not a token id", "correct the configuration")
     return tuple(i for i in ids if i >= 0)

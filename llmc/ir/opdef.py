@@ -208,24 +208,30 @@ def op(signature: str, **fields: Any) -> Callable[[Callable[..., Any]], OpDef]:
     """
     operands, results = parse_signature(signature)
     shared, without = fields.pop("attrs_of", None), fields.pop("without", ())
+    contents = fields.pop("holds", {})
 
     def wrap(fn: Callable[..., Any]) -> OpDef:
-        params = inspect.signature(fn, eval_str=True).parameters.values()
-        attrs = {p.name: Attr(p.annotation, p.default) for p in params if p.kind is p.KEYWORD_ONLY}
-        attrs = {
-            k: Attr(a.type, a.default if a.default is REQUIRED else _normal(a.type, a.default))
-            for k, a in attrs.items()
-        }
-        attrs |= {k: a for k, a in shared.attrs.items() if k not in without} if shared else {}
+        attrs = _own_attrs(fn)
+        if shared:
+            attrs |= {name: attr for name, attr in shared.attrs.items() if name not in without}
         name = fields.pop("name", fn.__name__.rstrip("_"))
-        holds = {s.name: fields["holds"][s.name] for s in operands if s.name in fields.get("holds", {})}
-        fields["holds"] = MappingProxyType(holds)
+        fields["holds"] = MappingProxyType({s.name: contents[s.name] for s in operands if s.name in contents})
         doc = fields.pop("doc", None) or inspect.getdoc(fn) or ""
         declared = OpDef(name, operands, results, MappingProxyType(attrs), fn, doc=doc, signature=signature, **fields)
         _check_costs(declared)
         return declared
 
     return wrap
+
+
+def _own_attrs(fn: Callable[..., Any]) -> dict[str, Attr]:
+    """Return the attributes that a reference declares as keyword-only parameters, with normal defaults."""
+    attrs = {}
+    for p in inspect.signature(fn, eval_str=True).parameters.values():
+        if p.kind is p.KEYWORD_ONLY:
+            default = REQUIRED if p.default is REQUIRED else _normal(p.annotation, p.default)
+            attrs[p.name] = Attr(p.annotation, default)
+    return attrs
 
 
 def _check_costs(o: OpDef) -> None:

@@ -83,9 +83,13 @@ class QFormat:
 
     def __str__(self) -> str:
         fields = [f"code={self.code}", f"block=[{self.block[0]}, {self.block[1]}]", f"scale={self.scale}"]
-        fields += [f"zero={self.zero}"] if self.zero else []
-        fields += ["table=[" + ", ".join(map(repr, self.table)) + "]"] if self.table else []
-        fields += [f"logical={self.logical}"] + ([f"act={self.act}"] if self.act else [])
+        if self.zero:
+            fields.append(f"zero={self.zero}")
+        if self.table:
+            fields.append(f"table=[{', '.join(map(repr, self.table))}]")
+        fields.append(f"logical={self.logical}")
+        if self.act:
+            fields.append(f"act={self.act}")
         return f"format {self.name} = {{{', '.join(fields)}}}"
 
 
@@ -93,6 +97,11 @@ def scale_shape(shape: tuple[Dim, ...], block: tuple[int, ...]) -> tuple[Dim, ..
     """Return the shape of the scales of codes [*batch, n, k], given the rows and columns that share one (0: all)."""
     sizes = zip(shape[-2:], block, strict=True)
     return (*shape[:-2], *(length.ceildiv(size) if size else Dim.of(1) for length, size in sizes))
+
+
+def _items(text: str) -> list[str]:
+    """Split a list such as "[1, 0]"."""
+    return [item for item in text.strip("[]").split(",") if item.strip()]
 
 
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,{}]+)")
@@ -106,17 +115,14 @@ def parse_qformat(line: str) -> QFormat:
     fields = {name: text.strip() for name, text in _FIELD.findall(match[2])}
     if unknown := set(fields) - {"code", "block", "scale", "zero", "table", "logical", "act"}:
         raise ValueError(f"format {match[1]}: unknown field {sorted(unknown)[0]!r}")
-    block, table = (
-        [text for text in fields.get(name, default).strip("[]").split(",") if text.strip()]
-        for name, default in (("block", "[1, 0]"), ("table", "[]"))
-    )
+    block = _items(fields.get("block", "[1, 0]"))
     return QFormat(
         match[1],
         fields["code"],
         (int(block[0]), int(block[1])),
         fields["scale"],
         fields.get("zero", ""),
-        tuple(map(float, table)),
+        tuple(map(float, _items(fields.get("table", "[]")))),
         fields.get("logical", "bf16"),
         fields.get("act", ""),
     )

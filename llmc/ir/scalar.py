@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Union
 
 ExprLike = Union["E", float, int]
@@ -20,7 +21,10 @@ UNARY = (
 )  # fmt: skip
 BINARY = ("add", "sub", "mul", "div", "max", "min", "pow", "eq", "ne", "lt", "le", "gt", "ge", "and", "or")
 REDUCTIONS = ("row_sum", "row_mean", "row_max")
-ARITY = {**dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1), "select": 3}.items()
+# primitive -> number of operands
+ARITY = MappingProxyType(
+    {**dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), **dict.fromkeys(REDUCTIONS, 1), "select": 3}
+)
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ def arg(i: int) -> E:
 
 def call(fn: str, *args: ExprLike) -> E:
     """Apply a primitive to expressions; raises ValueError for an unknown primitive or a wrong number of arguments."""
-    arity = dict(ARITY).get(fn)
+    arity = ARITY.get(fn)
     if arity is None:
-        raise ValueError(f"{fn!r} is not a scalar primitive; known: {', '.join(sorted(dict(ARITY)))}")
+        raise ValueError(f"{fn!r} is not a scalar primitive; known: {', '.join(sorted(ARITY))}")
     if arity != len(args):
         raise ValueError(f"{fn} takes {arity} arguments, not {len(args)}")
     return E(fn, tuple(map(expr, args)))
@@ -165,12 +169,12 @@ def parse_expr(text: str) -> E:
 
 def _parse(tokens: list[str], text: str) -> E:
     """Parse one expression from the front of `tokens`, consuming it."""
-    t = tokens.pop(0) if tokens[0] else ""
-    if m := re.fullmatch(r"a(\d+)", t):
+    token = tokens.pop(0) if tokens[0] else ""  # "" marks the end
+    if m := re.fullmatch(r"a(\d+)", token):
         return arg(int(m[1]))
-    if t in ("inf", "nan") or (t and not (t[0].isalpha() or t[0] in "_(),")):
-        return E("const", (float(t),))
-    if not t or tokens[0] != "(":
+    if token in ("inf", "nan") or (token and not (token[0].isalpha() or token[0] in "_(),")):
+        return E("const", (float(token),))
+    if not token or tokens[0] != "(":
         raise ValueError(f"not an expression: {text!r}")
     tokens.pop(0)
     args = [_parse(tokens, text)]
@@ -179,4 +183,4 @@ def _parse(tokens: list[str], text: str) -> E:
         args.append(_parse(tokens, text))
     if tokens.pop(0) != ")":
         raise ValueError(f"not an expression: {text!r} (unclosed call)")
-    return call(t, *args)
+    return call(token, *args)

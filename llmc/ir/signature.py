@@ -65,11 +65,15 @@ def _unbound(operands: Sequence[Slot]) -> str:
     """Describe an expression of a size that uses a name before a size binds it; "" if there is none."""
     bound: set[str] = set()
     for operand in operands:
-        for dim in () if operand.many else operand.dims:
+        if operand.many:
+            continue
+        for dim in operand.dims:
             if dim.isidentifier():
                 bound.add(dim)
-            elif dim[0] != "*" and (names := sorted(Dim.of(dim).symbols - bound)):
-                return f"{dim} of operand {operand.name} uses {names[0]}, which no size before it binds"
+            elif dim[0] != "*":
+                unbound = sorted(Dim.of(dim).symbols - bound)
+                if unbound:
+                    return f"{dim} of operand {operand.name} uses {unbound[0]}, which no size before it binds"
     return ""
 
 
@@ -134,20 +138,19 @@ def _unify(op: str, slot: Slot, ty: Type, env: dict[str, Any]) -> None:
     """Match an operand's shape against its slot, binding sizes; a starred dim takes the axes that are left."""
     _check_dtype(op, slot, ty, env)
     env[slot.name] = ty
-    star = next((i for i, d in enumerate(slot.dims) if d[0] == "*"), None)
-    pre = len(slot.dims) if star is None else star
-    post = 0 if star is None else len(slot.dims) - pre - 1
-    if len(ty.shape) < pre + post or (star is None and len(ty.shape) != pre):
+    starred = next((dim for dim in slot.dims if dim[0] == "*"), None)
+    extra = len(ty.shape) - len(slot.dims) + (starred is not None)  # axes of the starred dim
+    if extra < 0 or (starred is None and extra):
         raise _fail(op, slot, ty, "wrong rank")
-    fixed = [*zip(slot.dims[:pre], ty.shape[:pre], strict=True)]
-    if post:
-        fixed += [*zip(slot.dims[-post:], ty.shape[-post:], strict=True)]
-    for d, size in fixed:
-        _unify_size(op, slot, ty, env, d, size)
-    if star is not None:
-        mid = ty.shape[pre : len(ty.shape) - post]
-        if env.setdefault(slot.dims[star], mid) != mid:
-            raise _fail(op, slot, ty, f"{slot.dims[star]} is {list(map(str, env[slot.dims[star]]))}")
+    sizes = list(ty.shape)
+    if starred is not None:
+        first = slot.dims.index(starred)
+        axes = ty.shape[first : first + extra]
+        sizes[first : first + extra] = []
+    for dim, size in zip([dim for dim in slot.dims if dim is not starred], sizes, strict=True):
+        _unify_size(op, slot, ty, env, dim, size)
+    if starred is not None and env.setdefault(starred, axes) != axes:
+        raise _fail(op, slot, ty, f"{starred} is {list(map(str, env[starred]))}")
 
 
 def _unify_size(op: str, slot: Slot, ty: Type, env: dict[str, Any], text: str, size: Dim) -> None:

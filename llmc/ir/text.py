@@ -58,29 +58,40 @@ def show_attr(v: Any) -> str:
 
 
 class _Names:
-    """Maps values to %names that are unique in the graph. Inputs keep their names; unnamed values are numbered."""
+    """Maps values to %names that are unique in the graph.
+
+    Inputs keep their names. Other values with a name that is in use become name.2, name.3, ..; unnamed values are
+    numbered from 0.
+    """
 
     def __init__(self, g: Graph):
         self.names: dict[Value, str] = {}
-        self.taken: set[str] = set()
-        self.counter: dict[str, int] = {}
+        self.used: set[str] = set()
+        self.last_number: dict[str, int] = {}  # of each name; of unnamed values under ""
         for v in [*g.inputs, *(r for n in g.nodes for r in n.results if r.name)]:
-            self[v]
+            self._add(v)
 
     def __getitem__(self, v: Value) -> str:
         if v not in self.names:
-            base = v.name
-            name = base or self._fresh("", "")
-            while name in self.taken:
-                name = self._fresh(base, f"{base}." if base else "")
-            self.names[v] = name
-            self.taken.add(name)
+            self._add(v)
         return "%" + self.names[v]
 
-    def _fresh(self, key: str, prefix: str) -> str:
-        n = self.counter.get(key, 1 if key else -1) + 1
-        self.counter[key] = n
-        return f"{prefix}{n}"
+    def _add(self, v: Value) -> None:
+        """Choose the name of a value; repeated calls keep it."""
+        if v in self.names:
+            return
+        name = v.name or self._numbered("")
+        while name in self.used:
+            name = self._numbered(v.name)
+        self.names[v] = name
+        self.used.add(name)
+
+    def _numbered(self, name: str) -> str:
+        """Return the next numbered form of a name, or the next number for an unnamed value."""
+        first = 2 if name else 0
+        number = self.last_number.get(name, first - 1) + 1
+        self.last_number[name] = number
+        return f"{name}.{number}" if name else str(number)
 
 
 _HEAD = re.compile(r"graph @([\w.-]+)\(")
@@ -282,7 +293,10 @@ def _split_attrs(text: str) -> tuple[str | None, str | None]:
         return ("", text[1:].strip()) if text.startswith(":") else (None, None)
     depth = 0
     for i, c in unquoted(text):
-        depth += (c == "{") - (c == "}")
+        if c == "{":
+            depth += 1
+        elif c == "}":
+            depth -= 1
         if depth == 0:
             rest = text[i + 1 :].strip()
             return (text[1:i], rest[1:].strip()) if rest.startswith(":") else (None, None)

@@ -92,24 +92,27 @@ _TYPE = re.compile(r"\s*(state\s+)?(\w+)\[(.*)\]\s*", re.S)
 
 def unquoted(text: str) -> Iterator[tuple[int, str]]:
     """Yield (index, character) for every character outside string literals."""
-    quoted, i = False, 0
-    while i < len(text):
-        c = text[i]
-        if quoted:
-            i += c == "\\"
-            quoted = c != '"'
+    in_literal = escaped = False
+    for i, c in enumerate(text):
+        if escaped:
+            escaped = False
+        elif in_literal:
+            escaped = c == "\\"
+            in_literal = c != '"'
         elif c == '"':
-            quoted = True
+            in_literal = True
         else:
             yield i, c
-        i += 1
 
 
 def split_commas(text: str, separators: str = ",") -> list[str]:
     """Split at commas, or other separators, outside of (), [], {} and string literals; empty parts are dropped."""
     out, depth, start = [], 0, 0
     for i, c in unquoted(text):
-        depth += (c in "([{") - (c in ")]}")
+        if c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
         if c in separators and depth == 0:
             out.append(text[start:i])
             start = i + 1

@@ -248,11 +248,19 @@ def match(p: Op, node: Node, g: Graph) -> tuple[Match | None, Tracker]:
 
 def size(p: Pattern) -> int:
     """Return the number of ops in a pattern."""
+    sizes = [size(part) for part in _parts(p)]
     if isinstance(p, Op):
-        return 1 + sum(map(size, p.args))
-    if isinstance(p, Through):
-        return size(p.inner)
-    return max(map(size, p.options)) if isinstance(p, Either) else 0
+        return 1 + sum(sizes)
+    return max(sizes, default=0)
+
+
+def _parts(p: Pattern) -> tuple[Pattern, ...]:
+    """Return the patterns directly below a pattern."""
+    if isinstance(p, Op):
+        return p.args
+    if isinstance(p, Either):
+        return p.options
+    return (p.inner,) if isinstance(p, Through) else ()
 
 
 def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False) -> None:
@@ -266,10 +274,8 @@ def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False)
         elif not partly:
             remedy = did_you_mean(p.op, ops, "`llmc ops` lists all ops")
             raise Diagnostic("E424", f"{rule}: unknown op {p.op}", remedy)
-    for part in p.args if isinstance(p, Op) else p.options if isinstance(p, Either) else ():
+    for part in _parts(p):
         check(part, ops, rule, partly)
-    if isinstance(p, Through):
-        check(p.inner, ops, rule, partly)
 
 
 def _check_op(p: Op, op: OpDef, rule: str) -> None:

@@ -46,7 +46,11 @@ def parse_pipeline(
             new = parse_pipeline(named[name], passes, {k: v for k, v in named.items() if k != name})
         else:
             new = [make(name, _options(options or "", item), passes)]
-        at = len(out) if where is None else _position(out, anchor, item) + (where == "after")
+        at = len(out)
+        if where is not None:
+            at = _position(out, anchor, item)
+        if where == "after":
+            at += 1
         out[at:at] = new
     return out
 
@@ -82,7 +86,9 @@ def spell_pass(p: Pass) -> str:
     """Return the text that `parse_pipeline` parses to this pass."""
     options = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
     options = {k: v for k, v in options.items() if v != getattr(type(p), k, None)}
-    return p.name + ("{" + ", ".join(f"{k}={_spell(v)}" for k, v in options.items()) + "}" if options else "")
+    if not options:
+        return p.name
+    return f"{p.name}{{{', '.join(f'{k}={_spell(v)}' for k, v in options.items())}}}"
 
 
 Observer = Callable[[int, Pass, int, float, Module], None]

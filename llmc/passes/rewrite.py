@@ -145,7 +145,8 @@ def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = Non
             if root not in ctx.opset:
                 raise Diagnostic("E424", f"rewrite {r.name}: unknown op {root}", "`llmc ops` lists all ops")
             by_root.setdefault(root, []).append(r)
-    total, recorded = 0, Misses() if misses is None else misses
+    recorded = Misses() if misses is None else misses
+    total = 0
     for _ in range(_MAX_ROUNDS):
         done = sum(_once(g, n, by_root[n.op.name], ctx, recorded) for n in list(g.nodes) if n.op.name in by_root)
         total += done

@@ -55,7 +55,9 @@ class Hqq(PartNames):
         stored.expect(shape, 2)
         n, k = (int(x) for x in stored.load(shape.name))
         axis = _number(stored, "axis")
-        size = _number(stored, "group_size") if "group_size" in stored.parts else (k if axis == 1 else n)
+        size = k if axis == 1 else n
+        if "group_size" in stored.parts:
+            size = _number(stored, "group_size")
         if axis not in (0, 1) or min(n, k, size) < 1 or n * k % size:
             cause = f"{stored.module} has the shape {[n, k]}, axis {axis} and groups of {size}"
             raise Diagnostic("E341", cause, AGAIN)

@@ -87,6 +87,7 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
     """Return the rows of the report's first table that have a value."""
     m = a.manifest
     compiled = a.reports.get("compile", {})
+    canary = "recorded" if CANARY in m.files else "not recorded (llmc verify --record)"
     facts = (
         ("compiled by", m.compiler),
         ("versions", schedule_text(compiled.get("versions", {}))),
@@ -99,10 +100,7 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
         ("generation defaults", schedule_text(m.generation)),
         ("options", schedule_text({k: v for k, v in compiled.get("options", {}).items() if v not in (None, "")})),
         ("role", "draft model" if m.is_draft_model else ""),
-        (
-            "canary",
-            "" if m.is_draft_model else "recorded" if CANARY in m.files else "not recorded (llmc verify --record)",
-        ),
+        ("canary", "" if m.is_draft_model else canary),
         ("revision", m.source.revision),
         ("digest", m.digest),
     )

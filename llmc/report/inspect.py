@@ -160,6 +160,7 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
     weights = data["weights"]
     files = weights["files"]
+    noun = "file" if files == 1 else "files"
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     part = f", ONLY {source['part']}" if source["part"] else ""
     features = f" ({len(target['features'])} features)" if target["features"] else ""
@@ -170,7 +171,7 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
         f"  compiled by {data['compiler']}, format {data['format']}, for {target['name']}{features}",
         f"  limits    {limits['max_model_len']} tokens per sequence, {limits['max_num_seqs']} sequences, "
         f"{limits['max_num_batched_tokens']} tokens per step; vocabulary {data['vocab_size']}",
-        f"  weights   {weights['mode']}, {size_text(weights['bytes'])} in {files} file{'s' * (files != 1)}",
+        f"  weights   {weights['mode']}, {size_text(weights['bytes'])} in {files} {noun}",
         f"  memory    arena {size_text(arena)}, states {size_text(sum(mem['state_bytes'].values()))}, plus the KV pool"
         f"{f' and snapshots of {size_text(snapshot)}' if snapshot else ''}",
         f"  KV pool   {size_text(kv['bytes'])}: {kv['tokens']} tokens in {kv['pages']} pages of {kv['page_size']} "
@@ -194,8 +195,9 @@ def _optional_lines(data: Mapping[str, Any]) -> list[str]:
         per_rank = f"{size_text(mem['weights_bytes'])} of weights, this memory and a KV pool of this size"
         if mem.get("group_bytes"):
             per_rank += f", and {size_text(mem['group_bytes'])} to exchange results"
-        nccl = "; they exchange results by NCCL" * data["nccl"]
-        lines.append(f"  ranks     {data['ranks']}, each with {per_rank}{nccl}")
+        if data["nccl"]:
+            per_rank += "; they exchange results by NCCL"
+        lines.append(f"  ranks     {data['ranks']}, each with {per_rank}")
     if drafts := data["speculation"]["drafts"]:
         lines.append(f"  drafts    up to {drafts} per sequence, by {' or '.join(data['speculation']['methods'])}")
     if versions := data["compile"].get("versions"):

@@ -41,6 +41,12 @@ def _record(
         "i8": int8 * bf16 * _TERA,
         **({float8: 2 * bf16 * _TERA} if float8 else {}),
     }
+    pipeline = [_FRONT]
+    if dependent:
+        pipeline.append("split-single")
+    if float8.endswith("fnuz"):
+        pipeline.append("to-fnuz")
+    pipeline.append(_BACK)
     return Target(
         name=name,
         family=family,
@@ -50,7 +56,7 @@ def _record(
         peaks=MappingProxyType(peaks),
         bandwidth=bandwidth * _TERA,
         languages=("triton", "cuda", "cute", "flashinfer") if family == "cuda" else ("triton",),
-        pipeline=f"{_FRONT}, {'split-single, ' * dependent}{'to-fnuz, ' * float8.endswith('fnuz')}{_BACK}",
+        pipeline=", ".join(pipeline),
         launch_us=1.3 if dependent else 1.6,
         rows=512,
         tokens=8192,

@@ -41,7 +41,8 @@ def drop_unit_batch(g: Graph, ctx: Ctx) -> int:
         if not ctx.spend():
             break
         _rebuild(g, n, b, plan, without)
-        done += n.op.name not in ("reshape", "broadcast")
+        if n.op.name not in ("reshape", "broadcast"):
+            done += 1
     for v in without:
         if v.node is not None:
             sweep(g, v.node)
@@ -87,7 +88,7 @@ class _Plan:
         axis, x = n.attrs["axis"], n.operands[0].type
         if axis % x.rank == 0 or (x.rank < 3 and n.op.name != "concat"):
             return None
-        return [self.drop(v) for v in n.operands], {**n.attrs, "axis": axis - (axis > 0)}
+        return [self.drop(v) for v in n.operands], {**n.attrs, "axis": axis - 1 if axis > 0 else axis}
 
     def drop(self, v: Value) -> Value:
         """Return a value without its first axis."""

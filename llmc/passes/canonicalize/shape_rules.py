@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
@@ -127,7 +128,7 @@ def _slice(n: Node) -> Build | None:
 
 def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, step: int) -> Build | None:
     """Let a slice within one part read that part, and a slice of several whole parts concatenate those."""
-    edges = [Dim.of(0)]
+    edges = [Dim.of(0)]  # where each part begins, and the end
     for v in parts:
         edges.append(edges[-1] + v.type.shape[axis])
     if step == 1 and start in edges and stop in edges:
@@ -135,10 +136,11 @@ def _slice_of_concat(parts: Sequence[Value], axis: int, start: Dim, stop: Dim, s
         if len(chosen) == 1:
             return _same(chosen[0])
         return (lambda b: b.concat(*chosen, axis=axis)) if chosen else None
-    for v, lo, hi in zip(parts, edges, edges[1:], strict=False):
-        bounds = [d.const for d in (lo, hi, start, stop)]
-        if None not in bounds and bounds[0] <= bounds[2] and bounds[3] <= bounds[1]:  # type: ignore[operator]
-            return lambda b: b.slice(v, axis=axis, start=start - lo, stop=stop - lo, step=step)
+    for v, (begin, end) in zip(parts, pairwise(edges), strict=True):
+        if any(d.const is None for d in (begin, end, start, stop)):
+            continue
+        if int(begin) <= int(start) and int(stop) <= int(end):
+            return lambda b: b.slice(v, axis=axis, start=start - begin, stop=stop - begin, step=step)
     return None
 
 

@@ -59,7 +59,10 @@ class Recipe:
         """Return the format of the weights, whose dequantised numbers have the dtype `logical`."""
         from llmc.ir.qformat import QFormat
 
-        code = "f8e4m3" if self.code == "float" else "i8" if self.bits == 8 else f"u{self.bits}"
+        if self.code == "float":
+            code = "f8e4m3"
+        else:
+            code = "i8" if self.bits == 8 else f"u{self.bits}"
         zero = str(1 << (self.bits - 1)) if code[0] == "u" else ""
         act = {"int": "i8", "float": "f8e4m3", "": ""}[self.activations]
         return QFormat.of(code, self.block, "bf16", zero, logical, act)
@@ -67,7 +70,10 @@ class Recipe:
     def describe(self) -> str:
         """Describe the format in a line of the plan."""
         rows, columns = self.block
-        block = f"tiles of {rows} x {columns}" if rows > 1 else f"groups of {columns}" if columns else "rows"
+        if rows > 1:
+            block = f"tiles of {rows} x {columns}"
+        else:
+            block = f"groups of {columns}" if columns else "rows"
         code = "float8_e4m3" if self.code == "float" else f"int{self.bits}"
         kind = "" if self.symmetric else ", with zero points"
         return f"{code}, scales for {block}{kind}, {self.layout}"
