@@ -180,14 +180,16 @@ def _layout(
     if isinstance(tables, Tensor) and tables.is_complex() and tables.shape == angles.shape:
         if torch.allclose(tables, torch.complex(angles.cos(), angles.sin()) * scaling):
             return COMPLEX, None, None
-    for layout, spread in LAYOUTS.items() if isinstance(tables, tuple) else ():
+    candidates = LAYOUTS if isinstance(tables, tuple) else {}
+    for layout, spread in candidates.items():
         (cos, sin), columns = tables, spread(torch.arange(len(freq)))
         if cos.shape != (*angles.shape[:2], len(columns)):
             continue
         for order in (None, _order(angles.sin() * scaling, sin, columns)):
-            a = spread(angles if order is None else angles[..., order])
-            if torch.allclose(a.cos() * scaling, cos) and torch.allclose(a.sin() * scaling, sin):
-                return layout, None if low[0].dtype == torch.bfloat16 else low[0].dtype, order
+            turned = spread(angles if order is None else angles[..., order])
+            if torch.allclose(turned.cos() * scaling, cos) and torch.allclose(turned.sin() * scaling, sin):
+                dtype = None if low[0].dtype == torch.bfloat16 else low[0].dtype
+                return layout, dtype, order
     raise Diagnostic(
         "E306",
         f"{path}: {type(module).__name__} makes rotary tables in an unknown layout",

@@ -250,9 +250,8 @@ def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:
 
 def _checked_eos(source: Source, config: Any) -> tuple[int, ...]:
     """Return the ids that end a sequence; raises Diagnostic E302 if they, or those of other roles, are not ids."""
-    for role in ("bos", "pad"):
-        _ids(source, config, f"{role}_token_id")
-    return _ids(source, config, "eos_token_id")
+    eos, _, _ = [_ids(source, config, f"{role}_token_id") for role in ("eos", "bos", "pad")]
+    return eos
 
 
 def _ids(source: Source, config: Any, key: str) -> tuple[int, ...]:

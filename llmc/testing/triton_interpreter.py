@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -42,13 +42,32 @@ def interpreting() -> Any:
     result of a scalar comparison has the dtype of its operands, 8-bit floats are rounded wrongly, and those of CDNA 3
     are unknown.
     """
-    import triton
     from triton import knobs
+
+    with knobs.runtime.scope(), _language_restored(), _standard_interpreted(), _patched_once(), _corrected():
+        knobs.runtime.interpret = True
+        yield
+
+
+@contextmanager
+def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes, as (owner, name, value), and restore their values at the end."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def _corrected() -> AbstractContextManager[None]:
+    """Return a context in which the faults of Triton's interpreter are corrected (see `interpreting`)."""
+    import triton
     from triton.runtime import interpreter
 
-    original, core = interpreter._patch_lang_tensor, interpreter._patch_lang_core
-    builder = interpreter.InterpreterBuilder
-    splat = builder.create_splat
+    patch_tensor, patch_core = interpreter._patch_lang_tensor, interpreter._patch_lang_core
     convert = interpreter._convert_float
 
     def converted(x: Any, source: Any, target: Any, mode: Any) -> Any:
@@ -56,30 +75,26 @@ def interpreting() -> Any:
             return _converted(x, source.name, target.name)
         return convert(x, source, target, mode)
 
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     def patched_core(lang: Any, scope: Any) -> None:
-        core(lang, scope)
+        patch_core(lang, scope)
         known = lang.dtype.to_ir
         scope.set_attr(lang.dtype, "to_ir", lambda self, b: self if self.name == "fp8e4b8" else known(self, b))
 
     def splat_as_is(self: Any, ret_ty: Any, arg: Any) -> Any:
         return interpreter.TensorHandle(np.full(ret_ty.shape, arg.data.reshape(-1)[0]), arg.dtype.scalar)
 
-    with knobs.runtime.scope(), _language_restored(), _standard_interpreted(), _patched_once():
-        knobs.runtime.interpret = True
-        builder.create_splat = splat_as_is
-        interpreter._convert_float = converted
-        if triton.__version__.startswith("3.6"):
-            interpreter._patch_lang_tensor, interpreter._patch_lang_core = patched, patched_core
-        try:
-            yield
-        finally:
-            interpreter._patch_lang_tensor, interpreter._patch_lang_core = original, core
-            builder.create_splat = splat
-            interpreter._convert_float = convert
+    replacements: list[tuple[Any, str, Any]] = [
+        (interpreter.InterpreterBuilder, "create_splat", splat_as_is),
+        (interpreter, "_convert_float", converted),
+    ]
+    if triton.__version__.startswith("3.6"):
+        replacements.append((interpreter, "_patch_lang_tensor", patched_tensor))
+        replacements.append((interpreter, "_patch_lang_core", patched_core))
+    return _replaced(replacements)
 
 
 def _converted(x: np.ndarray, source: str, target: str) -> np.ndarray:
@@ -122,7 +137,7 @@ def _patched_once() -> Any:
     from triton.runtime import interpreter
 
     function = interpreter.InterpretedFunction
-    original, done = function.__call__, False
+    done = False
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal done
@@ -131,11 +146,8 @@ def _patched_once() -> Any:
             done = True
         return self.rewrite()(*args, **kwargs)
 
-    function.__call__ = call
-    try:
+    with _replaced([(function, "__call__", call)]):
         yield
-    finally:
-        function.__call__ = original
 
 
 @contextmanager
@@ -148,14 +160,9 @@ def _standard_interpreted() -> Any:
     places = (tl, tl.standard, tl.random, tl.tensor)
     functions = {f for p in places for f in vars(p).values() if isinstance(f, JITFunction)}
     interpreted = {f: InterpretedFunction(f.fn) for f in functions}
-    originals = [(p, k, f) for p in places for k, f in list(vars(p).items()) if isinstance(f, JITFunction)]
-    try:
-        for p, k, f in originals:
-            setattr(p, k, interpreted[f])
+    names = [(p, name, f) for p in places for name, f in vars(p).items() if isinstance(f, JITFunction)]
+    with _replaced([(p, name, interpreted[f]) for p, name, f in names]):
         yield
-    finally:
-        for p, k, f in originals:
-            setattr(p, k, f)
 
 
 def template_function(template: Template) -> Any:
@@ -192,7 +199,9 @@ def _within(spans: Sequence[tuple[int, int]]) -> Any:
     """Check the addresses of loads and stores against the spans of memory [begin, end)."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    begins, ends = (np.array(x, np.uint64) for x in zip(*sorted(spans), strict=True))
+    ordered = sorted(spans)
+    begins = np.array([begin for begin, _ in ordered], np.uint64)
+    ends = np.array([end for _, end in ordered], np.uint64)
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def check(access: str, pointers: Any, mask: Any) -> None:
@@ -210,11 +219,12 @@ def _within(spans: Sequence[tuple[int, int]]) -> Any:
         check("store", ptrs, mask)
         return store(self, ptrs, value, mask, *rest, **options)
 
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = checked_load, checked_store
-    try:
+    replacements = [
+        (InterpreterBuilder, "create_masked_load", checked_load),
+        (InterpreterBuilder, "create_masked_store", checked_store),
+    ]
+    with _replaced(replacements):
         yield
-    finally:
-        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
 
 
 def run_case(case: Case, on: Target = INTERPRETED) -> None:
@@ -246,6 +256,6 @@ def descriptor(flat: torch.Tensor, shape: Sequence[int], box: Sequence[int]) -> 
 
 def tensor_of(b: Buffer, dtype: str) -> torch.Tensor:
     """Return a view of the buffer's bytes; an empty buffer has an address, too."""
-    return (
-        torch.from_numpy(b.body).view(TORCH_DTYPES[dtype]) if len(b.body) else torch.empty(0, dtype=TORCH_DTYPES[dtype])
-    )
+    if len(b.body) == 0:
+        return torch.empty(0, dtype=TORCH_DTYPES[dtype])
+    return torch.from_numpy(b.body).view(TORCH_DTYPES[dtype])

@@ -178,7 +178,7 @@ def _extra(v: Value, extras: list[Value], parts: int) -> E:
 
 
 def _join_siblings(g: Graph, ctx: Ctx) -> int:
-    """Products of one operand with equal epilogues over weights -> one product and slices of its result."""
+    """Merge products of one operand with equal epilogues over weights; return the number of merged products."""
     known = weight_only(g)
     groups: dict[object, list[Node]] = {}
     for n in g.nodes:

@@ -151,7 +151,7 @@ def _tokens_axis(c: Value, x: Value) -> int | None:
         return 0
     if x.type.rank != 3 or c.type.rank > 3:
         return None
-    shape = [*[Dim.of(1)] * (3 - c.type.rank), *c.type.shape]
+    shape = (Dim.of(1),) * (3 - c.type.rank) + c.type.shape
     if shape[0] == 1 and shape[1] == x.type.shape[1]:
         return 1
     return 0 if shape[1] == 1 and shape[0] == x.type.shape[0] else None
@@ -194,15 +194,15 @@ def _is_pairs(m: Match) -> str | None:
 
 def _is_halves(m: Match) -> str | None:
     """Return None if the match rotates two slices that are the halves of one value, else the reason."""
-    parts = [made_by(m[k], "slice") for k in ("a", "b")]
-    if parts[0] is None or parts[1] is None or parts[0].operands[0] is not parts[1].operands[0]:
+    first, second = made_by(m["a"], "slice"), made_by(m["b"], "slice")
+    if first is None or second is None or first.operands[0] is not second.operands[0]:
         return "its two halves are not slices of one value"
-    x = parts[0].operands[0]
-    last, spans = x.type.rank - 1, [(n.attrs["start"], n.attrs["stop"], n.attrs["step"]) for n in parts if n]
-    if m["axis"] % x.type.rank != last or any(n.attrs["axis"] % x.type.rank != last for n in parts if n):
+    x = first.operands[0]
+    if any(axis % x.type.rank != x.type.rank - 1 for axis in (m["axis"], first.attrs["axis"], second.attrs["axis"])):
         return "it does not split the last axis"
-    size = x.type.shape[-1]
-    if spans[0][0] != 0 or spans[0][1:] != (spans[1][0], 1) or spans[1][1:] != (size, 1) or spans[0][1] * 2 != size:
+    size, middle = x.type.shape[-1], first.attrs["stop"]
+    are_adjacent = first.attrs["start"] == 0 and second.attrs["start"] == middle and second.attrs["stop"] == size
+    if not are_adjacent or middle * 2 != size or first.attrs["step"] != 1 or second.attrs["step"] != 1:
         return f"it does not split {size} in halves"
     return _narrow(m, "plain") or _layout(m, x)
 

@@ -150,7 +150,8 @@ class _Rows:
         head = _takes_hidden(g)
         prompt_inputs = list(g.inputs)
         g.inputs.clear()  # those of a step come first
-        self.rows, self.qlens = (g.input(n, tensor("i32", "R")) for n in ("rows", "qlens"))
+        self.rows = g.input("rows", tensor("i32", "R"))
+        self.qlens = g.input("qlens", tensor("i32", "R"))
         if not options.pool:
             self.emit = g.input("emit", tensor("i32", "R"))
         n, length = options.rows, options.max_len

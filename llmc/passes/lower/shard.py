@@ -180,8 +180,9 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
         front.append(GatherFirst())
     elif target.family == "cuda":
         front.append(FuseReduce())
-        end = next((i for i, p in enumerate(back) if p.name in BEHIND_SUMS), len(back))
-        back[end:end] = [] if target.deterministic else [FuseReduceNorm()]
+        if not target.deterministic:
+            end = next((i for i, p in enumerate(back) if p.name in BEHIND_SUMS), len(back))
+            back.insert(end, FuseReduceNorm())
     return front + back
 
 

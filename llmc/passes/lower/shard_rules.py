@@ -91,14 +91,16 @@ def _aligned(x: Value, from_end: int, s: Split) -> Split | None:
 
 
 def _rows(n: Node, v: Value, s: Split) -> Relation | None:
-    """Return the leading axes `*b` of a row-wise op."""
+    """Split a row-wise op along one of the leading axes `*b`, which some operands and all results have."""
     slots = n.op.slots([x.type for x in n.operands])
-    leading = [n.op.leading(slots[min(i, len(slots) - 1)]) is not None for i in range(len(n.operands))]
-    rows = n.operands[0].type.rank - len(n.op.operands[0].dims) + 1
-    is_result = v in n.results
-    if s.axis >= rows or not (is_result or leading[next(i for i, x in enumerate(n.operands) if x is v)]):
+    last = len(slots) - 1  # the slot of all further operands, if it is variadic
+    has_rows = [n.op.leading(slots[min(i, last)]) is not None for i in range(len(n.operands))]
+    rank_of_rows = n.operands[0].type.rank - len(n.op.operands[0].dims) + 1
+    if s.axis >= rank_of_rows:
         return None
-    return Relation(tuple(s if b else None for b in leading), (s,) * len(n.results))
+    if v not in n.results and not has_rows[n.operands.index(v)]:
+        return None
+    return Relation(tuple(s if rows else None for rows in has_rows), (s,) * len(n.results))
 
 
 def _along(n: Node, v: Value, s: Split) -> Relation | None:
@@ -255,13 +257,13 @@ def _recurrence(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 def _conv(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     """Split by channels."""
-    names = n.op.places([x.type for x in n.operands])
-    channels = [CHANNELS.get(name) for name in names] + [1, 2][: len(n.results)]
-    at = next(axis for axis, x in zip(channels, [*n.operands, *n.results]) if x is v)
-    if at != s.axis:
+    of_operands = [CHANNELS.get(name) for name in n.op.places([x.type for x in n.operands])]
+    of_results = [1, 2][: len(n.results)]  # the result, and the next version of `recent`
+    axis = of_results[n.results.index(v)] if v in n.results else of_operands[n.operands.index(v)]
+    if axis != s.axis:
         return None
-    splits = tuple(None if axis is None else s._replace(axis=axis) for axis in channels)
-    return Relation(splits[: len(names)], splits[len(names) :])
+    operands = tuple(None if axis is None else s._replace(axis=axis) for axis in of_operands)
+    return Relation(operands, tuple(s._replace(axis=axis) for axis in of_results))
 
 
 def _sum(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:

@@ -53,15 +53,20 @@ class PagedAttention(CppKernel):
         lanes = target.vector // 4
         mr = {16: 12, 8: 6}.get(lanes, 4)
         size = self.heads(node)[3] or 0  # tiles of queries, keys and values fit L2
-        br, kt = (192, 256) if size <= 128 else (192, 128) if size <= 256 else (96, 64)
+        if size <= 128:
+            br, kt = 192, 256
+        else:
+            br, kt = (192, 128) if size <= 256 else (96, 64)
         return [{"nv": 2, "mr": mr, "br": br, "kt": kt}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        s, (d, e) = schedule, (n or 1 for n in self.heads(node)[3:])
+        s = schedule
+        d, e = (n or 1 for n in self.heads(node)[3:])
         q, kv = node.operands[0].type, node.operands[1 + self.latent].type
         dp = q.dtype == kv.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
-        item, r = (2 if dp else 4), s["nv"] * target.vector // 4
-        dk, dr = (d + dp) // (1 + dp) * (1 + dp), -(-e // r) * r
+        item, pair = (2, 2) if dp else (4, 1)  # bytes of a factor, and factors that an instruction reads together
+        columns = s["nv"] * target.vector // 4
+        dk, dr = -(-d // pair) * pair, -(-e // columns) * columns  # elements of keys and values, padded
         parts = (
             s["br"] * dk * item, dr * s["br"] * 4, s["kt"] * s["mr"] * 4, s["kt"] * s["mr"] * item, s["kt"] * dk * item,
             s["kt"] * dr * item, s["kt"] * 8, *(3 + self.alibi) * (s["br"] * 4,), d * DTYPES[kv.dtype].bits // 8,

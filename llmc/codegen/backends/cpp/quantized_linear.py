@@ -49,8 +49,19 @@ class QuantizedProblem(Problem):
             bits, group, zero = 8 if a["bits"] > 4 else 4, a["block"][1], a["zero_point"]
             if code.dtype == "u8" and bits == 8:
                 zero -= 128  # `pack_codes` moves them to i8
-        rest = (bits, group, zero, a["zeros"], a["act"], a["act_block"])
-        return QuantizedProblem(node, a["parts"], n, x.shape[-1], a["body"], *rest)
+        return QuantizedProblem(
+            node,
+            a["parts"],
+            n,
+            x.shape[-1],
+            a["body"],
+            bits=bits,
+            group=group,
+            zero=zero,
+            zeros=a["zeros"],
+            act=a["act"],
+            act_block=a["act_block"],
+        )
 
     @property
     def scale(self) -> Type:
@@ -75,8 +86,11 @@ class QuantizedProblem(Problem):
     @property
     def unit(self) -> int:
         """Columns that share their scales in the weight and in x."""
-        group, block = (min(s or self.width, self.width) for s in (self.group, self.act_block if self.act else 0))
-        return block if group == self.width else group if block == self.width else gcd(group, block)
+        group = min(self.group or self.width, self.width)
+        block = min(self.act_block or self.width, self.width) if self.act else self.width
+        if group == self.width:
+            return block
+        return group if block == self.width else gcd(group, block)
 
     def code_size(self, target: Target) -> int:
         """Return the bytes of an element of x as the tile reads it."""
@@ -142,7 +156,10 @@ class QuantizedLinear(PackedProduct):
         rows = self.panel_rows(p, target)
         # Accumulators of a tile, and tiles of a block. With AVX-512, integer products keep a float sum per accumulator
         # in registers. Otherwise, accumulators take half of the registers, and codes, products and scales the others.
-        registers, tiles = (8, 16) if target.vector < 64 else (12, 32) if p.act else (24, 16)
+        if target.vector < 64:
+            registers, tiles = 8, 16
+        else:
+            registers, tiles = (12, 32) if p.act else (24, 16)
         mr = max(1, registers // (rows // lanes))
         kc = max(512, PANEL_BYTES * 8 // (rows * p.bits))
         mb = max(4, min(tiles, COPY_BYTES // (p.width * p.code_size(target) * mr)))

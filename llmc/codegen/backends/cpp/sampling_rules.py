@@ -84,7 +84,9 @@ class _Rule:
         text = self.arguments[index]
         if not vectors:
             return text, "s"
-        return (f"splat({text})", "f") if text.startswith("f[") else (text, "m" if text == "repeated" else "f")
+        if text.startswith("f["):
+            return f"splat({text})", "f"
+        return text, "m" if text == "repeated" else "f"
 
     def run(self, name: str, names: dict[str, Value]) -> Value:
         """Return the result of a function; `names` are its parameters."""

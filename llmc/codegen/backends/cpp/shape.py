@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, ctype, pointers, unsupported
 from llmc.codegen.emit import Sizes, merged, strided_view
 from llmc.codegen.kernel import EXACT, Schedule
-from llmc.ir.dim import D, product
+from llmc.ir.dim import D, Dim, product
 from llmc.ir.dtype import DTYPES, INTS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
@@ -21,22 +21,23 @@ def raw(node: Node) -> str:
     return {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}[item(node)]
 
 
-class Copy(CppKernel):
-    """A reshape that cannot be an alias: copies all bytes."""
+class Moving(CppKernel):
+    """Base class of kernels that move elements unchanged."""
 
     constant_reduction_order = EXACT
     headers = ("llmc_abi.h", "llmc_shape.h")
+
+
+class Copy(Moving):
+    """A reshape that cannot be an alias: copies all bytes."""
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         n = sizes(node.operands[0].type.nbytes)
         return f"copy_rows(ctx, (char*)args[1], 0, (const char*)args[0], 0, 1, {n});"
 
 
-class Strided(CppKernel):
+class Strided(Moving):
     """A transpose, or a slice along one axis: a strided copy to the dense result, with contiguous axes merged."""
-
-    constant_reduction_order = EXACT
-    headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         strides, start = strided_view(node)
@@ -52,11 +53,8 @@ class Strided(CppKernel):
         )
 
 
-class Concat(CppKernel):
+class Concat(Moving):
     """Concatenation along one axis."""
-
-    constant_reduction_order = EXACT
-    headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         shape = node.result.type.shape
@@ -72,11 +70,8 @@ class Concat(CppKernel):
         return "\n".join(lines)
 
 
-class Take(CppKernel):
+class Take(Moving):
     """Rows by index: embeddings, parts of them, last tokens."""
-
-    constant_reduction_order = EXACT
-    headers = ("llmc_abi.h", "llmc_shape.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.operands[1].type.dtype not in INTS:
@@ -86,7 +81,7 @@ class Take(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, idx = (v.type for v in node.operands)
         count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
-        part = f", {sizes(node.attrs['start'])}, {sizes(x.shape[0])}" if "start" in node.attrs else ""
+        part = part_arguments(node, x.shape[0], sizes)
         i = ctype(idx)
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes}{part});"
 
@@ -100,16 +95,18 @@ class PageTake(Take):
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const int32_t*)args[1], {count}, {nbytes});"
 
 
-class PagePut(CppKernel):
+class PagePut(Moving):
     """Write rows to slots of a pool of pages."""
-
-    constant_reduction_order = EXACT
-    headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x = node.operands[1].type
         count, nbytes = sizes(x.shape[0]), sizes(x.shape[1] * item(node))
         return f"put_rows(ctx, (char*)args[3], (const char*)args[1], (const int32_t*)args[2], {count}, {nbytes});"
+
+
+def part_arguments(node: Node, rows: Dim, sizes: Sizes) -> str:
+    """Return the arguments for the first index and the rows of a part of a table; "" if the operand is a whole one."""
+    return f", {sizes(node.attrs['start'])}, {sizes(rows)}" if "start" in node.attrs else ""
 
 
 def indexed_pointers(node: Node) -> str:
@@ -125,15 +122,12 @@ class PackedTake(Take):
         wp, idx = (v.type for v in node.operands)
         shape = f"{node.attrs['k']}, {wp.shape[1]}, {wp.shape[2]}, {wp.shape[3]}"
         types = f"{raw(node)}, {ctype(idx)}, {shape}"
-        part = f", {sizes(node.attrs['start'])}, {sizes(wp.shape[0] * wp.shape[2])}" if "start" in node.attrs else ""
+        part = part_arguments(node, wp.shape[0] * wp.shape[2], sizes)
         return f"take_packed<{types}>(ctx, {indexed_pointers(node)}, {sizes(idx.numel)}{part});"
 
 
-class Gather(CppKernel):
+class Gather(Moving):
     """Elements by index along an axis."""
-
-    constant_reduction_order = EXACT
-    headers = ("llmc_abi.h", "llmc_shape.h")
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, idx = (v.type for v in node.operands)
