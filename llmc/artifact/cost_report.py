@@ -40,7 +40,8 @@ def typical(p: Program) -> dict[str, int]:
     tokens. The pool holds the pages of those rows.
     """
     top = p.top()
-    rows, fewest = p.serves.get("R", (1, 1))[0], p.serves.get("T", (1, 1))[0]
+    rows = p.serves.get("R", (1, 1))[0]
+    fewest = p.serves.get("T", (1, 1))[0]
     tokens = rows if p.uniform else max(fewest, min(512, top.get("T", 1)))
     pages = -(-(CONTEXT if p.uniform else tokens) // _page_size(p)) * rows
     return {s: {"T": tokens, "R": rows, "P": min(pages, high)}.get(s, high) for s, high in top.items()}

@@ -60,7 +60,8 @@ def _compared(
         if other.name == "decode" and g.name != "decode":
             inputs = _decoding(inputs, draw(after, other, rng), other)
         evaluated = _results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
-        names, dtypes = [v.name for v in other.outputs], [v.type.dtype for v in other.outputs]
+        names = [v.name for v in other.outputs]
+        dtypes = [v.type.dtype for v in other.outputs]
     expected, actual = evaluated(True)
     compared = judged(other.name, expected, actual, names)
     if not rounded:

@@ -86,7 +86,8 @@ def _step(g: Graph, sizes: dict[str, int], rng: np.random.Generator) -> Step:
     tables = [_shape(n.operands[i], sizes)[0] for n in g.nodes for i in _table_operands(n)]
     more: dict[str, Any] = {"pages": _pages(g), "vocabulary": min(tables, default=3)}
     for n, qlens in _holding(g, contents.qlens)[:1]:
-        entries, tokens = _shape(qlens, sizes)[0], int(n.attrs["tokens"].subs(sizes).const or 1)
+        entries = _shape(qlens, sizes)[0]
+        tokens = int(n.attrs["tokens"].subs(sizes).const or 1)
         device_rows = [_shape(v, sizes)[0] for _, v in _holding(g, contents.length)]
         limit = max(MAX_TOKENS, -(-tokens // entries)) + MAX_BEFORE
         return Step.random(rng, entries=entries, tokens=tokens, rows=max(device_rows), limit=limit, **more)

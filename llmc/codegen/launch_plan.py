@@ -207,7 +207,8 @@ class Hazards:
 
     def needs_barrier(self, n: Node) -> bool:
         """Whether a barrier must precede the node, as it does a collective. The node is recorded either way."""
-        read, write = [self.region(v) for v in n.operands], [self.region(v) for v in n.results]
+        read = [self.region(v) for v in n.operands]
+        write = [self.region(v) for v in n.results]
         clash = _touch(read, self.writes) or _touch(write, self.writes) or _touch(write, self.reads)
         clash = clash or n.op.name in COLLECTIVES
         if clash:

@@ -102,7 +102,9 @@ def _of(n: Node, done: dict[Value, E]) -> E:
 
 def _part(n: Node) -> E:
     """Whether a slice of the input's last axis is the gate (argument 0) or up (argument 1)."""
-    start, step, width = n.attrs["start"].const, n.attrs["step"], n.result.type.shape[-1].const
+    start = n.attrs["start"].const
+    step = n.attrs["step"]
+    width = n.result.type.shape[-1].const
     starts = {1: (0, EXAMPLE_COLUMNS), 2: (0, 1)}.get(step, ())
     if n.operands[0].node is not None or width != EXAMPLE_COLUMNS or start not in starts:
         raise Unsupported(

@@ -75,7 +75,8 @@ def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[No
         """q, k, v [1,H,T,D] -> [1,H,T,D], and None for the scores."""
         attention_interface.check_causal(method.owner, True, attention_mask)
         scale = query.shape[-1] ** -0.5 if method.scale is None else method.scale
-        q, k = query.to(value.dtype), (key.mT if method.transposed else key).to(value.dtype)
+        q = query.to(value.dtype)
+        k = (key.mT if method.transposed else key).to(value.dtype)
         window = attention_interface.checked_window(method.window(self))
         out = torch.ops.llmc.attention(q, k, value, 0, scale, window, 0.0, None)
         return [out.transpose(1, 2), None]

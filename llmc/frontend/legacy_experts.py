@@ -72,7 +72,8 @@ def _llama4(moe: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     gate_up, down = (w.transpose(1, 2) for w in (moe.experts.gate_up_proj, moe.experts.down_proj))
     out = moe.shared_expert(x)
     for k in range(moe.top_k):
-        score, chosen = scores[:, k : k + 1], index[:, k : k + 1]
+        score = scores[:, k : k + 1]
+        chosen = index[:, k : k + 1]
         ones = torch.ones_like(score)
         out = out + torch.ops.llmc.moe(x * score, chosen, ones, gate_up, down, getattr(moe, GATE).body)
     return out, logits

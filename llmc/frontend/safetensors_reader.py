@@ -127,7 +127,9 @@ class TensorFiles:
         """Whether two stored tensors have the same dtype, shape and bytes."""
         if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in DTYPES:
             return False
-        size, x, y = prod(a.shape) * DTYPES[a.dtype].np.itemsize, self._data[a.file], self._data[b.file]
+        size = prod(a.shape) * DTYPES[a.dtype].np.itemsize
+        x = self._data[a.file]
+        y = self._data[b.file]
         ranges = ((i, min(size, i + _COMPARED_BYTES)) for i in range(0, size, _COMPARED_BYTES))
         return all(x[a.begin + i : a.begin + j] == y[b.begin + i : b.begin + j] for i, j in ranges)
 

@@ -279,7 +279,8 @@ def _pack_fragments(blocks: Blocks, v: Value, lo: int, hi: int) -> np.ndarray:
     (code,) = _operands(v)
     if v.type.rank > 2:
         return _rowwise(blocks, v, lo, hi)
-    begin, end = lo - lo % BLOCK, min(-(-hi // BLOCK) * BLOCK, shape_of(code)[0])
+    begin = lo - lo % BLOCK
+    end = min(-(-hi // BLOCK) * BLOCK, shape_of(code)[0])
     return _apply(v, blocks.rows(code, begin, end))[lo - begin : hi - begin]
 
 

@@ -307,7 +307,8 @@ def render(chosen: Sequence[Mapping[str, Any]]) -> str:
     rows = [head]
     for choice in chosen:
         sizes = " ".join(f"{symbol}={size}" for symbol, size in choice["sizes"].items()) or "-"
-        us, after = f"{choice['us']:.4g}", "" if choice["next_us"] is None else f"{choice['next_us']:.4g}"
+        us = f"{choice['us']:.4g}"
+        after = "" if choice["next_us"] is None else f"{choice['next_us']:.4g}"
         texts = (choice["kernel"], choice["schedule"], choice["node"])
         rows.append((sizes, us, after, str(choice["measured"]), *texts))
     widths = [max(map(len, column)) for column in zip(*rows)]

@@ -40,7 +40,8 @@ class Gemma(PartNames):
         code = stored.part(name, ("i8" if bits == 8 else "u8",), 2)
         scale = stored.part(scale_name, FLOATS, 2)
         stored.check_scales(scale)
-        n, k = shape_of(code)[0], stored.shape[1] if len(stored.shape) == 2 else shape_of(code)[1] * (8 // bits)
+        n = shape_of(code)[0]
+        k = stored.shape[1] if len(stored.shape) == 2 else shape_of(code)[1] * (8 // bits)
         if bits != 8:  # the last byte of a row may have fields of no column
             stored.expect(code, n, -(-k * bits // 8))
             code = b.unpack_bits(code, bits=bits, axis=1, size=k)
@@ -48,7 +49,8 @@ class Gemma(PartNames):
         if name == "weight" or not blocks or k % blocks:
             blocks = 1
         stored.expect(scale, n, blocks)
-        zero, size = 0 if bits == 8 else 1 << bits - 1, k // blocks if blocks > 1 else 0
+        zero = 0 if bits == 8 else 1 << bits - 1
+        size = k // blocks if blocks > 1 else 0
         act = "i8" if INPUT in stored.parts and self._rounds(stored) else ""
         return Codes(code, scale, (1, size), f"{METHOD} {bits} bit", zero=zero, act=act)
 

@@ -185,7 +185,9 @@ def _natural(stored: Stored, facts: Facts, scale: Value, n: int, groups: int) ->
         return scale
     row_tiles, runs = -(-n // 128), -(-groups // 4)
     stored.expect(scale, row_tiles * 32, runs * 16)
-    tiles, whole, perm = (row_tiles, runs, 32, 4, 4), (row_tiles * 128, runs * 4), (0, 3, 2, 1, 4)
+    tiles = (row_tiles, runs, 32, 4, 4)
+    whole = (row_tiles * 128, runs * 4)
+    perm = (0, 3, 2, 1, 4)
     stored.check_scales(scale, lambda x: x.reshape(tiles).transpose(perm).reshape(whole)[:n, :groups])
     parts = b.reshape(scale, shape=tiles)
     return _cut(stored, b.reshape(b.transpose(parts, perm=perm), shape=whole), n, groups)

@@ -82,10 +82,12 @@ def _wiring(a: GraphText, b: GraphText) -> str:
         return "the same nodes in a different order"
     ours, theirs = _numbered(a), _numbered(b)
     for x, y in zip(a.nodes, b.nodes, strict=True):
-        left, right = [ours.get(v, v) for v in x.operands], [theirs.get(v, v) for v in y.operands]
+        left = [ours.get(v, v) for v in x.operands]
+        right = [theirs.get(v, v) for v in y.operands]
         if left != right:
             return f"{x.op} at {x.loc or '?'} reads {', '.join(left)} and {', '.join(right)}"
-    left, right = [ours.get(v, v) for v in a.outputs], [theirs.get(v, v) for v in b.outputs]
+    left = [ours.get(v, v) for v in a.outputs]
+    right = [theirs.get(v, v) for v in b.outputs]
     return "" if left == right else "the outputs are different values"
 
 

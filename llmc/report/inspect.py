@@ -29,7 +29,8 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
     """
     a = open_artifact(path)
     m = a.manifest
-    weights, read = sum(w.bytes for w in m.weights.files), sum(w.bytes for w in m.weights.of_rank(0))
+    weights = sum(w.bytes for w in m.weights.files)
+    read = sum(w.bytes for w in m.weights.of_rank(0))
     predicted = a.predictions().get("programs", {})
     return {
         "artifact": str(path),

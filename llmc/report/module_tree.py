@@ -40,7 +40,8 @@ class Part:
         """Return (launches, microseconds) of the module and below."""
         n, us = self.time.get(column, (0, 0.0))
         for p in self.parts.values():
-            n, us = n + p.total(column)[0], us + p.total(column)[1]
+            n = n + p.total(column)[0]
+            us = us + p.total(column)[1]
         return n, us
 
     def form(self) -> Any:
@@ -88,6 +89,7 @@ def module_facts(group: Sequence[Part], columns: Sequence[str], alone: bool = Fa
     facts = [f"{count_text(params)} parameters"] if params else []
     for c in columns:
         totals = [p.time.get(c, (0, 0.0)) if alone else p.total(c) for p in group]
-        n, us = sum(n for n, _ in totals), sum(us for _, us in totals)
+        n = sum(n for n, _ in totals)
+        us = sum(us for _, us in totals)
         facts += [f"{c}: {count_noun(n, 'launch', 'launches')}, {us:,.1f} us"] if n else []
     return " · ".join(facts)

@@ -19,9 +19,9 @@ from gpu.test_decode_attention import F8, MOST, case_of, step_of
 from kernels.harness import Case
 
 from llmc.codegen.backends.cuda.decode_attention import DECODE_ATTENTION, SINGLE, SPLIT, WHOLE
-from llmc.codegen.backends.cuda.gemm_tiles import FEWEST_STEPS, GEMM_TILES, STEP
+from llmc.codegen.backends.cuda.gemm_tiles import GEMM_TILES, MIN_STEPS, STEP
 from llmc.codegen.backends.cuda.gemm_wgmma import GEMM_WGMMA
-from llmc.codegen.backends.cuda.quantized_tiles import FEWEST_TOKENS, QUANTIZED_TILES
+from llmc.codegen.backends.cuda.quantized_tiles import MIN_TOKENS, QUANTIZED_TILES
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM
 from llmc.codegen.backends.cuda.skinny_slices import SKINNY_SLICES
@@ -73,7 +73,7 @@ def test_dense(number: int, card: Card) -> None:
 @pytest.mark.parametrize("number", ROUNDS)
 def test_dense_in_large_tiles(number: int, card: Card) -> None:
     rng = generator()
-    case = replace(drawn_product(rng, ("bf16", "f16"), STEP * FEWEST_STEPS), kernel=GEMM_TILES)
+    case = replace(drawn_product(rng, ("bf16", "f16"), STEP * MIN_STEPS), kernel=GEMM_TILES)
     check(list(some_schedules([case], rng)), card)
 
 
@@ -97,7 +97,7 @@ def drawn_codes(rng: np.random.Generator, kernel: Kernel, tokens: tuple[int, int
 @pytest.mark.parametrize("number", ROUNDS)
 def test_4_bit_codes_of_many_tokens(number: int, card: Card) -> None:
     rng = generator()
-    case = drawn_codes(rng, QUANTIZED_TILES, (FEWEST_TOKENS, 4096))
+    case = drawn_codes(rng, QUANTIZED_TILES, (MIN_TOKENS, 4096))
     check([over_codes(case, case.kernel, c.schedule) for c in some_schedules([case], rng)], card)
 
 

@@ -17,7 +17,7 @@ import triton
 from draw import generator
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
-from llmc.codegen.backends.cuda.cuda_kernel import SCALAR_MATH, _text
+from llmc.codegen.backends.cuda.cuda_kernel import _text
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA, WIDTH, TiledProduct, slices
 from llmc.codegen.backends.cuda.skinny_gemm import SKINNY_FIXED, SKINNY_GEMM, SkinnyGemm
 from llmc.codegen.cubin import read_entry
@@ -313,7 +313,12 @@ def test_generated_epilogues_compute_their_expression(body: str, tmp_path: Path)
     )
     program = (
         "#include <cmath>\n#include <cstdio>\n#define __device__\nconstexpr int N = 4;\n"
-        "inline float to_float(float x) { return x; }\n" + _text(SCALAR_MATH) + text + "\n" + values + "int main() {\n"
+        "inline float to_float(float x) { return x; }\n"
+        + _text("scalar_math.cuh")
+        + text
+        + "\n"
+        + values
+        + "int main() {\n"
         "  for (int i = 0; i < 12; i++) {\n    const float a[1] = {sums[i]};\n"
         '    std::printf("%.9g\\n", (double)epilogue(a, i / 4, i % 4, bias, residual));\n  }\n}\n'
     )

@@ -13,7 +13,7 @@ import pytest
 from draw import generator
 
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA
-from llmc.codegen.backends.cuda.skinny_slices import MOST_WARPS, SKINNY_SLICES, STRIP, SlicedProduct
+from llmc.codegen.backends.cuda.skinny_slices import MAX_WARPS, SKINNY_SLICES, STRIP, SlicedProduct
 from llmc.codegen.cubin import read_entry
 from llmc.codegen.pack import Pack
 from llmc.codegen.select import Select
@@ -73,7 +73,7 @@ def test_schedules_cover_the_weight_and_fit(sizes: Sizes) -> None:
     p, found = SlicedProduct.of(node), SKINNY_SLICES.schedules(node, target)
     assert {s["tokens"] for s in found} == ({8, 16} if sizes[0] == "T" else {8} if int(sizes[0]) <= 8 else {16})
     for s in found:
-        assert s["groups"] * s["slices"] <= MOST_WARPS and s["strips"] % p.parts == 0
+        assert s["groups"] * s["slices"] <= MAX_WARPS and s["strips"] % p.parts == 0
         assert p.steps(s) * s["slices"] * s["split"] * p.step(s) >= p.k and p.k % p.step(s) == 0
         assert p.rows(s) == s["groups"] * s["strips"] * STRIP // p.parts
         assert p.shared(s) <= target.limits.shared and s["stages"] <= p.steps(s)

@@ -177,7 +177,8 @@ def paged_attention_split(
     -inf.
     """
     (t, h, d), page, kv = q.shape, kv.shape[3], unscaled(kv, scales)
-    partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
+    partial = np.zeros((t, h, splits, d), q.dtype)
+    lse = np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
         if row < 0 or pos < 0:
             continue
@@ -215,7 +216,8 @@ def paged_attention_parts(
     A token at a position of splits * part or more is not supported.
     """
     (t, h, d), kv = q.shape, unscaled(kv, scales)
-    partial, lse = np.zeros((t, h, splits, d), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
+    partial = np.zeros((t, h, splits, d), q.dtype)
+    lse = np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
         low = max(0, pos + 1 - window) if window else 0
         for z in range(low // part, pos // part + 1 if row >= 0 else 0):

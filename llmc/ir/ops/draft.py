@@ -56,8 +56,10 @@ def row_accept(
     logits, parameters, seed and position, the tokens are those of plain decoding with the same seed.
     """
     tokens, length, counts = tokens.copy(), length.copy(), counts.copy()
-    taken, filled = np.full(len(rows), -1, np.int32), np.diff(starts) > 0
-    emits, after = filled & (rows >= 0) & (emit != 0), np.append(rows[1:], -1) == rows
+    taken = np.full(len(rows), -1, np.int32)
+    filled = np.diff(starts) > 0
+    emits = filled & (rows >= 0) & (emit != 0)
+    after = np.append(rows[1:], -1) == rows
     for i, row in enumerate(rows):
         if row < 0 or not filled[i] or (i and after[i - 1] and emits[i - 1]):
             continue

@@ -88,7 +88,8 @@ def paged_latent_attention_split(
     The parts, and their lse, are those of paged_attention_split.
     """
     (t, h, width), page = q.shape, pool.shape[1]
-    partial, lse = np.zeros((t, h, splits, width), q.dtype), np.full((t, h, splits), -np.inf, q.dtype)
+    partial = np.zeros((t, h, splits, width), q.dtype)
+    lse = np.full((t, h, splits), -np.inf, q.dtype)
     for i, (row, pos) in enumerate(zip(rows, positions, strict=True)):
         count = -(-(pos + 1) // page) if row >= 0 else 0
         per = max(1, -(-count // splits))

@@ -114,7 +114,8 @@ def causal_conv(x: Any, weight: Any, pos: Any, bias: Any = None, *, layer: int) 
     y[t] is the sum of weight[:, w - 1 - j] * x[t - j] over j, in f32, and the bias. Sequences begin as those of
     `attention` do.
     """
-    out, before = np.zeros_like(x), np.zeros((weight.shape[1] - 1, x.shape[1]), x.dtype)
+    out = np.zeros_like(x)
+    before = np.zeros((weight.shape[1] - 1, x.shape[1]), x.dtype)
     for span in sequences(pos):
         out[span] = _convolve(x[span], before, weight, bias)
     return out
@@ -211,7 +212,8 @@ def row_recurrence_draft(
         cut = span.start + kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
         replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        certain, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
+        certain = np.s_[span.start : cut]
+        rejectable = np.s_[cut : span.stop]
         out[certain] = recur(state, *tokens_of(certain, q, k, v, decay, beta))
         memory[row] = state
         out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))

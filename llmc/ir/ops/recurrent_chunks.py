@@ -79,7 +79,9 @@ def _advance(state: Any, span: slice, q: Any, k: Any, v: Any, decay: Any, factor
     q, k = (np.repeat(x, share, 1) for x in (q, k))
     out = []
     for part in _chunks(span, factors.shape[3]):
-        n, since, u = part.stop - part.start, np.cumsum(decay[part], 0)[:, :, None], v[part]
+        n = part.stop - part.start
+        since = np.cumsum(decay[part], 0)[:, :, None]
+        u = v[part]
         if factors.shape[2] == 2:
             u = u - np.exp(since) * np.einsum("hde,ihd->ihe", state, k[part])
             u = np.einsum("ihj,jhe->ihe", factors[part, :, 1, :n], u)
@@ -135,7 +137,8 @@ def chunk_recurrence_draft(
         cut = span.start + kept_positions(first, span, n) - first
         state = memory[row].copy() if first else np.zeros_like(memory[row])
         replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        certain, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
+        certain = np.s_[span.start : cut]
+        rejectable = np.s_[cut : span.stop]
         if span.stop - span.start >= least:
             out[certain] = _advance(state, certain, q, k, v, decay, factors)
         else:

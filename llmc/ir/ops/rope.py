@@ -101,7 +101,9 @@ def rope_append(
     """
     g, d = kv.shape[2], kv.shape[4]
     y = np.ascontiguousarray(x.reshape(len(x), -1, d))
-    q, k, v = y[:, :heads], y[:, heads : heads + g], y[:, heads + g :]
+    q = y[:, :heads]
+    k = y[:, heads : heads + g]
+    v = y[:, heads + g :]
     if qw is not None:
         q, k = (_round(norm.rms_norm.ref(part, w, eps=eps), dtype) for part, w in ((q, qw), (k, kw)))
     if cos is not None:

@@ -40,7 +40,8 @@ def row_spans(rows: Any, qlens: Any, length: Any, *, tokens: Dim) -> Any:
     the sequence (-1: padding).
     """
     starts = np.concatenate([[0], np.cumsum(qlens)]).astype(np.int32)
-    token_row, positions = np.full(int(tokens), -1, np.int32), np.full(int(tokens), -1, np.int32)
+    token_row = np.full(int(tokens), -1, np.int32)
+    positions = np.full(int(tokens), -1, np.int32)
     first = 0  # start of the first entry of this device row
     for i, row in enumerate(rows):
         first = first if i and rows[i - 1] == row else starts[i]

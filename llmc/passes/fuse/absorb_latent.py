@@ -121,7 +121,8 @@ def _latent(g: Graph, n: Node, plain: Value, rotary: Value) -> Latent:
     if weight.type.format is not None and made_by(weight, "assemble") is None:
         raise NoMatch(f"the quantised weight {weight.type} is computed from others")
     problem = Latent(latent, weight, rotary, int(n.operands[0].type.shape[1]), key[2], value[2] - value[1])
-    stored, expanded = int(latent.type.shape[1] + rotary.type.shape[-1]), int(n.operands[1].type.shape[2])
+    stored = int(latent.type.shape[1] + rotary.type.shape[-1])
+    expanded = int(n.operands[1].type.shape[2])
     if key[0].type.shape[1] != problem.heads or stored >= 2 * problem.heads * expanded:
         raise NoMatch(f"{stored} numbers per token are not fewer than keys and values of {problem.heads} heads")
     return problem

@@ -63,7 +63,8 @@ def _rms(b: Any, m: Match) -> Value:
 
 
 def _layer(b: Any, m: Match) -> Value:
-    x, w = _source(m["x"], m.root.result.type.dtype), core(m["w"])
+    x = _source(m["x"], m.root.result.type.dtype)
+    w = core(m["w"])
     zero = b.broadcast(b.constant(0.0, w.type.dtype), shape=w.type.shape)
     return _finish(b, m, b.layer_norm(x, w, zero, eps=m["eps"]))
 

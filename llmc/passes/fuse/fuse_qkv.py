@@ -126,7 +126,8 @@ def _parts(g: Graph, n: Node) -> tuple[Part, Part, Part]:
 
 def _check_adjacent(cuts: Sequence[Node], product: Value) -> None:
     """Raise NoMatch unless the slices, in this order, are all columns of the product."""
-    starts, stops = [cut.attrs["start"] for cut in cuts], [cut.attrs["stop"] for cut in cuts]
+    starts = [cut.attrs["start"] for cut in cuts]
+    stops = [cut.attrs["stop"] for cut in cuts]
     width = product.type.shape[1]
     if [*starts, width] != [0, *stops]:
         spans = ", ".join(f"{start}..{stop}" for start, stop in zip(starts, stops, strict=True))
@@ -158,7 +159,8 @@ def _only_here(g: Graph, n: Node, nodes: list[Node]) -> None:
 
 def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
     """Return the first of the append and the queries' readers; raises NoMatch if an operand is computed only later."""
-    ends, producers = {n, *q.last.uses}, {o.node for o in operands if o.node is not None}
+    ends = {n, *q.last.uses}
+    producers = {o.node for o in operands if o.node is not None}
     for other in g.nodes:
         if other in ends:
             break
@@ -171,7 +173,8 @@ def _place(g: Graph, n: Node, q: Part, operands: Sequence[Value]) -> Node:
 def _operands(n: Node, q: Part, k: Part) -> tuple[list[Value], dict[str, Any]]:
     """Return the operands and attributes of the rope_append."""
     kv, _, _, *rest = n.operands  # slots and, of 8-bit pools, scales
-    operands, attrs = [k.product, kv, *rest], {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
+    operands = [k.product, kv, *rest]
+    attrs = {"heads": int(q.last.type.shape[1]), "dtype": k.product.type.dtype}
     if q.rope and k.rope:
         operands += q.rope.operands[1:]
         attrs["interleaved"] = q.rope.attrs["interleaved"]

@@ -53,7 +53,8 @@ def _angles(v: Value) -> tuple[Value, Value] | None:
     frequencies = [o for o in parts if o not in positions]
     if len(positions) != 1 or len(frequencies) != 1:
         return None
-    t, h = drop_ones(positions[0].type.shape)[0], drop_ones(frequencies[0].type.shape)[0]
+    t = drop_ones(positions[0].type.shape)[0]
+    h = drop_ones(frequencies[0].type.shape)[0]
     if (t, h) != v.type.shape or t == h:
         return None
     return frequencies[0], _integers(positions[0])
@@ -185,7 +186,8 @@ def _is_pairs(m: Match) -> str | None:
     size, at = m["x"].type.shape[-1], _offset(m)
     if at is None:
         return "the swapped value is not the scaled value"
-    odd, even = (m["end1"] - m["odd"]).ceildiv(2), (m["end2"] - m["begin"]).ceildiv(2)
+    odd = (m["end1"] - m["odd"]).ceildiv(2)
+    even = (m["end2"] - m["begin"]).ceildiv(2)
     if m["begin"] != at or m["odd"] != at + 1 or odd * 2 != size or even * 2 != size:
         return f"it does not swap every pair of {size}"
     axes = _last(m, "axis1", "axis2") or _last(m, "axis3", rank=m["x"].type.rank + 1)

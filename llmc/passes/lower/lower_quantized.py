@@ -182,7 +182,8 @@ class _Parts:
         if v not in self.floats:
             f = v.type.format
             assert f is not None
-            parts, b = self.of(v, before), Builder(self.g, self.ctx.opset, before=before, loc=before.loc)
+            parts = self.of(v, before)
+            b = Builder(self.g, self.ctx.opset, before=before, loc=before.loc)
             wide = b.dequantize(*parts, block=f.block, dtype="f32", zero_point=f.zero_point, values=f.values)
             self.floats[v] = wide if v.type.dtype == "f32" else b.cast(wide, dtype=v.type.dtype)
         return self.floats[v]

@@ -18,7 +18,7 @@ from llmc.passes.base import Ctx
 from llmc.passes.fuse.fuse_linear import PRODUCTS
 from llmc.passes.fuse.fuse_pointwise import expression
 
-LEAST_MAXIMUM = 1e-30  # a row whose largest element is smaller has codes of 0
+MIN_MAXIMUM = 1e-30  # a row whose largest element is smaller has codes of 0
 
 
 def rounding(dtype: str, x: E) -> tuple[E, E]:
@@ -27,7 +27,7 @@ def rounding(dtype: str, x: E) -> tuple[E, E]:
     Codes of i8 are rounded to nearest, halves up; those of floats are rounded when they are stored.
     """
     largest = call("row_max", call("abs", x))
-    codes = x * (ACTIVATIONS[dtype] / call("max", largest, LEAST_MAXIMUM))
+    codes = x * (ACTIVATIONS[dtype] / call("max", largest, MIN_MAXIMUM))
     if DTYPES[dtype].kind == "i":
         codes = call("floor", codes + 0.5)
     return codes, largest * (1.0 / ACTIVATIONS[dtype])

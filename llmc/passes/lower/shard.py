@@ -175,7 +175,8 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
         cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
         raise Diagnostic("E421", cause, "add it to --pipeline")
     group = next((p.columns for p in passes if isinstance(p, Quantize)), 0)
-    front, back = [*passes[: at + 1], Shard(ranks=ranks, group=group)], list(passes[at + 1 :])
+    front = [*passes[: at + 1], Shard(ranks=ranks, group=group)]
+    back = list(passes[at + 1 :])
     if NCCL in target.languages:
         front.append(GatherFirst())
     elif target.family == "cuda":
@@ -232,7 +233,8 @@ class _Sharding:
             operands.append(x)
         op, attrs = n.op, dict[str, Any](n.attrs)
         if r.partial and op.name == "take":
-            op, attrs = self.ops["take_part"], {"start": n.operands[0].type.shape[0].ceildiv(self.ranks) * D(RANK)}
+            op = self.ops["take_part"]
+            attrs = {"start": n.operands[0].type.shape[0].ceildiv(self.ranks) * D(RANK)}
         if n.op.name in SHAPED and r.results[0] is not None:
             attrs["shape"] = _local_shape(n.result.type.shape, r.results[0])
         names = [v.name for v in n.results] if not r.partial else []
@@ -274,7 +276,8 @@ class _Sharding:
         """Return a rank's part of `size` elements from `offset` along an axis, and zeros if they do not divide."""
         width = s.local(size)
         if not s.divides(size):
-            x, offset = self._padded(b, x, s.axis, offset, size, width * s.parts - size), D(0)
+            x = self._padded(b, x, s.axis, offset, size, width * s.parts - size)
+            offset = D(0)
         part = D(RANK) if s.parts == self.ranks else (D(RANK) + 1).ceildiv(self.ranks // s.parts) - 1
         start = offset + width * part
         x = cuttable(b, x, s.axis, (start, start + width))

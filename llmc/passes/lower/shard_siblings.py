@@ -58,7 +58,8 @@ def _separable(g: Graph, v: Value, cuts: list[Cut], readers: list[Node]) -> bool
         return False
     axis = cuts[0].axis
     if n.op.name == "linear":
-        weight, ends = n.operands[1], {end for cut in cuts for end in cut.ends} - {D(0), v.type.shape[axis]}
+        weight = n.operands[1]
+        ends = {end for cut in cuts for end in cut.ends} - {D(0), v.type.shape[axis]}
         cuts_weight = can_be_finer(weight) or all(weight.type.can_cut(0, end) for end in ends)
         return axis == v.type.rank - 1 and cuts_weight
     if n.op.name == "concat":

@@ -19,7 +19,8 @@ PART_TOKENS = 512  # tokens of a fixed part, a multiple of every kernel's tile o
 
 def fixed_part(kv: Value, pages: Value) -> int:
     """Return the tokens of a fixed part: PART_TOKENS, doubled until the longest row has at most MAX_PARTS."""
-    part, longest = PART_TOKENS, (pages.type.shape[1].const or 0) * int(kv.type.shape[3])
+    part = PART_TOKENS
+    longest = (pages.type.shape[1].const or 0) * int(kv.type.shape[3])
     while part * MAX_PARTS < longest:
         part *= 2
     return part
@@ -96,7 +97,8 @@ class SplitKv(NodePass):
     def choose(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
         """Choose the number of parts of paged_attention; unsplit, there are rows x key heads programs."""
         fill = self.fill * (2 if int(n.operands[1].type.shape[4]) <= NARROW_HEAD else 1)
-        rows, heads = n.operands[3].type.shape[0].bounds(bounds), int(n.operands[1].type.shape[2])
+        rows = n.operands[3].type.shape[0].bounds(bounds)
+        heads = int(n.operands[1].type.shape[2])
         return self.parts(n, rows, heads, n.operands[2], fill, ctx)
 
     def parts(self, n: Node, rows: tuple[int, int], blocks: int, pages: Value, fill: float, ctx: Ctx) -> int:

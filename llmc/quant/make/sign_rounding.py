@@ -37,7 +37,8 @@ class _Learned:
 
     def grid(self) -> Grid:
         """Return the grid of the shrunk ranges."""
-        low, high = self.low * self.shrink[0], self.high * self.shrink[1]
+        low = self.low * self.shrink[0]
+        high = self.high * self.shrink[1]
         return grid_from(low, high, self.recipe, (self.w.shape[0], self.w.shape[1]), self.dtype)
 
     def values(self) -> Tensor:

@@ -95,7 +95,8 @@ class PagedAttention(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         types, pool = [v.type for v in node.operands], 1 + self.latent  # the index of the pool
-        tokens, count = sizes(types[0].shape[0]), sizes(types[pool + 2].shape[0])
+        tokens = sizes(types[0].shape[0])
+        count = sizes(types[pool + 2].shape[0])
         table = sizes(types[pool + 1].shape[1])
         last = "x6" if not self.latent and len(types) > 6 else "nullptr"
         sinks, slopes = ("nullptr", last) if self.alibi else (last, "nullptr")

@@ -44,7 +44,8 @@ class AllGather(Collective):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         shape = node.operands[0].type.shape
         axis = node.attrs["axis"] % len(shape)
-        rows, width = sizes(product(shape[:axis])), sizes(product(shape[axis:]) * item(node))
+        rows = sizes(product(shape[:axis]))
+        width = sizes(product(shape[axis:]) * item(node))
         return f"all_gather(ctx, (char*)args[1], (const char*)args[0], {rows}, {width});"
 
 

@@ -75,7 +75,8 @@ class RowRecurrence(_Recurrent):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         of = self.named(node)
         (_, h, d, e), factors = of["memory"][1].type.shape, of["decay"][1].type.shape[1]
-        g, n = of["k"][1].type.shape[1], of["log"][1].type.shape[1] if "log" in of else 0
+        g = of["k"][1].type.shape[1]
+        n = of["log"][1].type.shape[1] if "log" in of else 0
         names = ("q", "k", "v", "decay", "beta", "base", "log")
         operands = ", ".join(of[name][0] if name in of else "nullptr" for name in names)
         vectors = min(VECTOR_COLUMNS, -(-(e.const or 1) // (target.vector // 4)))

@@ -29,7 +29,9 @@ class Reduce(CppKernel):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x = node.operands[0].type
         a = node.attrs.get("axis", -1) % x.rank
-        outer, n, inner = sizes(product(x.shape[:a])), sizes(x.shape[a]), sizes(product(x.shape[a + 1 :]))
+        outer = sizes(product(x.shape[:a]))
+        n = sizes(x.shape[a])
+        inner = sizes(product(x.shape[a + 1 :]))
         space = f"{outer}, {n}, {inner}"
         name = node.op.name
         if name == "topk":

@@ -70,7 +70,8 @@ class Moe(CppKernel):
         return unsupported(node, (*FLOATS, *INTS))
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        d, inner = node.operands[0].type.shape[1], node.operands[4].type.shape[2]
+        d = node.operands[0].type.shape[1]
+        inner = node.operands[4].type.shape[2]
         return (d * 2 + inner + 48) * 32 + D(64)
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:

@@ -170,7 +170,8 @@ def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -
     body = _pass_values(p, targets, local, k)
     before, after = [], []
     for target in filter(p.reduction, targets):
-        fn, value = p.dag.nodes[target][0], local[p.dag.operands(target)[0]]
+        fn = p.dag.nodes[target][0]
+        value = local[p.dag.operands(target)[0]]
         start, fold, finish = FOLD[fn]
         before.append(f"vf s{target} = splat({start});")
         masked = f"keep({convert(*value, 'f')}, {start}, m)"  # `start` beyond the end of the row

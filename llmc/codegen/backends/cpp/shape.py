@@ -80,7 +80,8 @@ class Take(Moving):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x, idx = (v.type for v in node.operands)
-        count, nbytes = sizes(idx.numel), sizes(product(x.shape[1:]) * item(node))
+        count = sizes(idx.numel)
+        nbytes = sizes(product(x.shape[1:]) * item(node))
         part = part_arguments(node, x.shape[0], sizes)
         i = ctype(idx)
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const {i}*)args[1], {count}, {nbytes}{part});"
@@ -91,7 +92,8 @@ class PageTake(Take):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         pool, slots = (v.type for v in node.operands)
-        count, nbytes = sizes(slots.numel), sizes(pool.shape[-1] * item(node))
+        count = sizes(slots.numel)
+        nbytes = sizes(pool.shape[-1] * item(node))
         return f"take_rows(ctx, (char*)args[2], (const char*)args[0], (const int32_t*)args[1], {count}, {nbytes});"
 
 
@@ -100,7 +102,8 @@ class PagePut(Moving):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         x = node.operands[1].type
-        count, nbytes = sizes(x.shape[0]), sizes(x.shape[1] * item(node))
+        count = sizes(x.shape[0])
+        nbytes = sizes(x.shape[1] * item(node))
         return f"put_rows(ctx, (char*)args[3], (const char*)args[1], (const int32_t*)args[2], {count}, {nbytes});"
 
 

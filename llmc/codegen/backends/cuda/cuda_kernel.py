@@ -32,22 +32,7 @@ CTYPES: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 FLOATS = ("f32", "bf16", "f16")
-DEVICE = "llmc.codegen.backends.cuda.kernels:device.cuh"
-HOPPER = "llmc.codegen.backends.cuda.kernels:hopper.cuh"
-RING = "llmc.codegen.backends.cuda.kernels:ring.cuh"
-EXPERT_ROWS = "llmc.codegen.backends.cuda.kernels:expert_rows.cuh"
-TRANSPOSED_SUMS = "llmc.codegen.backends.cuda.kernels:transposed_sums.cuh"
-CODE_FACTORS = "llmc.codegen.backends.cuda.kernels:code_factors.cuh"
-FOUR_COLUMNS = "llmc.codegen.backends.cuda.kernels:four_columns.cuh"
-WGMMA_RING = "llmc.codegen.backends.cuda.kernels:wgmma_ring.cuh"
-WGMMA_REGISTERS = "llmc.codegen.backends.cuda.kernels:wgmma_registers.cuh"
-INT4_TO_BF16 = "llmc.codegen.backends.cuda.kernels:int4_to_bf16.cuh"
-STREAMING = "llmc.codegen.backends.cuda.kernels:streaming.cuh"
-STRIP_SUMS = "llmc.codegen.backends.cuda.kernels:strip_sums.cuh"
-SKINNY_WEIGHTS = "llmc.codegen.backends.cuda.kernels:skinny_weights.cuh"
-SLICED_WEIGHTS = "llmc.codegen.backends.cuda.kernels:sliced_weights.cuh"
-PAIRS = "llmc.codegen.backends.cuda.kernels:pairs.cuh"
-SCALAR_MATH = "llmc.codegen.backends.cuda.kernels:scalar_math.cuh"
+KERNELS = "llmc.codegen.backends.cuda.kernels"  # the package of llmc's own files
 
 
 @dataclass(frozen=True)
@@ -84,8 +69,9 @@ class Binding:
 class CudaKernel(Kernel):
     """A kernel in CUDA C++.
 
-    file: "package:name.cu", a resource of an importable package. entry: the name of its kernel function. headers:
-    resources whose text precedes the constants. before: resources whose text uses the constants, before the file's.
+    file: "package:name.cu", a resource of an importable package; without a package, one of llmc's own files. entry: the
+    name of its kernel function. headers: resources whose text precedes the constants. before: resources whose text uses
+    the constants, before the file's.
     """
 
     language: str = "cuda"
@@ -108,7 +94,7 @@ class CudaKernel(Kernel):
         constants = "\n".join(_constant(name, x) for name, x in b.constants.items())
         parts = [
             f"// {head}\n{defines}",
-            *(_text(header) for header in (DEVICE, *self.headers)),
+            *(_text(header) for header in ("device.cuh", *self.headers)),
             constants,
             *([b.text] if b.text else []),
             *(_text(part) for part in (*self.before, self.file)),
@@ -138,6 +124,6 @@ def _constant(name: str, value: int | float | str) -> str:
 
 @lru_cache(maxsize=64)
 def _text(file: str) -> str:
-    """Read a package resource, named "package:file"."""
-    package, _, name = file.partition(":")
-    return resources.files(package).joinpath(name).read_text()
+    """Read a package resource, named "package:file", or "file" for one of llmc's own."""
+    package, _, name = file.rpartition(":")
+    return resources.files(package or KERNELS).joinpath(name).read_text()

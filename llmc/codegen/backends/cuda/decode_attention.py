@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, STREAMING, Binding, OptionalCudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, lacks_wgmma
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
 from llmc.codegen.paged_problem import F8, PagedProblem, reject_types
@@ -16,7 +16,6 @@ from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
-KV_TILES = "llmc.codegen.backends.cuda.kernels:kv_tiles.cuh"
 TILE, ROW_BYTES = 16, 128  # tokens of a tile; bytes of a row of a stripe
 STEP = 64  # heads are multiples of so many elements
 SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # of tensor maps, by the bytes of a row
@@ -45,7 +44,8 @@ class Problem(PagedProblem):
 
     def map(self, pages: Dim) -> Map:
         """Return the tensor map of a pool: pages, tiles of the heads of keys and values, stripes, tokens, elements."""
-        tiles, stripes = 2 * self.kv_heads * self.page // TILE, self.size // self.stripe
+        tiles = 2 * self.kv_heads * self.page // TILE
+        stripes = self.size // self.stripe
         return Map(
             1,
             (pages, D(tiles), D(stripes), D(TILE), D(self.stripe)),
@@ -184,8 +184,8 @@ DECODE_ATTENTION = DecodeAttention(
     "cuda/decode_attention",
     (WHOLE, SPLIT, SINGLE),
     opt_in=True,
-    file="llmc.codegen.backends.cuda.kernels:decode_attention.cu",
+    file="decode_attention.cu",
     entry="llmc_decode_attention",
-    headers=(HOPPER, STREAMING),
-    before=(KV_TILES,),
+    headers=("hopper.cuh", "streaming.cuh"),
+    before=("kv_tiles.cuh",),
 )

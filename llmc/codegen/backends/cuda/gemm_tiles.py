@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import offset_of, pair_epilogue
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, RING, SCALAR_MATH, Binding, OptionalCudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.gemm_wgmma import WgmmaProduct, reject_bf16
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, multiply
 from llmc.codegen.kernel import Map, Schedule
@@ -20,7 +20,7 @@ from llmc.targets.target import Target
 TOKENS, STEP = 128, 64  # of a tile, and columns of a step
 ROWS = (256, 224, 192, 160, 128)  # of w in a tile, of all parts
 BOXES = 4  # of w in a step
-CONSUMERS, MOST_STAGES, FEWEST_STEPS = 2, 6, 4
+CONSUMERS, MAX_STAGES, MIN_STEPS = 2, 6, 4
 SQUARE_BYTES = 64 * 128  # of shared memory for 64 tokens of y
 TWO_BYTES = ("bf16", "f16")
 CLUSTERS = ((2, 1), (1, 2), (1, 1))  # blocks of a cluster along tokens, which share w, and along columns, which share x
@@ -40,7 +40,7 @@ class GemmTiles(OptionalCudaKernel):
         if (out := node.results[0].type.dtype) not in TWO_BYTES:
             return f"a result of {out}"
         steps = WgmmaProduct.of(node).steps
-        return f"{steps} steps of {STEP} columns; the minimum is {FEWEST_STEPS}" if steps < FEWEST_STEPS else None
+        return f"{steps} steps of {STEP} columns; the minimum is {MIN_STEPS}" if steps < MIN_STEPS else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"rows": rows, "along_m": m, "along_n": n} for rows in ROWS for m, n in CLUSTERS]
@@ -89,7 +89,7 @@ def stage_bytes(rows: int) -> int:
 def stages(rows: int, target: Target) -> int:
     """Buffers that fit into shared memory."""
     left = target.limits.shared - ALIGN - RESERVED - 2 * CONSUMERS * SQUARE_BYTES
-    return min(MOST_STAGES, left // stage_bytes(rows))
+    return min(MAX_STAGES, left // stage_bytes(rows))
 
 
 def staged_operand(p: ProductNode) -> int | None:
@@ -115,7 +115,7 @@ GEMM_TILES = GemmTiles(
     ("linear", "linear_map"),
     fills_multiprocessors=True,
     opt_in=True,
-    file="llmc.codegen.backends.cuda.kernels:gemm_tiles.cu",
+    file="gemm_tiles.cu",
     entry="llmc_tiles",
-    headers=(HOPPER, RING, SCALAR_MATH, PAIRS),
+    headers=("hopper.cuh", "ring.cuh", "scalar_math.cuh", "pairs.cuh"),
 )

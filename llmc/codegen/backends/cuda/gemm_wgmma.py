@@ -6,16 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CTYPES,
-    HOPPER,
-    PAIRS,
-    RING,
-    SCALAR_MATH,
-    WGMMA_RING,
-    Binding,
-    OptionalCudaKernel,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode
@@ -29,7 +20,7 @@ TILE_K = 64
 HEIGHTS = (128, 64)  # tokens of a tile
 COLUMNS = (256, 224, 192, 160, 128, 96, 64)  # of a tile, in all parts
 SPLITS, SPLIT_COLUMNS = (2, 4, 8), (256, 192, 128, 96, 64)  # blocks that share the depth of a tile, and its columns
-LEAST_BLOCKS = 30  # of a split product of one tile of tokens
+MIN_BLOCKS = 30  # of a split product of one tile of tokens
 # Tiles of a cluster along tokens, which share tiles of w, and along columns, which share tiles of x; for these heights,
 # columns and splits.
 PAIRS_OF_TILES = (
@@ -37,7 +28,7 @@ PAIRS_OF_TILES = (
     ("along_n", 128, (128, 96, 64), (1, 2)),
 )
 GROUP = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
-MOST_STAGES, MAX_PARTS = 8, 2
+MAX_STAGES, MAX_PARTS = 8, 2
 PADDING = 8  # floats after a token's sums in shared memory
 _SHARE, _READS = 0.86, 0.8  # share of the peak that the instructions of a tile reach, and of the bandwidth
 _TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # of a tile: its epilogue; of a launch; of sums over a cluster
@@ -143,7 +134,7 @@ def sum_bytes(s: Schedule) -> int:
 
 def stages(s: Schedule, target: Target) -> int:
     """Buffers that fit into shared memory."""
-    return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED) // stage_bytes(s))
+    return min(MAX_STAGES, (target.limits.shared - ALIGN - RESERVED) // stage_bytes(s))
 
 
 def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
@@ -151,7 +142,7 @@ def _schedules(p: WgmmaProduct, target: Target) -> Iterator[Schedule]:
     that share an operand."""
 
     def fits(bn: int, split: int) -> bool:
-        few = LEAST_BLOCKS <= p.columns(bn) * split <= target.limits.units
+        few = MIN_BLOCKS <= p.columns(bn) * split <= target.limits.units
         return split == 1 or (p.steps % split == 0 and few)
 
     for bm in HEIGHTS:
@@ -169,8 +160,8 @@ GEMM_WGMMA = GemmWgmma(
     ("linear", "linear_map"),
     fills_multiprocessors=True,
     opt_in=True,
-    file="llmc.codegen.backends.cuda.kernels:gemm_wgmma.cu",
+    file="gemm_wgmma.cu",
     entry="llmc_linear",
-    headers=(HOPPER, RING, SCALAR_MATH, PAIRS),
-    before=(WGMMA_RING,),
+    headers=("hopper.cuh", "ring.cuh", "scalar_math.cuh", "pairs.cuh"),
+    before=("wgmma_ring.cuh",),
 )

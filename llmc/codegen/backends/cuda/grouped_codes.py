@@ -8,20 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR, operand_macros
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CODE_FACTORS,
-    CTYPES,
-    EXPERT_ROWS,
-    FLOATS,
-    HOPPER,
-    INT4_TO_BF16,
-    PAIRS,
-    RING,
-    SCALAR_MATH,
-    TRANSPOSED_SUMS,
-    Binding,
-    OptionalCudaKernel,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.grouped_wgmma import MAX_EXPERTS, STARTS
 from llmc.codegen.backends.cuda.wgmma import ALIGN, WARPGROUP, lacks_wgmma, multiply_registers
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
@@ -39,9 +26,9 @@ PLAIN = ("quantized_moe_up", "quantized_moe_down")
 PACKED = ("fragments_moe_up", "fragments_moe_down")
 SCALES = ("bf16", "f16")
 SHARING = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
-MOST_STAGES, FEWEST_STAGES = 12, 4  # buffers of a ring
+MAX_STAGES, MIN_STAGES = 12, 4  # buffers of a ring
 REGISTERS = 65536  # of a multiprocessor
-MOST_SCALED = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
+MAX_SCALED_TOKENS = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
 OTHER_REGISTERS = 40  # of a consumer
 # Fitted to measurements on an H200 (bench.gpu.experts). A unit is a block of 64 rows and 64 columns of codes.
 _START_US = 1.5  # of a launch
@@ -139,9 +126,9 @@ class CodesProblem:
             columns = chunks * BLOCK
             codes = BLOCK * columns // 2 + max(1, columns // self.group) * BLOCK * (2 + self.zeros)
             nbytes = -(-(s["tokens"] * columns * 2 + s["consumers"] * s["blocks"] * codes) // ALIGN) * ALIGN
-            stages = min(MOST_STAGES, available // nbytes)
+            stages = min(MAX_STAGES, available // nbytes)
             divides = self.k % columns == 0 and (columns % self.group == 0 or self.group % columns == 0)
-            if divides and stages >= FEWEST_STAGES:
+            if divides and stages >= MIN_STAGES:
                 break
         return CodesRing(chunks, stages, nbytes)
 
@@ -190,7 +177,8 @@ class GroupedCodes(OptionalCudaKernel):
         multiprocessor share.
         """
         p, s, units = CodesProblem(node), schedule, target.limits.units
-        pairs, tall = int(node.operands[1].type.shape[0].subs(env)), s["consumers"] * s["blocks"]
+        pairs = int(node.operands[1].type.shape[0].subs(env))
+        tall = s["consumers"] * s["blocks"]
         floats = bool(node.attrs["values"])
         tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * tall))
         columns = _mean_columns(pairs, p.experts, s["tokens"], _narrowest(s["tokens"], floats))
@@ -211,7 +199,8 @@ class GroupedCodes(OptionalCudaKernel):
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s, stack = CodesProblem(node), schedule, Stack(node)
-        ring, narrowest = p.ring(s, target), _narrowest(s["tokens"], bool(node.attrs["values"]))
+        ring = p.ring(s, target)
+        narrowest = _narrowest(s["tokens"], bool(node.attrs["values"]))
         threads, (given, taken) = (s["consumers"] + 1) * WARPGROUP, _registers(s)
         widths = range(narrowest, s["tokens"] + 1, narrowest)
         scale = stack.type("scale")
@@ -268,7 +257,7 @@ def _registers(s: Schedule) -> tuple[int, int]:
 
 def _overlaps(s: Schedule) -> bool:
     """Whether a consumer has registers for the factors of two steps, so that it converts while it multiplies."""
-    if s["tokens"] <= MOST_SCALED:
+    if s["tokens"] <= MAX_SCALED_TOKENS:
         factors, sums = 2 * 32 * s["blocks"], s["tokens"] * s["blocks"]
         return factors + sums + OTHER_REGISTERS <= _registers(s)[1]
     return s["consumers"] <= 2 and s["tokens"] <= 128
@@ -277,7 +266,7 @@ def _overlaps(s: Schedule) -> bool:
 def _tiles(p: CodesProblem, target: Target) -> Iterator[CodesTile]:
     """Yield the tiles whose ring has enough buffers."""
     for tile in (*FEW, *MANY):
-        if p.ring(tile._asdict(), target).stages >= FEWEST_STAGES:
+        if p.ring(tile._asdict(), target).stages >= MIN_STAGES:
             yield tile
 
 
@@ -358,8 +347,8 @@ GROUPED_CODES = GroupedCodes(
     "cuda/grouped_codes",
     (*PLAIN, *PACKED),
     fills_multiprocessors=True,
-    file="llmc.codegen.backends.cuda.kernels:grouped_codes.cu",
+    file="grouped_codes.cu",
     entry="llmc_expert_codes",
-    headers=(HOPPER, RING, SCALAR_MATH, PAIRS, INT4_TO_BF16),
-    before=(EXPERT_ROWS, TRANSPOSED_SUMS, CODE_FACTORS),
+    headers=("hopper.cuh", "ring.cuh", "scalar_math.cuh", "pairs.cuh", "int4_to_bf16.cuh"),
+    before=("expert_rows.cuh", "transposed_sums.cuh", "code_factors.cuh"),
 )

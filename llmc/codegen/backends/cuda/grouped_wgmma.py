@@ -8,18 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR, operand_macros
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CTYPES,
-    EXPERT_ROWS,
-    FLOATS,
-    HOPPER,
-    PAIRS,
-    RING,
-    SCALAR_MATH,
-    WGMMA_RING,
-    Binding,
-    OptionalCudaKernel,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
@@ -34,7 +23,7 @@ HEIGHTS = (64, 128)  # rows of a tile
 COLUMNS = (256, 192, 128, 96, 64)  # of a tile, in all parts
 STARTS = 2  # the operand that has the first row of each expert
 GROUP = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
-MOST_STAGES = 8
+MAX_STAGES = 8
 MAX_EXPERTS = 512  # whose rows are counted in shared memory
 _SHARE, _READS = 0.94, 0.96  # share of the peak that the instructions of a tile reach, and of the bandwidth
 _COLUMN_US: Mapping[int, float] = MappingProxyType({64: 0.0042, 128: 0.0068})  # at least, of a tile and column of depth
@@ -75,7 +64,8 @@ class GroupedWgmma(OptionalCudaKernel):
         Measured on an H200 (bench.gpu.experts).
         """
         p, s, units = Stack(node), schedule, target.limits.units
-        experts, pairs = int(p.code.shape[0]), int(node.operands[1].type.shape[0].subs(env))
+        experts = int(p.code.shape[0])
+        pairs = int(node.operands[1].type.shape[0].subs(env))
         tiles = row_blocks(pairs, experts, s["bm"]) * -(-p.rows // s["bn"])
         column = 2.0 * s["bm"] * s["bn"] * units / target.peaks["bf16"] / _SHARE * 1e6
         copied = 2 * (s["bm"] + s["bn"]) / _L2_BYTES_US
@@ -155,15 +145,15 @@ def stage_bytes(s: Schedule) -> int:
 def stages(s: Schedule, experts: int, target: Target) -> int:
     """Buffers that fit into shared memory."""
     available = target.limits.shared - ALIGN - RESERVED - 8 * experts
-    return min(MOST_STAGES, available // stage_bytes(s))
+    return min(MAX_STAGES, available // stage_bytes(s))
 
 
 GROUPED_WGMMA = GroupedWgmma(
     "cuda/grouped_wgmma",
     ("moe_up", "moe_down"),
     fills_multiprocessors=True,
-    file="llmc.codegen.backends.cuda.kernels:grouped_wgmma.cu",
+    file="grouped_wgmma.cu",
     entry="llmc_experts",
-    headers=(HOPPER, RING, SCALAR_MATH, PAIRS),
-    before=(WGMMA_RING, EXPERT_ROWS),
+    headers=("hopper.cuh", "ring.cuh", "scalar_math.cuh", "pairs.cuh"),
+    before=("wgmma_ring.cuh", "expert_rows.cuh"),
 )

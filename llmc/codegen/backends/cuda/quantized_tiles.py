@@ -7,18 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CODE_FACTORS,
-    CTYPES,
-    FOUR_COLUMNS,
-    HOPPER,
-    INT4_TO_BF16,
-    PAIRS,
-    RING,
-    SCALAR_MATH,
-    TRANSPOSED_SUMS,
-    Binding,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, multiply_registers
 from llmc.codegen.kernel import Map, Schedule
@@ -29,11 +18,11 @@ from llmc.targets.target import Target
 
 # Tokens and rows of w of a tile; 256 tokens can be halved.
 TILES = ((256, 128), (128, 256), (128, 192), (192, 128), (160, 128), (128, 128))
-MOST_TOKENS, FEWEST_ROWS = 256, 128
+MAX_TOKENS, MIN_ROWS = 256, 128
 CLUSTERS = (1, 2)  # blocks of a cluster, which share tokens
 TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
-MOST_STAGES, PADDING = 8, 4  # buffers; floats after the sums of a token
-FEWEST_TOKENS = 129  # of a product
+MAX_STAGES, PADDING = 8, 4  # buffers; floats after the sums of a token
+MIN_TOKENS = 129  # of a product
 # Fitted to 600 measurements on an H200 (bursts of 2 ms):
 _PEAK_SHARE = 1.0  # share of the peak that instructions reach
 _TILE_US = 1.5  # of the end of a tile
@@ -56,7 +45,7 @@ class TiledProduct(FragmentProduct):
 
     def width(self, s: Schedule) -> int:
         """Tokens of a copy, and of a halved tile."""
-        return int(s["tokens"]) // (2 if s["tokens"] == MOST_TOKENS else 1)
+        return int(s["tokens"]) // (2 if s["tokens"] == MAX_TOKENS else 1)
 
     def blocks(self, s: Schedule) -> int:
         """Blocks of 64 rows of w that a consumer warpgroup multiplies."""
@@ -78,7 +67,7 @@ class TiledProduct(FragmentProduct):
 
     def stages(self, s: Schedule, target: Target) -> int:
         """Buffers that fit into shared memory."""
-        return min(MOST_STAGES, (target.limits.shared - ALIGN - RESERVED - self.sum_bytes(s)) // self.stage(s))
+        return min(MAX_STAGES, (target.limits.shared - ALIGN - RESERVED - self.sum_bytes(s)) // self.stage(s))
 
 
 @dataclass(frozen=True)
@@ -94,10 +83,10 @@ class QuantizedTiles(FragmentKernel):
         if BLOCK % p.group and p.group % (2 * BLOCK):
             return f"{p.group} columns that share a scale; divisors of {BLOCK}, multiples of {2 * BLOCK} are supported"
         if p.k % (2 * BLOCK) or not list(_schedules(p)):
-            multiples = f"{FEWEST_ROWS // p.parts} x {2 * BLOCK}"
+            multiples = f"{MIN_ROWS // p.parts} x {2 * BLOCK}"
             return f"{p.parts} parts of {p.n} x {p.k}; multiples of {multiples} are supported"
-        if p.m.const and p.m.const < FEWEST_TOKENS:
-            return f"{p.m.const} tokens; at least {FEWEST_TOKENS} are supported"
+        if p.m.const and p.m.const < MIN_TOKENS:
+            return f"{p.m.const} tokens; at least {MIN_TOKENS} are supported"
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -149,8 +138,8 @@ QUANTIZED_TILES = QuantizedTiles(
     "cuda/quantized_tiles",
     (PLAIN, PACKED),
     fills_multiprocessors=True,
-    file="llmc.codegen.backends.cuda.kernels:quantized_tiles.cu",
+    file="quantized_tiles.cu",
     entry="llmc_quantized_tiles",
-    headers=(HOPPER, RING, SCALAR_MATH, PAIRS, INT4_TO_BF16),
-    before=(CODE_FACTORS, TRANSPOSED_SUMS, FOUR_COLUMNS),
+    headers=("hopper.cuh", "ring.cuh", "scalar_math.cuh", "pairs.cuh", "int4_to_bf16.cuh"),
+    before=("code_factors.cuh", "transposed_sums.cuh", "four_columns.cuh"),
 )

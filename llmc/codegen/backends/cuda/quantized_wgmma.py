@@ -7,17 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CODE_FACTORS,
-    CTYPES,
-    FOUR_COLUMNS,
-    HOPPER,
-    INT4_TO_BF16,
-    PAIRS,
-    SCALAR_MATH,
-    WGMMA_REGISTERS,
-    Binding,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding
 from llmc.codegen.backends.cuda.fragment_product import PACKED, PLAIN, FragmentKernel, FragmentProduct
 from llmc.codegen.backends.cuda.wgmma import ALIGN, SWIZZLE, WARPGROUP, deepest_rings
 from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Map, Schedule
@@ -34,11 +24,11 @@ ROWS = (64, 128, 192)  # of a tile; 192 are for 128 tokens
 STAGES = (12, 8, 6, 4, 3, 2)
 SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
 SLICES = (1, 2, 4)  # warpgroups of a block that have different columns of the same rows
-MOST_SLICED, MOST_CONSUMERS = 64, 4  # tokens of a tile, and warpgroups of a block, with several slices
+MAX_SLICED_TOKENS, MAX_CONSUMERS = 64, 4  # tokens of a tile, and warpgroups of a block, with several slices
 # Buffers of a ring with several slices: with two, NVCC 13.0 converts codes into registers that a product still reads.
-FEWEST_SLICED_STAGES = 3
+MIN_SLICED_STAGES = 3
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
-MOST_THREADS, MOST_REGISTERS = 2048, 65536  # of a multiprocessor
+MAX_THREADS, MAX_REGISTERS = 2048, 65536  # of a multiprocessor
 REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest number of tokens
 # Fitted to 950 measurements on an H200 (bench.gpu.quantized_products):
 _START_US = 2.68  # of a block
@@ -82,8 +72,8 @@ class TiledProduct(FragmentProduct):
         """Blocks that a multiprocessor runs at once."""
         threads = self.consumers(s) * WARPGROUP + self.producer(s)
         registers = next(count for tokens, count in REGISTERS if s["tokens"] <= tokens)
-        fit = target.limits.shared // (self.shared(s) + ALIGN), MOST_THREADS // threads
-        return max(1, min(*fit, MOST_REGISTERS // (threads * registers)))
+        fit = target.limits.shared // (self.shared(s) + ALIGN), MAX_THREADS // threads
+        return max(1, min(*fit, MAX_REGISTERS // (threads * registers)))
 
     def shared(self, s: Schedule) -> int:
         """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
@@ -191,15 +181,17 @@ def _schedules(p: TiledProduct, target: Target) -> Iterator[Schedule]:
 
 def _divides(p: TiledProduct, s: Schedule) -> bool:
     """Whether the columns of a tile can be divided among its blocks and their warpgroups."""
-    steps, shares, sliced = p.k // p.step, int(s["split"]) * slices(s), slices(s)
-    if sliced > 1 and (s["tokens"] > MOST_SLICED or s["split"] > 2 or p.consumers(s) > MOST_CONSUMERS):
+    steps = p.k // p.step
+    shares = int(s["split"]) * slices(s)
+    sliced = slices(s)
+    if sliced > 1 and (s["tokens"] > MAX_SLICED_TOKENS or s["split"] > 2 or p.consumers(s) > MAX_CONSUMERS):
         return False
     return (shares == 1 or (steps % shares == 0 and steps >= 4 * shares)) and (s["split"] <= 2 or s["tokens"] <= 64)
 
 
 def _rings(p: TiledProduct, tile: Schedule, target: Target) -> Iterator[Schedule]:
     """Yield the deepest ring for each number of resident blocks per multiprocessor."""
-    min_stages = FEWEST_SLICED_STAGES if slices(tile) > 1 else 1
+    min_stages = MIN_SLICED_STAGES if slices(tile) > 1 else 1
 
     def fits(stages: int, resident: int) -> bool:
         available = target.limits.shared // resident - ALIGN
@@ -218,8 +210,8 @@ QUANTIZED_WGMMA = QuantizedWgmma(
     fills_multiprocessors=True,
     can_trigger_after_loads=True,
     preloads=True,
-    file="llmc.codegen.backends.cuda.kernels:quantized_wgmma.cu",
+    file="quantized_wgmma.cu",
     entry="llmc_quantized_linear",
-    headers=(HOPPER, WGMMA_REGISTERS, SCALAR_MATH, PAIRS, INT4_TO_BF16),
-    before=(CODE_FACTORS, FOUR_COLUMNS),
+    headers=("hopper.cuh", "wgmma_registers.cuh", "scalar_math.cuh", "pairs.cuh", "int4_to_bf16.cuh"),
+    before=("code_factors.cuh", "four_columns.cuh"),
 )

@@ -7,16 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CTYPES,
-    HOPPER,
-    INT4_TO_BF16,
-    SCALAR_MATH,
-    SKINNY_WEIGHTS,
-    STREAMING,
-    STRIP_SUMS,
-    Binding,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding
 from llmc.codegen.backends.cuda.fragment_product import (
     NORMED,
     NORMED_PACKED,
@@ -82,7 +73,8 @@ class SkinnyGemm(FragmentKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the copies of all blocks in whole rounds, plus a constant per number of tokens."""
         p, s = FragmentProduct.of(node), schedule
-        tokens, columns = s["tokens"], s["warps"] * s["chunks"] * s["split"] * BLOCK
+        tokens = s["tokens"]
+        columns = s["warps"] * s["chunks"] * s["split"] * BLOCK
         copied = _units(p, s, target) * _clusters(s, target) * STRIP * columns
         nbytes = p.weight_bytes / (p.parts * p.n * p.k) * copied
         tiles = -(-int(p.m.subs(env)) // tokens)
@@ -155,10 +147,10 @@ SKINNY_GEMM = SkinnyGemm(
     "cuda/skinny_gemm",
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
     preloads=True,
-    file="llmc.codegen.backends.cuda.kernels:skinny_gemm.cu",
+    file="skinny_gemm.cu",
     entry="llmc_skinny_gemm",
-    headers=(HOPPER, SCALAR_MATH, INT4_TO_BF16, STREAMING, STRIP_SUMS),
-    before=(SKINNY_WEIGHTS,),
+    headers=("hopper.cuh", "scalar_math.cuh", "int4_to_bf16.cuh", "streaming.cuh", "strip_sums.cuh"),
+    before=("skinny_weights.cuh",),
 )
 
 SKINNY_FIXED = SkinnyGemm(
@@ -166,8 +158,8 @@ SKINNY_FIXED = SkinnyGemm(
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
     preloads=True,
     fixed=True,
-    file="llmc.codegen.backends.cuda.kernels:skinny_fixed.cu",
+    file="skinny_fixed.cu",
     entry="llmc_skinny_fixed",
-    headers=(HOPPER, SCALAR_MATH, STREAMING, STRIP_SUMS),
-    before=(SKINNY_WEIGHTS,),
+    headers=("hopper.cuh", "scalar_math.cuh", "streaming.cuh", "strip_sums.cuh"),
+    before=("skinny_weights.cuh",),
 )

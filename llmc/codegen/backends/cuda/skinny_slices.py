@@ -7,17 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue
-from llmc.codegen.backends.cuda.cuda_kernel import (
-    CTYPES,
-    FOUR_COLUMNS,
-    HOPPER,
-    INT4_TO_BF16,
-    PAIRS,
-    SCALAR_MATH,
-    SLICED_WEIGHTS,
-    STREAMING,
-    Binding,
-)
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding
 from llmc.codegen.backends.cuda.fragment_product import (
     NORMED,
     NORMED_PACKED,
@@ -42,7 +32,7 @@ SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
 CHUNKS = (1, 2)  # blocks of 64 columns of a step
 STAGES = (12, 8, 6, 5, 4, 3, 2, 1)
 SHARES = (1.0, 0.75, 0.5)  # of the shared memory of a multiprocessor that a block uses
-MOST_WARPS = 16  # of a block
+MAX_WARPS = 16  # of a block
 FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
 # Fitted to measurements on an H200:
 _BYTES_IN_FLIGHT = 6e6  # with which the bandwidth is reached
@@ -78,13 +68,17 @@ class SlicedProduct(FragmentProduct):
 
     def shared(self, s: Schedule) -> int:
         """Bytes of shared memory: x and the rings, in whose place the sums are; what other blocks send; squares."""
-        warps, tokens, strips, split = s["groups"] * s["slices"], s["tokens"], s["strips"], s["split"]
+        warps = s["groups"] * s["slices"]
+        tokens = s["tokens"]
+        strips = s["strips"]
+        split = s["split"]
         entries = max(1, self.step(s) // self.group)
         copies = entries * strips * (3 if self.node.attrs["zeros"] else 2)
         stage = strips * s["chunks"] * 512 + copies * 16 + (self.step(s) * 2 if self.normed and s["groups"] == 1 else 0)
         of_x = s["slices"] * self.token_steps(s) * s["chunks"] * tokens * BLOCK * 2
         stride = self.parts * self.rows(s) + 4
-        ring, sums = of_x + warps * s["stages"] * stage, s["slices"] * tokens * stride * 4
+        ring = of_x + warps * s["stages"] * stage
+        sums = s["slices"] * tokens * stride * 4
         share = tokens // split
         received = (split - 1) * share * (stride + int(self.normed)) * 4 + (warps * tokens * 4 if self.normed else 0)
         x_sums = s["slices"] * self.token_steps(s) * entries * tokens * 4 if s["groups"] > 1 else 0
@@ -146,7 +140,7 @@ class SkinnySlices(FragmentKernel):
 
 def resident(p: SlicedProduct, s: Schedule) -> int:
     """Blocks of a multiprocessor for which registers suffice."""
-    return 2 if s["groups"] * s["slices"] * 2 <= MOST_WARPS else 1
+    return 2 if s["groups"] * s["slices"] * 2 <= MAX_WARPS else 1
 
 
 def _schedules(p: SlicedProduct, target: Target) -> Iterator[Schedule]:
@@ -170,7 +164,7 @@ def _schedules(p: SlicedProduct, target: Target) -> Iterator[Schedule]:
 def _divides(p: SlicedProduct, s: Schedule) -> bool:
     """Whether a step has whole groups of columns, or a group whole steps, and all warps have about as many steps."""
     step, columns = p.step(s), p.k // BLOCK
-    if columns % s["chunks"] or (step % p.group and p.group % step) or s["groups"] * s["slices"] > MOST_WARPS:
+    if columns % s["chunks"] or (step % p.group and p.group % step) or s["groups"] * s["slices"] > MAX_WARPS:
         return False
     return p.steps({**s, "stages": 1}) * s["slices"] * s["split"] * s["chunks"] <= WASTE * columns
 
@@ -192,8 +186,8 @@ SKINNY_SLICES = SkinnySlices(
     (PLAIN, PACKED, NORMED, NORMED_PACKED),
     opt_in=True,  # its cost rule is coarse, so it is used where it was measured
     preloads=True,
-    file="llmc.codegen.backends.cuda.kernels:skinny_slices.cu",
+    file="skinny_slices.cu",
     entry="llmc_skinny_slices",
-    headers=(HOPPER, SCALAR_MATH, PAIRS, INT4_TO_BF16, STREAMING),
-    before=(SLICED_WEIGHTS, FOUR_COLUMNS),
+    headers=("hopper.cuh", "scalar_math.cuh", "pairs.cuh", "int4_to_bf16.cuh", "streaming.cuh"),
+    before=("sliced_weights.cuh", "four_columns.cuh"),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, HOPPER, PAIRS, SCALAR_MATH, Binding, OptionalCudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, INSTRUCTIONS, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import ProductNode, tiles_to_try
@@ -22,11 +22,11 @@ TOKENS = (8, 16, 32, 64)  # of a tile
 HEIGHT = 64  # rows of the weight of a consumer
 WIDTH = 128  # bytes of a row of a box
 ROWS = (64, 128, 192, 256)  # of a tile in all parts
-MOST_ROWS = 128  # of each part
+MAX_ROWS = 128  # of each part
 SPLITS = (1, 2, 4)  # blocks that share the columns of a tile
 CHUNKS = (1, 2)  # boxes of a step
 RESIDENT = (2, 3, 1, 4)  # blocks per multiprocessor that a schedule leaves room for
-MOST_STAGES, FEWEST_STAGES, MAX_PARTS = 24, 3, 4
+MAX_STAGES, MIN_STAGES, MAX_PARTS = 24, 3, 4
 ALIGNED = 16  # bytes of which a row of a tensor map is a multiple
 PRODUCER = 32  # threads
 PADDING = 4  # floats after a token's sums in shared memory
@@ -107,8 +107,10 @@ class SkinnyWgmma(OptionalCudaKernel):
         """Predict microseconds: reading the weights, which bytes in flight bound, and what each step and round adds."""
         p, s, units = SkinnyProduct.of(node), schedule, target.limits.units
         tiles = -(-int(p.m.subs(env)) // s["tokens"])
-        rows, steps = p.parts * s["rows"], -(-p.steps(s) // s["split"])
-        blocks, fit = tiles * p.tiles(s) * s["split"], max(1, target.limits.shared // (p.shared(s) + ALIGN))
+        rows = p.parts * s["rows"]
+        steps = -(-p.steps(s) // s["split"])
+        blocks = tiles * p.tiles(s) * s["split"]
+        fit = max(1, target.limits.shared // (p.shared(s) + ALIGN))
         seats = int(units * fit * (_CLUSTERS_OF_4 if s["split"] == SPLITS[-1] else 1))
         ahead = min(blocks, seats) * s["stages"] * s["chunks"] * WIDTH * rows
         busy = min(1.0, 1.6 * min(blocks, units) / units, ahead / (target.bandwidth * 1e-6))
@@ -144,13 +146,13 @@ class SkinnyWgmma(OptionalCudaKernel):
 def _schedules(p: SkinnyProduct, target: Target) -> Iterator[Schedule]:
     """Yield tiles of the smallest sufficient number of tokens, with the deepest rings that fit."""
     for tokens, rows, split, chunks in itertools.product(tiles_to_try(TOKENS, p.m.const), ROWS, SPLITS, CHUNKS):
-        if rows % (8 * p.parts) or rows // p.parts > MOST_ROWS or (rows == 192 and p.parts != 3):
+        if rows % (8 * p.parts) or rows // p.parts > MAX_ROWS or (rows == 192 and p.parts != 3):
             continue
         s = {"tokens": tokens, "rows": rows // p.parts, "chunks": chunks, "split": split, "stages": 1}
         steps = -(-p.steps(s) // split)  # of a block
         if split > 1 and (steps < 4 or (split - 1) * steps >= p.steps(s)):
             continue
-        yield from _rings(p, s, min(MOST_STAGES, steps), target)
+        yield from _rings(p, s, min(MAX_STAGES, steps), target)
 
 
 def _rings(p: SkinnyProduct, s: Schedule, limit: int, target: Target) -> Iterator[Schedule]:
@@ -160,7 +162,7 @@ def _rings(p: SkinnyProduct, s: Schedule, limit: int, target: Target) -> Iterato
     for resident in RESIDENT:
         stages = min(limit, (target.limits.shared // resident - 2 * ALIGN) // stage)
         schedule = {**s, "stages": stages}
-        if stages >= min(FEWEST_STAGES, limit) and stages not in seen and p.shared(schedule) <= target.limits.shared:
+        if stages >= min(MIN_STAGES, limit) and stages not in seen and p.shared(schedule) <= target.limits.shared:
             seen.add(stages)
             yield schedule
 
@@ -170,9 +172,9 @@ SKINNY_WGMMA = SkinnyWgmma(
     ("linear_map",),  # the result of `linear` has the dtype of the factors
     fills_multiprocessors=True,
     preloads=True,
-    file="llmc.codegen.backends.cuda.kernels:skinny_wgmma.cu",
+    file="skinny_wgmma.cu",
     entry="llmc_skinny_wgmma",
-    headers=(HOPPER, SCALAR_MATH, PAIRS),
+    headers=("hopper.cuh", "scalar_math.cuh", "pairs.cuh"),
 )
 # Its cost rule was fitted to codes, so it is used where it was measured.
 SKINNY_WGMMA_BF16 = replace(

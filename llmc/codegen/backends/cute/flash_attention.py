@@ -31,7 +31,7 @@ SWIZZLE, SWIZZLED = 3, 64  # 128 bytes, which are 64 elements
 ALIGN = 1024  # bytes before the buffers in shared memory, for barriers
 L2 = 50 << 20  # bytes of keys and values that the scheduler of tiles assumes to fit into the L2 cache
 LOG2_E = math.log2(math.e)
-LEAST = 512  # tokens of a step from which the kernel is taken without a measurement
+MIN_STEP_TOKENS = 512  # tokens of a step from which the kernel is taken without a measurement
 _RATE, _READS = 0.78, 0.8  # shares of the peak rate of products and of the bandwidth, measured on an H200
 
 
@@ -84,7 +84,7 @@ class FlashAttention(Kernel):
         return [{"rows": HIGH, "packed": 1}, {"rows": HIGH, "packed": 0}]
 
     def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
-        """Whether the node is attention of prompts of at least LEAST tokens in bf16, without a window or a soft cap.
+        """Whether it is attention of prompts of MIN_STEP_TOKENS or more in bf16, without a window or a soft cap.
 
         `bench.gpu.attention` compares the kernel with llmc's: it was faster for these, but not for single tokens. Keys
         in f16 may overflow, and numbers that are not finite could reach the next request that uses the page.
@@ -94,7 +94,7 @@ class FlashAttention(Kernel):
         plain = plain and node.operands[0].type.dtype == "bf16"
         tokens = p.tokens.subs(env).const or 0
         plain = plain and p.tokens != p.rows and not in_one_launch(node, tokens)
-        return plain and tokens >= LEAST and not target.deterministic
+        return plain and tokens >= MIN_STEP_TOKENS and not target.deterministic
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: waves of tiles at a share of the peak, or the bytes of the keys that are seen."""

@@ -49,7 +49,8 @@ class Problem(PagedProblem):
     @property
     def shared(self) -> int:
         """Bytes of shared memory: queries, keys, probabilities, values, maxima and sums, barriers."""
-        queries, keys = self.rows * self.padded * 2, WARPS * BUFFERS * TOKENS * min(CHUNK, self.padded * self.item)
+        queries = self.rows * self.padded * 2
+        keys = WARPS * BUFFERS * TOKENS * min(CHUNK, self.padded * self.item)
         groups = WARPS * 64 // min(256, self.padded)  # of warps, each for all elements of the values
         slices = 1 if self.item == 1 else WARPS // groups
         values = groups * slices * BUFFERS * TOKENS * (self.padded if self.item == 1 else 64 * self.item)

@@ -36,7 +36,8 @@ class AttentionParts(PrefillAttention):
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, part = AttentionProblem.of(node), node.attrs["part"]
-        tokens, seen = node.operands[0].type.shape[0].subs(env).const or 1, min(CONTEXT, p.window or FAR)
+        tokens = node.operands[0].type.shape[0].subs(env).const or 1
+        seen = min(CONTEXT, p.window or FAR)
         blocks = tokens * p.kv_heads * math.ceil(seen / part)
         return blocks_us(node, schedule, target, blocks, min(part, seen)) + target.launch_us
 

@@ -189,7 +189,8 @@ class AllReduceNorm(Collective):
 def row_lanes(node: Node) -> tuple[int, int]:
     """Return the number of lanes of a row of the first operand, and that of a lane's elements."""
     x = node.operands[0].type
-    width, per_lane = int(x.shape[-1]), LANE_BYTES * 8 // DTYPES[x.dtype].bits
+    width = int(x.shape[-1])
+    per_lane = LANE_BYTES * 8 // DTYPES[x.dtype].bits
     return (width // per_lane, per_lane) if width % per_lane == 0 else (width, 1)
 
 

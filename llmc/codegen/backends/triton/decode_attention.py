@@ -108,7 +108,8 @@ def reject_attention(node: Node, target: Target) -> str | None:
     q, k = types["q"], types.get("kv") or types["k"]  # k: the pool [P, 2, heads, page, size], or [T, heads, size]
     if None in [size.const for size in (*q.shape[1:3], *k.shape[1:])]:
         return "heads, page and head size must be constant"
-    query_heads, key_heads = int(q.shape[1]), int(k.shape[2] if k.rank == 5 else k.shape[1])
+    query_heads = int(q.shape[1])
+    key_heads = int(k.shape[2] if k.rank == 5 else k.shape[1])
     if query_heads % key_heads:
         return f"{query_heads} query heads are not a multiple of {key_heads} key heads"
     widest = max(int(t.shape[-1]) for name, t in types.items() if name != "sinks")

@@ -59,7 +59,8 @@ class Gathered(TritonKernel):
     def fit(self, node: Node, tile: StreamTile, target: Target) -> StreamTile:
         """Adapt a tile to the sizes: a thread reads 16 bytes of a row at once, and few columns are past the end."""
         w = node.operands[WEIGHT].type
-        k, n = int(w.shape[2]), int(w.shape[1]) // self.parts
+        k = int(w.shape[2])
+        n = int(w.shape[1]) // self.parts
         bn, bk, warps, stages = tile
         lanes = target.limits.warp * 128 // DTYPES[w.dtype].bits
         bk = min(bk, max(lanes, next_power_of_2(k)))

@@ -27,32 +27,12 @@ MAX_EARLY_TOKENS = 32  # maximum tokens per tile for which the epilogue operands
 TOKENS = (8, 16, 32, 64, 128, 256)
 # bn, bk, warps, stages, split of 16-bit tiles; tiles of 8 bits have twice the bk.
 NARROW = (
-    (64, 128, 4, 4, 1),
-    (32, 256, 4, 4, 4),
-    (16, 512, 4, 4, 4),
-    (64, 128, 4, 6, 1),
-    (32, 256, 4, 6, 4),
-    (16, 256, 4, 6, 4),
-    (8, 512, 4, 4, 4),
-    (32, 128, 4, 5, 1),
-    (64, 64, 4, 8, 1),
-    (128, 64, 4, 4, 1),
-    (128, 128, 8, 3, 1),
-    (64, 256, 4, 3, 1),
-    (64, 128, 4, 8, 1),
-    (64, 64, 4, 12, 1),
-    (128, 128, 8, 5, 1),
-    (128, 64, 8, 6, 1),
-    (64, 256, 4, 4, 1),
-    (32, 128, 4, 4, 1),
-    (32, 128, 4, 8, 1),
-    (32, 64, 4, 8, 1),
-    (32, 512, 4, 3, 4),
-    (16, 512, 4, 6, 4),
-    (16, 256, 4, 10, 4),
-    (8, 512, 4, 6, 4),
-    (8, 256, 4, 6, 4),
-)
+    (64, 128, 4, 4, 1), (32, 256, 4, 4, 4), (16, 512, 4, 4, 4), (64, 128, 4, 6, 1), (32, 256, 4, 6, 4),
+    (16, 256, 4, 6, 4), (8, 512, 4, 4, 4), (32, 128, 4, 5, 1), (64, 64, 4, 8, 1), (128, 64, 4, 4, 1),
+    (128, 128, 8, 3, 1), (64, 256, 4, 3, 1), (64, 128, 4, 8, 1), (64, 64, 4, 12, 1), (128, 128, 8, 5, 1),
+    (128, 64, 8, 6, 1), (64, 256, 4, 4, 1), (32, 128, 4, 4, 1), (32, 128, 4, 8, 1), (32, 64, 4, 8, 1),
+    (32, 512, 4, 3, 4), (16, 512, 4, 6, 4), (16, 256, 4, 10, 4), (8, 512, 4, 6, 4), (8, 256, 4, 6, 4),
+)  # fmt: skip
 # float32 factors are multiplied without tensor cores: bm, bn, bk, warps, stages.
 FLOAT_TILES = ((16, 32, 32, 4, 2), (16, 64, 16, 4, 2), (32, 32, 32, 4, 2), (32, 64, 16, 4, 2))
 # bm, bn, bk, warps, stages of large products of 16 bits; bn counts the columns of all parts.
@@ -136,7 +116,8 @@ class Gemm(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = Product.of(u.node), u.schedule
-        rows, columns = p.m.ceildiv(s["bm"]), -(-p.n // s["bn"])
+        rows = p.m.ceildiv(s["bm"])
+        columns = -(-p.n // s["bn"])
         grid: tuple[Dim, ...] = (rows, D(columns)) if self.swap else (rows * columns,)
         if p.splits and not self.swap:
             grid = (*grid, D(p.splits))
@@ -170,7 +151,8 @@ def common(u: Unit, p: Product) -> dict[str, Argument]:
 
 def large_arguments(u: Unit, p: Product, x: str = "x_ptr", weight: str = "weight_ptr") -> dict[str, Argument]:
     """Return the other arguments of a template of large tiles; `x` and `weight` are the names of its operands."""
-    tiles, group = u.sizes(p.m.ceildiv(u.schedule["bm"])), u.schedule.get("group", GROUP)
+    tiles = u.sizes(p.m.ceildiv(u.schedule["bm"]))
+    group = u.schedule.get("group", GROUP)
     return {x: "x0", weight: "x1", "ROW_TILES": tiles, "SPLITS": p.splits, "GROUP": group}
 
 
@@ -220,7 +202,9 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     The bytes in flight bound the rate: one multiprocessor can use about 1.6 times its share of the bandwidth, and the
     latency of memory is 1 us. Programs that share weights but are not grouped read them again, mostly from L2.
     """
-    passes, columns, units = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"]), target.limits.units
+    passes = -(-p.tokens(env) // s["bm"])
+    columns = -(-p.n // s["bn"])
+    units = target.limits.units
     row = s["bk"] * DTYPES[p.w.dtype].bits // 8
     ahead = (s["stages"] - 1) * s["bn"] * p.parts * row
     blocks = columns if swap else columns * passes
@@ -255,7 +239,8 @@ def product_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     The larger of two times: reading plus half of the arithmetic (as measured for tiles of few tokens), and the
     arithmetic in whole waves of blocks at the share of the peak that tiles of this size reach.
     """
-    rows, columns = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"])
+    rows = -(-p.tokens(env) // s["bm"])
+    columns = -(-p.n // s["bn"])
     blocks, units = rows * columns, target.limits.units
     flops = 2.0 * rows * s["bm"] * columns * s["bn"] * p.parts * p.k
     best = flops / peak(p, target) * 1e6

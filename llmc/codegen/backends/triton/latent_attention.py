@@ -187,7 +187,8 @@ class LatentPrefill(LatentAttention):
 
     def code(self, u: Unit) -> Code:
         n, p = u.node, LatentProblem.of(u.node)
-        tokens, count = n.operands[0].type.shape[0], n.operands[4].type.shape[0]
+        tokens = n.operands[0].type.shape[0]
+        count = n.operands[4].type.shape[0]
         tile, heads = self.tile(p, u.schedule)
         operands = "query_ptr rotary_ptr pool_ptr page_table_ptr rows_ptr starts_ptr positions_ptr"
         return u.launch(

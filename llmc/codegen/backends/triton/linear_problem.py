@@ -87,7 +87,8 @@ class Product(ProductNode):
 
 def reject_weight(node: Node) -> str | None:
     """Return why the sizes [rows, columns of x] or the parts of a product's weight are not supported, or None."""
-    rows, columns = node.operands[1].type.shape[0], node.operands[0].type.shape[-1]
+    rows = node.operands[1].type.shape[0]
+    columns = node.operands[0].type.shape[-1]
     if rows.const is None or columns.const is None:
         return f"the weight's sizes {rows} x {columns} are not constant"
     parts = node.attrs.get("parts", 1)

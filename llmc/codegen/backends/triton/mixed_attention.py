@@ -49,7 +49,8 @@ class MixedAttention(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
-        tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
+        tokens = n.operands[0].type.shape[0]
+        count = n.operands[3].type.shape[0]
         return u.launch(
             Template("mixed_attention", "mixed_attention"),
             (p.kv_heads, tokens.ceildiv(s["rows"] // p.group) + count + 1),

@@ -270,7 +270,8 @@ class FloatGrouped(Grouped):
         p, s = self.experts(node), schedule
         if p.dot == "f32":
             return super().cost_us(node, schedule, target, env)
-        pairs, columns = int(p.pairs.subs(env)), -(-p.n // s["bn"])
+        pairs = int(p.pairs.subs(env))
+        columns = -(-p.n // s["bn"])
         chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
         again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
         read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth

@@ -109,7 +109,8 @@ class PrefillAttention(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
-        tokens, count = n.operands[0].type.shape[0], n.operands[3].type.shape[0]
+        tokens = n.operands[0].type.shape[0]
+        count = n.operands[3].type.shape[0]
         grid = (tokens.ceildiv(s["rows"] // p.group) + count + 1, p.kv_heads)
         # Where another kernel computes rows of one token, their tiles are empty. Those of the other rows start first,
         # for all heads: programs start in the order of the first axis.

@@ -25,33 +25,15 @@ from llmc.targets.target import Target
 # bn of all parts, bytes of a row in a step, warps, stages, slices of tiles of up to 32 tokens. A step of several slices
 # has one for each warp.
 FEW = (
-    (16, 256, 4, 4, 4),
-    (32, 256, 4, 4, 4),
-    (32, 256, 4, 6, 4),
-    (16, 256, 4, 6, 4),
-    (32, 128, 2, 6, 2),
-    (64, 64, 4, 6, 1),
-    (64, 64, 4, 10, 1),
-    (64, 128, 4, 4, 2),
-    (64, 256, 4, 3, 4),
-    (16, 512, 8, 4, 8),
-    (32, 512, 8, 4, 8),
-    (128, 64, 4, 4, 1),
-    (128, 64, 4, 8, 1),
-)
+    (16, 256, 4, 4, 4), (32, 256, 4, 4, 4), (32, 256, 4, 6, 4), (16, 256, 4, 6, 4), (32, 128, 2, 6, 2),
+    (64, 64, 4, 6, 1), (64, 64, 4, 10, 1), (64, 128, 4, 4, 2), (64, 256, 4, 3, 4), (16, 512, 8, 4, 8),
+    (32, 512, 8, 4, 8), (128, 64, 4, 4, 1), (128, 64, 4, 8, 1),
+)  # fmt: skip
 # The same of tiles of 64 tokens and more.
 MANY = (
-    (64, 64, 4, 4, 1),
-    (64, 64, 4, 6, 1),
-    (128, 64, 8, 4, 1),
-    (128, 64, 8, 3, 1),
-    (128, 64, 8, 2, 1),
-    (64, 64, 4, 3, 1),
-    (64, 64, 4, 2, 1),
-    (256, 64, 16, 3, 1),
-    (64, 128, 4, 3, 2),
-    (32, 256, 4, 3, 4),
-)
+    (64, 64, 4, 4, 1), (64, 64, 4, 6, 1), (128, 64, 8, 4, 1), (128, 64, 8, 3, 1), (128, 64, 8, 2, 1),
+    (64, 64, 4, 3, 1), (64, 64, 4, 2, 1), (256, 64, 16, 3, 1), (64, 128, 4, 3, 2), (32, 256, 4, 3, 4),
+)  # fmt: skip
 # float32 factors are multiplied without tensor cores.
 FLOAT = (GemmTile(16, 32, 32, 4, 2), GemmTile(32, 32, 32, 4, 2), GemmTile(32, 64, 32, 4, 2))
 _SUMS = 128  # maximum float32 sums per thread of up to 8 warps, which have 255 registers; more warps share those of 8
@@ -73,7 +55,8 @@ class QuantizedGemm(QuantizedKernel):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the larger of reading and computing, in whole waves of tiles, plus half of the smaller."""
         p, s, units = QuantizedProduct.of(node), schedule, target.limits.units
-        rows, columns = -(-p.tokens(env) // s["bm"]), -(-p.n // s["bn"])
+        rows = -(-p.tokens(env) // s["bm"])
+        columns = -(-p.n // s["bn"])
         blocks, area = rows * columns, s["bm"] * s["bn"] * p.parts
         ahead = (s["stages"] - 1) * s["bn"] * p.parts * s["bk"]
         resident = min(blocks, units * max(1, min(target.limits.shared // _shared(p, s), 32 // s["warps"])))

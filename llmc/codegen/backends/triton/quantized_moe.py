@@ -125,7 +125,8 @@ class QuantizedGrouped(Grouped):
         p, s = self.experts(node), schedule
         if not p.half or p.dot == "f32":
             return super().cost_us(node, schedule, target, env)
-        pairs, area = int(p.pairs.subs(env)), s["bm"] * s["bn"] * p.parts
+        pairs = int(p.pairs.subs(env))
+        area = s["bm"] * s["bn"] * p.parts
         chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
         programs = blocks * -(-p.n // s["bn"])
         again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache

@@ -52,7 +52,8 @@ class RowConv(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         tokens, channels = u.node.operands[0].type.shape
-        entries, ring = u.node.operands[3].type.shape[0], u.node.operands[2].type.shape[1]
+        entries = u.node.operands[3].type.shape[0]
+        ring = u.node.operands[2].type.shape[1]
         whole = has_single_tokens(u.node)
         tiles = entries + 1 if whole else tokens.ceildiv(u.schedule["tile"]) + entries + 1
         return u.launch(

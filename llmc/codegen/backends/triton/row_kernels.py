@@ -235,7 +235,8 @@ class Writer:
         fn, args = self.p.dag.nodes[root]
         value, kind = self.names[root], self.kinds[root]
         if fn == "const":
-            value, kind = constant(args[0], self.dtypes[v]), "f32" if self.dtypes[v] in FLOATS else self.dtypes[v]
+            value = constant(args[0], self.dtypes[v])
+            kind = "f32" if self.dtypes[v] in FLOATS else self.dtypes[v]
         return f"tl.store(y{k}{offset}, {stored(value, kind, self.dtypes[v])}{mask})"
 
     def weight(self, i: int) -> bool:

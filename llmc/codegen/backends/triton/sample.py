@@ -61,7 +61,8 @@ def _programs_us(node: Node, ids: int, per: int, target: Target, env: Mapping[st
     The larger of the traffic and of waves of programs (8 at a time on a multiprocessor), each of which waits for memory
     a few times, less often for the blocks after its first.
     """
-    rows, v = node.operands[0].type.shape[0].subs(env).const or 1, vocabulary(node)
+    rows = node.operands[0].type.shape[0].subs(env).const or 1
+    v = vocabulary(node)
     nbytes = rows * v * (2 if node.operands[0].type.dtype != "f32" else 4)
     waves = -(-rows * -(-v // (per * ids)) // (8 * max(1, target.limits.units)))
     program_us = BLOCK_US + 0.4 * (per - 1) + ids / 8192
@@ -107,7 +108,9 @@ class Mask(Sampling):
         return ((0, 0),)
 
     def code(self, u: Unit) -> Code:
-        n, stops, words = u.node, width(u.node, 5), -(-vocabulary(u.node) // 32)
+        n = u.node
+        stops = width(u.node, 5)
+        words = -(-vocabulary(u.node) // 32)
         return u.launch(
             Template("row_logits", "row_mask"),
             (n.operands[0].type.shape[0],),

@@ -107,7 +107,8 @@ class ScaledGemm(TritonKernel):
 
     def code(self, u: Unit) -> Code:
         p, s = ScaledProduct.of(u.node), u.schedule
-        template, grid = Template("scaled_gemm", "scaled_gemm"), (p.m.ceildiv(s["bm"]) * -(-p.n // s["bn"]),)
+        template = Template("scaled_gemm", "scaled_gemm")
+        grid = (p.m.ceildiv(s["bm"]) * -(-p.n // s["bn"]),)
         code = u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **self.arguments(u, p))
         if not self.mapped:
             return code
@@ -116,7 +117,8 @@ class ScaledGemm(TritonKernel):
 
     def arguments(self, u: Unit, p: ScaledProduct) -> dict[str, Argument]:
         """Return the arguments of the template."""
-        s, joined = u.schedule, self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
+        s = u.schedule
+        joined = self.swap and joins(p, u.schedule["bn"], u.schedule["split"])
         lines = previous_power_of_2(max(1, min(p.k, s["bk"]) // LINE_BYTES))
         tile = record(
             "ScaledTile", K=p.k, PARTS=p.parts, GROUP=p.group, SCALE_ROWS=p.rows, JOINED=joined, BLOCK_M=s["bm"],

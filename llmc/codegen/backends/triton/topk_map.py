@@ -20,7 +20,7 @@ from llmc.targets.target import Target
 
 MAX_COLUMNS = 4096  # of a row, which is kept in registers
 MAX_K = 64
-LEAST_KEY = -(2**31)  # a key below those of all numbers
+MIN_KEY = -(2**31)  # a key below those of all numbers
 VALUE = '''
 @triton.jit
 def value_of(key):
@@ -43,7 +43,8 @@ class TopkMap(TritonKernel):
         return unsupported(node, (*FLOATS, "i32"))
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        n, warp = next_power_of_2(int(node.operands[0].type.shape[-1])), target.limits.warp
+        n = next_power_of_2(int(node.operands[0].type.shape[-1]))
+        warp = target.limits.warp
         warps = max(1, min(max_block_warps(target), n // (warp * 8)))
         return [{"warps": w} for w in dict.fromkeys((warps, max(1, warps // 2)))]
 
@@ -69,7 +70,7 @@ class TopkMap(TritonKernel):
         loop = [
             "last = tl.max(keys, 0)",
             f"at = tl.min(tl.where(keys == last, col, {next_power_of_2(n)}), 0)",
-            f"keys = tl.where(col == at, {LEAST_KEY}, keys)",
+            f"keys = tl.where(col == at, {MIN_KEY}, keys)",
             "best = tl.where(slot == j, value_of(last), best)",
             "which = tl.where(slot == j, at, which)",
             *(counted or ())[1:],
@@ -81,7 +82,7 @@ class TopkMap(TritonKernel):
             u.wait,
             f"x = {loaded(f'tl.load(x0 + row * {n} + col, mask=inside, other=0)', x.dtype)}",
             *read,
-            f"keys = tl.where(inside, key({keyed}), {LEAST_KEY})",
+            f"keys = tl.where(inside, key({keyed}), {MIN_KEY})",
             f"slot = tl.arange(0, {next_power_of_2(k)})",
             f"some = slot < {k}",
             f"best = tl.zeros(({next_power_of_2(k)},), tl.float32)",
@@ -102,7 +103,8 @@ class TopkRoute(TopkMap):
     """topk_route: the selection of one row, and its pairs sorted by expert."""
 
     def code(self, u: Unit) -> Code:
-        n, k = int(u.node.operands[0].type.shape[-1]), u.node.attrs["k"]
+        n = int(u.node.operands[0].type.shape[-1])
+        k = u.node.attrs["k"]
         stores = [
             "before = (which[None, :] < which[:, None]) & some[None, :]",
             "tl.store(y1 + tl.sum(before.to(tl.int32), 1), slot, mask=some)",
