@@ -19,7 +19,7 @@ from llmc.draft_model import check_draft, with_draft
 from llmc.extension import Registry, load
 from llmc.frontend.eagle_config import describes_head
 from llmc.frontend.hub import Located, locate
-from llmc.options import Options, check_limits, random_seed
+from llmc.options import Options, check_values, random_seed
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pipeline import parse_pipeline
 from llmc.provenance import related_extensions
@@ -86,7 +86,7 @@ def start(model: str | Path, output: Path, options: Options, force: bool, consol
         target = deterministic(target, options.speculate)
     if options.collectives == "nccl":
         target = with_nccl(target, options.tensor_parallel_size)
-    check_limits(options)
+    check_values(options)
     if options.tuning:
         read_records(options.tuning)  # report a malformed file before any work is done
     if options.cache:

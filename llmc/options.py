@@ -209,8 +209,10 @@ def random_seed(weights: str) -> int | None:
     return None
 
 
-def check_limits(o: Options) -> None:
-    """Raise LlmcError E201 for a limit above MAX_LIMITS."""
+def check_values(o: Options) -> None:
+    """Raise LlmcError E201 for a value that is not one of its option's choices, or a limit above MAX_LIMITS."""
+    for name, declared in options_of(Options).items():
+        declared.checked(getattr(o, name))
     for name, maximum in MAX_LIMITS.items():
         if (value := getattr(o, name) or 0) > maximum:
             raise LlmcError("E201", f"{name} = {value} is too large", f"set it to at most {maximum}")

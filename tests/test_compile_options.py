@@ -72,6 +72,13 @@ def test_an_artifact_records_what_determines_its_contents() -> None:
     assert {"target", "dtype", "weights", "layers", "pipeline"} <= set(recorded)
 
 
+@pytest.mark.parametrize("value", ["f32", "float16", "", None, ["auto"]])
+def test_a_value_that_is_no_choice_is_refused(value: Any, tmp_path: Path) -> None:
+    """A flag's parser refuses it; a keyword of Python must be refused, too, as it would be ignored."""
+    with pytest.raises(LlmcError, match=r"E201.*dtype = .* is not allowed"):
+        start(tmp_path / "nothing", tmp_path / "out", Options(dtype=value), False, Quiet())
+
+
 @pytest.mark.parametrize("name", MAX_LIMITS)
 def test_limits_are_refused_before_the_model_is_traced(name: str, tmp_path: Path) -> None:
     with pytest.raises(LlmcError, match=f"E201.*{name} = {MAX_LIMITS[name] + 1} is too large"):

@@ -86,6 +86,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
     if (why := unsupported.outside(source.config)) is not None:
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     rope_interface.check_config(dict(source.config))
+    _check_dtype(source.config)
     try:
         with quiet():
             local = {"local_files_only": True, "trust_remote_code": False}
@@ -105,6 +106,15 @@ def load_config(source: Source, pools: bool = False) -> Any:
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
             raise Diagnostic("E305", cause, KNOWN_TO_WORK)
     return config
+
+
+def _check_dtype(config: Mapping[str, Any]) -> None:
+    """Raise Diagnostic E302 if config.json names a dtype that torch does not have, such as "fp32" or "auto"."""
+    for key in ("dtype", "torch_dtype"):
+        name = config.get(key)
+        if isinstance(name, str) and not isinstance(getattr(torch, name, None), torch.dtype):
+            remedy = 'write "float32", "bfloat16" or "float16", or remove the key'
+            raise Diagnostic("E302", f"config.json: {key} is {name!r:.60}, which is no dtype of torch", remedy)
 
 
 def accept(model: Any) -> None:

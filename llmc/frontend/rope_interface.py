@@ -171,6 +171,12 @@ def _layout(
     that in which it has them). ERNIE 4.5 VL stores those of height and width apart, and alternates them. `freq` are the
     frequencies of so few positions.
     """
+    if not len(freq):
+        cause = f"{path}: {type(module).__name__} has no frequencies: fewer than 2 columns of a head are rotated"
+        raise Diagnostic("E306", cause, "correct head_dim, or partial_rotary_factor (rotary_pct), in config.json")
+    if not freq.isfinite().all():
+        cause = f"{path}: {type(module).__name__} has frequencies that are not finite"
+        raise Diagnostic("E306", cause, "correct rope_theta and the factors of the rope in config.json")
     try:
         tables, low = _probe(module, prefix, layer_type, freq)
     except (TypeError, ValueError, IndexError, RuntimeError):  # it needs more than positions

@@ -144,6 +144,12 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
     assert (narrow.stored_dtype, narrow.dtype, trace(tmp_path).facts.dtype) == ("f16", "bf16", "f16")
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_that_torch_does_not_have(key: str, tmp_path: Path) -> None:
+    for name in ("fp32", "auto", "torch.bfloat16", "nn"):
+        fails("E302", f"{key} is {name!r}", '"bfloat16"', do=lambda name=name: trace(config(tmp_path, **{key: name})))
+
+
 def test_a_vocabulary_per_layer_is_no_count_of_layers(tmp_path: Path) -> None:
     weights = trace(case_config("gemma4_text", tmp_path, vocab_size_per_layer_input=262144)).weights
     assert weights["model.embed_tokens_per_layer.weight"].type.shape[0] == 262144

@@ -32,3 +32,15 @@ def test_numbers_of_a_rope(value: Any, tmp_path: Path) -> None:
 def test_positions(tmp_path: Path) -> None:
     dynamic = config(tmp_path, **rope("dynamic", factor=4.0))
     fails("E306", "dynamic", "256", "512", do=lambda: trace(dynamic, max_positions=512))
+
+
+def test_a_rope_that_rotates_no_pair_of_columns(tmp_path: Path) -> None:
+    """A tenth of 16 columns is one column, which is half a pair."""
+    yarn = rope("yarn", factor=2.0, original_max_position_embeddings=32, partial_rotary_factor=0.1)
+    entries = {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], **yarn}
+    fails("E306", "no frequencies", "partial_rotary_factor", do=lambda: trace(config(tmp_path, **entries)))
+
+
+def test_frequencies_that_are_not_finite(tmp_path: Path) -> None:
+    for entry in (rope("linear", factor=0.0), {"rope_theta": 0}):
+        fails("E306", "not finite", "rope_theta", do=lambda entry=entry: trace(config(tmp_path, **entry)))
