@@ -41,6 +41,8 @@ from llmc.frontend.pooling_files import PooledModel
 from llmc.frontend.truncate import layer_lists
 
 TOKENS, ROWS = 24, 3  # sizes of the traced example
+# The keys of a config that make a model return more than logits; they do not change the logits.
+OTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def quiet() -> Iterator[None]:
 def load_config(source: Source, pools: bool = False) -> Any:
     """Load the transformers config of a folder, offline and without remote code; raises Diagnostic E302-E306, E313.
 
+    The model of the config returns a dictionary with logits only, whatever config.json says about further outputs.
     `pools`: the model may be an encoder of a supported type.
     """
     name = source.model_type
@@ -105,6 +108,10 @@ def load_config(source: Source, pools: bool = False) -> Any:
         if not isinstance(getattr(text, key, None), int):
             cause = f"model_type {name!r} is not supported: its config has no {key}, as a decoder's does"
             raise Diagnostic("E305", cause, KNOWN_TO_WORK)
+    for part in (config, text):
+        part.return_dict = True
+        for key in OTHER_OUTPUTS:
+            setattr(part, key, False)
     return config
 
 

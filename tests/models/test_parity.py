@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,21 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     want = eager_logits(model, tokens, case.lengths)[last]
     assert got.shape == want.shape
     assert relative_error(got, want) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_a_config_that_asks_for_more_outputs(name: str, tmp_path: Path) -> None:
+    """Checkpoints are published with these keys as they were trained; gates' logits are for a loss."""
+    case = next(c for c in (*LISTED, *UNLISTED) if c.name == name)
+    model = save(case, tmp_path)
+    more = {"output_router_logits": True, "output_hidden_states": True, "output_attentions": True, "return_dict": False}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    traced = trace(tmp_path)
+    tokens, positions = prompts((9, 5), 320)
+    with Checkpoint(traced) as checkpoint:
+        got = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(14))
+    assert relative_error(got, eager_logits(model, tokens, (9, 5))) <= 1e-4
 
 
 @pytest.mark.drawn
