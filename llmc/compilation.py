@@ -175,6 +175,9 @@ class Compilation:
             total = sum(decoder.labels.values())
             rest = f"; {total - num_codes} of them are converted to {traced.facts.dtype}" if num_codes < total else ""
             self.note(f"the checkpoint has quantised weights: {formats}{rest}")
+        elif decoder and not checkpoint.kv_scales:
+            method = traced.source.config["quantization_config"]["quant_method"]
+            self.note(f"config.json has quantised weights by {method}, but the checkpoint has none: all are floats")
         return checkpoint
 
     def trace(self, untied: Collection[str] = ()) -> Any:

@@ -98,6 +98,13 @@ def test_a_plan_says_how_weights_are_quantised(tmp_path: Path) -> None:
     )  # such an artifact computes with bf16
 
 
+def test_a_plan_notes_a_configuration_without_quantised_weights(tmp_path: Path) -> None:
+    """Such as that of bitsandbytes, with which other tools round plain weights when they load them."""
+    noted = Notes()
+    planned(write(tmp_path / "model", lambda module: None, {"quant_method": "bitsandbytes"}).folder, noted)
+    assert any("quantised weights by bitsandbytes, but the checkpoint has none" in note for note in noted.notes)
+
+
 @pytest.mark.parametrize("option", ["auto", pytest.param("fp8", marks=pytest.mark.drawn)])
 def test_a_plan_has_the_kv_cache_of_the_checkpoint(option: str) -> None:
     folder = FIXTURES / ("ct-fp8-kv" if option == "auto" else "ct-kv-only")
