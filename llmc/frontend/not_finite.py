@@ -42,4 +42,5 @@ class NotFinite:
         names = list(dict.fromkeys(name for name, _ in self.counts))
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more weights" if len(names) > 3 else "")
         count = sum(n for _, n in self.counts)
-        return f"{count} numbers of {listed} are NaN or infinite, as stored or in the dtype of the compiled model"
+        numbers, are = ("number", "is") if count == 1 else ("numbers", "are")
+        return f"{count} {numbers} of {listed} {are} NaN or infinite, as stored or in the dtype of the compiled model"

@@ -222,6 +222,8 @@ def test_numbers_that_are_not_finite_are_counted(dtype: str) -> None:
     not_finite.count("w", values[np.isfinite(values.astype(np.float64))], dtype)
     not_finite.count("codes", np.array([255], np.uint8), "u8")
     assert not not_finite.counts and not_finite.note == ""
+    not_finite.count("w", np.array([np.inf, 1.0], np.float32), "f32")
+    assert not_finite.note.startswith("1 number of w is NaN or infinite")
 
 
 def test_a_note_names_weights_that_are_not_finite(tmp_path: Path) -> None:
