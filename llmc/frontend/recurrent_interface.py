@@ -93,7 +93,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "torch_chunk_gated_delta_rule": _delta_rule,
     }
 )
-IGNORED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"})  # arguments that do not change results
+# Arguments that do not change results. Zamba2 passes the rotary tables of its attention on to its recurrent layers.
+IGNORED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan", "position_embeddings"})
 
 
 @contextmanager

@@ -38,6 +38,8 @@ ZAMBA2 = SMALL | {
     "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 12, "num_key_value_heads": 4, "num_mem_blocks": 1,
     "attention_head_dim": 32,
 }  # fmt: skip
+# As the larger ones are published: the shared attention rotates, and each of its uses has an adapter.
+ROTATED = {"use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 8}
 
 LIGHTNING = SMALL | EXPERTS | {
     "num_hidden_layers": 4, "block_size": 8, "head_dim": 16,
@@ -71,6 +73,7 @@ RECURRENT = (
     Case("granitemoehybrid-mamba", "granitemoehybrid", GRANITE, (21, 16)),
     Case("nemotron_h", "nemotron_h", NEMOTRON, (21, 16)),
     Case("zamba2", "zamba2", ZAMBA2, (21, 16)),
+    Case("zamba2-rope", "zamba2", ZAMBA2 | ROTATED, (21, 16)),
     Case("minimax", "minimax", LIGHTNING, (21, 16)),
     Case("kimi_linear", "kimi_linear", KIMI, (70, 1, 13)),
     Case("jamba", "jamba", JAMBA, (21, 16)),
