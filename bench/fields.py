@@ -24,8 +24,9 @@ from llmc_runtime.format.row_abi import BIASES, STOPS
 from llmc_runtime.outputs import RequestState
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.request_init import init_request
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, MAX_BAD_WORDS, MAX_STOP_BYTES, MAX_STOP_STRINGS
-from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.parse import document, parse
 from llmc_runtime.server.requests.request_fields import ChatRequest, CompletionRequest
@@ -161,7 +162,7 @@ def engine(message: bytes) -> list[Request]:
     for i in range(params.n):
         own_params = params_of_output(params, i)
         request = Request(str(i), add.prompt, own_params, 0, "", add.bad_words, None, requests[0] if requests else None)
-        admit(request, CONFIG, 1)
+        init_request(request, CONFIG, 1)
         requests.append(request)
     return requests
 

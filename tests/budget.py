@@ -337,7 +337,7 @@ FIELDS: tuple[Row, ...] = (
     Row(("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"),
         "the model's length", "KV cache of that many tokens",
         "that many tokens per output", "counted for admission before the start",
-        ("sched.sampling_params", "sched.scheduler_config",
+        ("sched.request_init", "sched.sampling_params", "sched.scheduler_config",
         "server.operations.admission")),
     Row(("logprobs", "top_logprobs", "prompt_logprobs"), "{logprobs} alternatives per token",
         "packed: 12 bytes per alternative", "the route's limit",

@@ -199,7 +199,8 @@ from llmc_runtime.cli import _changed, parser
 from llmc_runtime.engine.messages import params_message, params_of
 from llmc_runtime.defaults import default_params
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
+from llmc_runtime.sched.request_init import init_request
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.request import Request
 from llmc_runtime.server.requests.request_fields import CompletionRequest
@@ -219,7 +220,7 @@ def refusal(make):
 def completion(body):
     return of_completion(parse(body, CompletionRequest, lambda n: None), Model()).top_a
 request = Request("0", [1], SamplingParams(top_a=0.25))
-admit(request, SchedulerConfig(9, 4, 32, 1, 9, 9), 0)
+init_request(request, SchedulerConfig(9, 4, 32, 1, 9, 9), 0)
 schemas = description()["components"]["schemas"]
 print(json.dumps({
     "refused": refusal(lambda: SamplingParams(top_a=2)),

@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.request_init import init_request
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.sched.scheduler_config import SchedulerConfig, admit
+from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.detokenizer import detokenizer
 
 from tests.attacks.fake_engine import SEED, VOCAB
@@ -25,7 +26,7 @@ def tokens(prompt: Sequence[int], most: int, seed: int = 7, temperature: float =
     config = SchedulerConfig(1 << 20, 4, 1 << 20, 1, 1, VOCAB)
     params = SamplingParams(temperature=temperature, max_tokens=most, ignore_eos=True, seed=seed)
     request = Request("x", list(prompt), params)
-    admit(request, config, SEED)
+    init_request(request, config, SEED)
     expected = Expected(request, config)
     return [expected.next()[0] for _ in range(most)]
 

@@ -218,14 +218,14 @@ def planned_behind_an_open_step(right: Any) -> Any:
 def guided_too_freely(right: Any) -> Any:
     def guide(self: Scheduler) -> Any:
         masks = right(self)
-        return masks and [replace(m, masks=[self._anything] * len(m.masks)) for m in masks]
+        return masks and [replace(m, masks=[self._full_mask] * len(m.masks)) for m in masks]
 
     return guide
 
 
 def scored_without_rows_for_it(right: Any) -> Any:
     def chunk(self: Scheduler, request: Request, missing: int, most: int) -> Work:
-        self._spare += 1
+        self._free_logits += 1
         return right(self, request, missing, most)
 
     return chunk

@@ -15,8 +15,8 @@ import numpy as np
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.parameter_type import refused
+from llmc_runtime.sched.request_init import check_token_ids
 from llmc_runtime.sched.sampling_params import MAX_ALLOWED, SamplingParams
-from llmc_runtime.sched.scheduler_config import check_token_ids
 from llmc_runtime.sched.token_guide import TokenMask, mask_size
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -64,7 +64,7 @@ def prepare(
     """Make the request for an engine. `bad_words` are the result of `bad_word_tokens`.
 
     Raises LlmcError E601 for a field that is not allowed, E605 for an empty prompt, E606 for a token id that the
-    vocabulary lacks. The scheduler checks everything that depends on the model's limits (see admit).
+    vocabulary lacks. The scheduler checks everything that depends on the model's limits (see init_request).
     """
     check_token_ids(prompt.ids, vocab_size)
     if not isinstance(priority, int) or isinstance(priority, bool):

@@ -19,7 +19,7 @@ _MIN_GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those 
 MIN_SINGLE_GAIN = 1.03  # the same for a choice that is made anew after each verification
 _MAX_ENTRIES = 0.25  # largest time of a head's entries that counts, relative to a step; a longer one was interrupted
 _SMALLEST_SHARE = 1e-6  # drafts per row of a step with the fewest drafts
-_MAX_HOPE, _HOPE_MARGIN = 0.95, 0.15  # optimistic acceptance: the rows' mean plus _HOPE_MARGIN, at most _MAX_HOPE
+_MAX_HOPE, _HOPE_MARGIN = 0.95, 0.15  # optimistic acceptance rate: the rows' mean + _HOPE_MARGIN, at most _MAX_HOPE
 
 
 class StepCosts:
@@ -80,7 +80,7 @@ class StepCosts:
             self._first.pop((size, drafts), None)
 
     def is_measured(self, rows: int, drafts: int, times: int = _MEASUREMENTS) -> bool:
-        """Whether steps of this size were measured often, or so many times."""
+        """Whether steps of this size were measured at least `times` times."""
         return len(self._first.get((rounded_rows(rows), drafts), ())) >= times
 
     def settled_plain(self, rows: int) -> float:
@@ -97,8 +97,8 @@ class StepCosts:
         fewer = max((measured for measured in means if 0 < measured <= drafts), default=0)
         more = min((measured for measured in means if measured >= drafts), default=0)
         if not more:
-            most = max(means)
-            return means[most] * (1 + drafts) / (1 + most)
+            largest = max(means)
+            return means[largest] * (1 + drafts) / (1 + largest)
         if not fewer or fewer == more:
             return means[more]
         return means[fewer] + (drafts - fewer) / (more - fewer) * (means[more] - means[fewer])
@@ -111,7 +111,16 @@ def rounded_drafts(drafts: float) -> float:
 
 def rounded_rows(rows: int) -> int:
     """Return the number of rows for which costs are kept: `rows` rounded up, to a relative error below a third."""
-    step = 1 if rows <= 4 else 2 if rows <= 8 else 8 if rows <= 32 else 16 if rows <= 128 else 32
+    if rows <= 4:
+        return rows
+    if rows <= 8:
+        step = 2
+    elif rows <= 32:
+        step = 8
+    elif rows <= 128:
+        step = 16
+    else:
+        step = 32
     return -(-rows // step) * step
 
 
@@ -165,21 +174,22 @@ class DraftCount:
         first. A draft model drafts for all rows or none.
         """
         rows, sorted_rates = len(rates), sorted(rates, reverse=True)
-        hope = round(min(_MAX_HOPE, sum(rates) / rows + _HOPE_MARGIN), 2)
-        best, best_speed, last_but_one, last = Choice(0), 0.0, 0, 0  # the last two candidates that were measured
+        optimistic_rate = round(min(_MAX_HOPE, sum(rates) / rows + _HOPE_MARGIN), 2)
+        best, best_speed = Choice(0), 0.0  # speeds in tokens per second
+        last_but_one = last = 0  # the last two candidates that were measured
         for drafts in self._candidates:
-            most_rows = rows if not drafts else min(rows, room // drafts)
-            if not most_rows or (self.together and most_rows < rows):
+            max_rows = min(rows, room // drafts) if drafts else rows
+            if not max_rows or (self.together and max_rows < rows):
                 break
             # A step in which only some rows have so many drafts was measured as one of fewer drafts of all rows.
-            if most_rows == rows and self._is_unknown(rows, drafts):
+            if max_rows == rows and self._is_unknown(rows, drafts):
                 seconds = self._min_seconds(rows, last_but_one, last, drafts)
-                if may_measure and rows * expected_tokens(hope, drafts) >= best_speed * seconds:
+                if may_measure and rows * expected_tokens(optimistic_rate, drafts) >= best_speed * seconds:
                     return self._try(rows, drafts)
                 if self.costs.is_measured(rows, drafts, _FEWEST_MEASUREMENTS):
                     last_but_one, last = last, drafts
                 continue  # it would not be the best
-            count, speed = self._best_rows(sorted_rates, drafts, most_rows)
+            count, speed = self._best_rows(sorted_rates, drafts, max_rows)
             if speed > best_speed * (1 if best.max_drafts and count == rows else gain):
                 # Between the last row with drafts and the first without, so that neither changes with each estimate.
                 min_rate = (sorted_rates[count - 1] + sorted_rates[count]) / 2 if count < rows else 0.0
@@ -253,15 +263,17 @@ class DraftCount:
     def gross_duration(self, rows: int, verified: float, proposed: float, seconds: float | None, fills: bool) -> float:
         """Return the duration of a step that took `seconds`, relative to one without drafts; 1 if that is unknown.
 
-        seconds: None if it had a prompt, too: the expected duration is returned. fills: it computed KV that a draft
-        model lacked. Otherwise an outlier counts as far as it is _MAX_DEVIATION from the expected duration, as for the
-        running means.
+        seconds: None if the step had a prompt, too; then the expected duration is returned. fills: the step computed KV
+        that a draft model lacked, so its duration is not limited. The duration of other steps is limited to
+        _MAX_DEVIATION from the expected one, as for the running means.
         """
         plain, expected = self.costs.seconds(rows, 0), self.relative_duration(rows, verified, proposed)
         if not plain or seconds is None:
             return expected
-        steps = seconds / plain
-        return steps if fills else max((1 - _MAX_DEVIATION) * expected, min((1 + _MAX_DEVIATION) * expected, steps))
+        relative = seconds / plain
+        if fills:
+            return relative
+        return max((1 - _MAX_DEVIATION) * expected, min((1 + _MAX_DEVIATION) * expected, relative))
 
     def cost_of_entries(self, rows: int) -> float:
         """Return the time in which a head computes its entries, relative to a step without; 0 if it is unknown."""
@@ -272,29 +284,32 @@ class DraftCount:
 
     def cost_of_draft(self, rows: int) -> float:
         """Return the duration of making and verifying one more draft of each row, relative to a step without drafts."""
-        plain, most = self.costs.seconds(rows, 0), self._candidates[-1]
-        if most < 2 or not plain:
+        plain, max_drafts = self.costs.seconds(rows, 0), self._candidates[-1]
+        if max_drafts < 2 or not plain:
             return 0.0
-        return max(0.0, (self.costs.seconds(rows, most) - self.costs.seconds(rows, 1)) / (most - 1) / plain)
+        added = self.costs.seconds(rows, max_drafts) - self.costs.seconds(rows, 1)
+        return max(0.0, added / (max_drafts - 1) / plain)
 
-    def verification_costs(self, rows: int, most: int) -> list[float]:
-        """Return what verifying 0, 1, 2 up to `most` drafts of each row costs, relative to a step without drafts."""
+    def verification_costs(self, rows: int, max_drafts: int) -> list[float]:
+        """Return what verifying 0 to `max_drafts` drafts of each row costs, relative to a step without drafts."""
         costs, drafting = self.costs, self.drafting
         plain = costs.seconds(rows, 0) or 1.0
-        added = [costs.seconds(rows, k) - drafting.seconds(rows, k) - plain for k in range(1, most + 1)]
+        added = [costs.seconds(rows, k) - drafting.seconds(rows, k) - plain for k in range(1, max_drafts + 1)]
         return [0.0, *(max(0.0, seconds / plain) for seconds in added)]
 
-    def _best_rows(self, sorted_rates: Sequence[float], drafts: int, most_rows: int) -> tuple[int, float]:
-        """Return how many of the rows, up to `most_rows`, should have this many drafts, and the tokens per second."""
-        rows, count, best = len(sorted_rates), most_rows, (most_rows, 0.0)
+    def _best_rows(self, sorted_rates: Sequence[float], drafts: int, max_rows: int) -> tuple[int, float]:
+        """Return how many of the rows, up to `max_rows`, should have this many drafts, and the tokens per second."""
+        rows, count = len(sorted_rates), max_rows
+        best_count, best_speed = max_rows, 0.0
+        # The expected tokens of the first n rows, by n.
         tokens_of_first = [0.0, *accumulate(expected_tokens(round(rate, 2), drafts) for rate in sorted_rates)]
         while count:
             seconds = self.costs.seconds(rows, drafts * count / rows)
             speed = (tokens_of_first[count] + rows - count) / seconds if seconds else 0.0
-            if speed > best[1]:
-                best = count, speed
+            if speed > best_speed:
+                best_count, best_speed = count, speed
             count = count // 2 if drafts and not self.together else 0
-        return best
+        return best_count, best_speed
 
     def _seconds_per_draft(self, rows: int, count: int, fewer_drafts: int, drafts: int) -> float:
         """Return the seconds of one more draft of one row, if `count` of the rows have more than `fewer_drafts`."""

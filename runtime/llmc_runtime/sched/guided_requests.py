@@ -78,8 +78,10 @@ class GuidedRequests:
         request.idle_plans += 1
 
     def park(self, running: list[Request], waiting: WaitingQueue, free: Callable[[Request], None]) -> None:
-        """Free the rows of requests with late masks if requests of other tenants wait. A parked request returns to the
-        waiting queue as a preempted one when its mask is known."""
+        """Free the rows of requests with late masks if requests of other tenants wait.
+
+        A parked request returns to the waiting queue as a preempted one when its mask is known.
+        """
         self.left_out = False
         for request in self._live:
             if request.status is Status.PARKED and known_mask(request) is not None:
@@ -96,46 +98,52 @@ class GuidedRequests:
         for request in self._live:
             if request.status is not Status.RUNNING or not request.may_draft:
                 continue
-            flying = request.num_total - len(request.tokens)  # tokens in flight, of a step that verifies one draft less
-            if host is not None and not flying:
-                host.look(request)
-            count = flying - 1
-            if not flying:
+            num_in_flight = request.num_total - len(request.tokens)
+            if num_in_flight:
+                count = num_in_flight - 1  # the drafts that the step in flight verifies
+            else:
+                if host is not None:
+                    host.look(request)
                 count = speculation.num_masked_drafts(request, request.num_drafts or len(request.drafted))
             if request.drafted and count > 0 and not request.masks_requested:
                 assert request.guide is not None
                 request.guide.look_ahead(request.drafted[:count])
                 request.masks_requested = True
 
-    def fill(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> None:
+    def fill(self, step: Step, planned: Sequence[Request], lookup_drafts: int, full_mask: bytes) -> None:
         """Add the known masks to a plan. It is open if one is not known yet.
 
-        `proposals` is the number of tokens that every step drafts for a row besides those that its work proposes.
+        lookup_drafts: the number of tokens that prompt lookup drafts for a row in every step, regardless of the plan.
+        full_mask: the mask that allows every token; it replaces those after drafts that are not known.
         """
         for request, work in zip(planned, step.work):
             if request.guide is None or not work.emit:
                 continue
             request.idle_plans = 0
-            known = request.num_total - work.drafts == len(request.tokens) + 1
-            if known and (mask := known_mask(request)) is not None:
-                step.masks.append(_masks_of(request, work, mask, proposals, anything))
-            else:
+            all_tokens_known = request.num_total - work.drafts == len(request.tokens) + 1
+            mask = known_mask(request) if all_tokens_known else None
+            if mask is None:
                 step.open = True
+            else:
+                step.masks.append(_masks_of(request, work, mask, lookup_drafts, full_mask))
 
-    def complete(self, step: Step, planned: Sequence[Request], proposals: int, anything: bytes) -> list[RowMasks]:
-        """Close an open step: return the masks that it lacks. A row whose mask is late, or whose request has ended,
-        gets the mask `anything`; tokens without masks are dropped."""
-        sent, masks = {mask.row for mask in step.masks}, []
+    def complete(self, step: Step, planned: Sequence[Request], lookup_drafts: int, full_mask: bytes) -> list[RowMasks]:
+        """Close an open step: return the masks that it lacks.
+
+        A row whose mask is late, or whose request has ended, gets `full_mask`; tokens without masks are dropped.
+        """
+        sent = {mask.row for mask in step.masks}
+        masks: list[RowMasks] = []
         step.open = False
         for request, work in zip(planned, step.work):
             if request.guide is None or not work.emit or work.row in sent:
                 continue
             if request.status is not Status.RUNNING:
-                masks.append(RowMasks(work.row, 0, [anything] * request.row_params.guided))
+                masks.append(RowMasks(work.row, 0, [full_mask] * request.row_params.guided))
                 continue
             mask = known_mask(request)
-            masks.append(_masks_of(request, work, mask or anything, proposals, anything))
-            request.num_masked = 0 if mask is None else _masked(request, work, mask)
+            masks.append(_masks_of(request, work, mask or full_mask, lookup_drafts, full_mask))
+            request.num_masked = 0 if mask is None else _num_masked(request, work, mask)
         return masks
 
     def awaited(self) -> bool:
@@ -172,8 +180,8 @@ def expects(request: Request) -> bool:
     return pending(request) or (request.guide is not None and request.guide.is_looking_ahead())
 
 
-def masked_room(request: Request, speculation: Speculation, room: int) -> int:
-    """Return how many drafts of a request a plan may verify, up to `room`, considering the masks that they need."""
+def max_masked_drafts(request: Request, speculation: Speculation, room: int) -> int:
+    """Return how many drafts of a request a plan may verify, up to `room`: those whose masks are known."""
     if request.num_total > len(request.tokens):
         return room  # its tokens are not known: the step will be open
     assert request.guide is not None
@@ -183,40 +191,42 @@ def masked_room(request: Request, speculation: Speculation, room: int) -> int:
 
 
 def take_drafts(
-    request: Request, work: Work, output: StepOutput, proposals: int, count: int = 1, whole: bool = True
+    request: Request, work: Work, output: StepOutput, lookup_drafts: int, count: int = 1, whole: bool = True
 ) -> None:
-    """Take what a step has drafted after the `count` tokens that it gave a request with a guide.
+    """Store the tokens that a step drafted after the `count` tokens that it gave a request with a guide.
 
-    `whole`: it gave no other ones, which were sampled without their masks. `proposals`: see GuidedRequests.fill. How
-    many of these are drafts is known if no later step is in flight.
+    lookup_drafts: see GuidedRequests.fill. Only the first of them may be drafts while a later step is in flight.
+    whole: all tokens that the step sampled were sampled with their masks; otherwise the row is rebuilt.
     """
     request.num_masked = None
     if request.guide is None or request.status is not Status.RUNNING:
         return
     if whole:
-        looked, in_flight = output.looked.get(work.row, ()), request.num_total > len(request.tokens)
-        proposed = max(work.propose, proposals) if in_flight else request.num_drafts
-        request.take_drafts(looked[count : count + proposed])
+        tokens = output.looked.get(work.row, ())  # of the row, from the step's first one on
+        in_flight = request.num_total > len(request.tokens)
+        num_drafts = max(work.propose, lookup_drafts) if in_flight else request.num_drafts
+        request.take_drafts(tokens[count : count + num_drafts])
     else:
         request.restart()
 
 
-def _masks_of(request: Request, work: Work, mask: bytes, proposals: int, anything: bytes) -> RowMasks:
+def _masks_of(request: Request, work: Work, mask: bytes, lookup_drafts: int, full_mask: bytes) -> RowMasks:
     """Return the masks of the tokens that a step samples for a request; `mask` is that of the first one."""
-    count, more = 1 + work.drafts, max(work.propose, proposals if request.may_draft else 0)
-    ahead = [mask_after or anything for mask_after in request.masks_ahead()[: work.drafts]]
-    masks = [mask, *ahead, *[anything] * (work.drafts - len(ahead))]
-    return RowMasks(work.row, len(request.tokens), masks, count + more if more else 0)
+    ahead = [mask_after or full_mask for mask_after in request.masks_ahead()[: work.drafts]]
+    masks = [mask, *ahead, *[full_mask] * (work.drafts - len(ahead))]
+    new_drafts = max(work.propose, lookup_drafts if request.may_draft else 0)
+    return RowMasks(work.row, len(request.tokens), masks, len(masks) + new_drafts if new_drafts else 0)
 
 
-def _masked(request: Request, work: Work, mask: bytes) -> int | None:
+def _num_masked(request: Request, work: Work, mask: bytes) -> int | None:
     """Return how many tokens of an open step are sampled with their masks; None for all, as far as they can come."""
     ahead = request.masks_ahead()
-    known = len(ahead)
-    if known >= work.drafts or not (ahead[-1] if ahead else mask):
+    num_known = len(ahead)
+    last_mask = ahead[-1] if ahead else mask
+    if num_known >= work.drafts or not last_mask:
         return None
-    excluded = known < len(request.drafted) and not allows(ahead[-1] if ahead else mask, request.drafted[known])
-    return None if excluded else 1 + known
+    next_is_excluded = num_known < len(request.drafted) and not allows(last_mask, request.drafted[num_known])
+    return None if next_is_excluded else 1 + num_known
 
 
 def follow(guide: Guide, token: int) -> tuple[tuple[str, None] | None, LlmcError | None]:

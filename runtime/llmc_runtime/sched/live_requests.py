@@ -13,16 +13,16 @@ from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_planner import DraftPlanner
-from llmc_runtime.sched.guided_requests import GuidedRequests
+from llmc_runtime.sched.guided_requests import GuidedRequests, follow
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.host_drafts import HostDrafts
-from llmc_runtime.sched.request import Request, RequestDelta, Status
+from llmc_runtime.sched.request import Request, RequestDelta, Status, delta_of, extend
 from llmc_runtime.sched.row_snapshots import RowSnapshots
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
-from llmc_runtime.sched.step import Step
+from llmc_runtime.sched.step import Step, TokenLogprobs, Work
 from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
-from llmc_runtime.sched.waiting_queue import ROW_WAIT_SECONDS, WaitingQueue, prompt_service, row_to_share
+from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, ROW_WAIT_SECONDS, WaitingQueue, prompt_service, row_to_share
 
 # A step is planned at least AHEAD seconds, and AHEAD_SHARE of the running step's duration, before that step ends.
 AHEAD, AHEAD_SHARE = 0.002, 0.25
@@ -45,7 +45,8 @@ class LiveRequests:
         self._notices: list[RequestDelta] = []  # deltas of requests that ended between two steps
         # The steps in flight, oldest first, each with the requests of its `work`, in the same order.
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
-        self._room = math.inf  # tokens for chunks of prompts of the step being planned; infinite before the first chunk
+        # Tokens of the step being planned that are left for chunks of prompts; infinite before its first chunk.
+        self._prompt_budget = math.inf
         self.timer = StepTimer()
         self.step_budget: StepBudget | None = None
         if config.target_itl:
@@ -96,7 +97,8 @@ class LiveRequests:
 
         A failure may have left the scheduler inconsistent, so this relies on `requests` only, and empties the cache.
         """
-        notices, ended = self.take_notices(), sorted(self.requests.values(), key=lambda request: request.key[1])
+        notices = self.take_notices()
+        ended = sorted(self.requests.values(), key=lambda request: request.key[1])
         for request in ended:
             request.status, request.pages, request.row = Status.FINISHED, [], -1
         self.counters.request_success["error"] += len(ended)
@@ -130,16 +132,17 @@ class LiveRequests:
             limits = config.max_num_batched_tokens, config.logits
             self.planner = DraftPlanner(self.speculation, self.pool, config.page_size, *limits)
 
-    def _take(self, count: int) -> list[int]:
+    def _take_pages(self, count: int) -> list[int]:
         """Take pages from the pool, of which `count` are free."""
         pages = self.pool.take(count)
         if self.planner is not None:
             self.planner.taken(pages)
         return pages
 
-    def _fit(self, request: Request, reserve: int) -> tuple[list[int], int] | None:
-        """Take pages for all tokens of a waiting request. Return them, and how many of them are computed already; None
-        if not `reserve` pages more are free than it needs.
+    def _allocate(self, request: Request, reserve: int) -> tuple[list[int], int] | None:
+        """Allocate pages for all tokens of a waiting request. Return them, and how many are cached, which come first.
+
+        Returns None, and allocates nothing, unless `reserve` pages would remain free.
         """
         pool, known = self.pool, request.tokens
         if request.scores is not None:
@@ -153,7 +156,7 @@ class LiveRequests:
             return None
         for page in hits:
             pool.share(page)
-        return hits + self._take(fresh), len(hits)
+        return hits + self._take_pages(fresh), len(hits)
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
         """Make a waiting request a running one. The first `hits` of its pages are computed already."""
@@ -185,10 +188,10 @@ class LiveRequests:
         if self.config.snapshots is None or request.status is not Status.RUNNING:
             return
         self._preempt(request, self.clock())
-        fit = self._fit(request, 0)
-        if fit is not None:
+        allocation = self._allocate(request, 0)
+        if allocation is not None:
             self.waiting.remove(request)
-            self._start(request, *fit)
+            self._start(request, *allocation)
 
     def _publish(self, request: Request, full: int) -> None:
         """Publish the first `full` pages of a running request, which are computed."""
@@ -198,7 +201,7 @@ class LiveRequests:
 
     def _end_guided(self) -> None:
         """End the requests whose guides have ended or failed."""
-        self.guided.park(self.running, self.waiting, self._free)
+        self.guided.park(self.running, self.waiting, self._free_row)
         for request, error in self.guided.ended():
             reason = "stop" if error is None else "error"
             self._notices.append(RequestDelta(request.id, [], reason, num_cached=request.num_cached or 0, error=error))
@@ -207,7 +210,7 @@ class LiveRequests:
     def _preempt(self, request: Request, now: float) -> None:
         """Remove a running request, free everything but its tokens, and let it wait."""
         self.running.remove(request)
-        self._free(request)
+        self._free_row(request)
         request.status, request.queued = Status.PREEMPTED, now
         self.waiting.add(request)
 
@@ -237,7 +240,7 @@ class LiveRequests:
     def _finish(self, request: Request, reason: str) -> None:
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._free(request)
+            self._free_row(request)
         elif request.status is not Status.PARKED:
             self.waiting.remove(request)
         self.waiting.leave(request)
@@ -248,7 +251,7 @@ class LiveRequests:
             self.host_drafts.end(request)
         self.counters.request_success[reason] += 1
 
-    def _free(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         if self.snapshots is not None:
             self.snapshots.stop(request)
         if self.planner is not None:
@@ -259,20 +262,65 @@ class LiveRequests:
         self.free_rows.append(request.row)
         request.row = -1
 
+    def _append_run(
+        self, request: Request, item: Work, tokens: list[tuple[int | None, TokenLogprobs | None]]
+    ) -> RequestDelta:
+        """Append the tokens that a step with drafts gave, as if each came from a step of one token."""
+        running = request.status is Status.RUNNING
+        if running:
+            rejected = item.num_tokens - len(tokens)
+            request.num_total -= rejected
+            request.num_planned -= rejected
+            keep = self.config.pages_for(request.num_planned + request.lookahead)
+            self.pool.release(reversed(request.pages[keep:]))
+            del request.pages[keep:]
+        delta: RequestDelta | None = None
+        for token, logprobs in tokens:
+            if running:
+                done = request.num_computed = request.num_computed + 1
+                if done // self.config.page_size > request.num_published:
+                    self._publish(request, done // self.config.page_size)
+            delta = extend(delta, self._append(request, token, logprobs))
+            if delta.finish_reason is not None:
+                break
+        assert delta is not None
+        return delta
+
+    def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
+        if token is None or not 0 <= token < self.config.vocab_size:
+            raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor returned token {token}")
+        request.tokens.append(token)
+        self.counters.generation_tokens += 1
+        request.account.service += OUTPUT_WEIGHT
+        delta = delta_of(request, token, logprobs, self.clock)
+        end = request.finish_of(token)
+        if end is not None:
+            delta.stopped = end[0] == "stop"
+        elif request.guide is not None:
+            end, delta.error = follow(request.guide, token)
+            delta.stopped = end is not None and delta.error is None and token in self.config.eos_token_ids
+        if end is not None:
+            delta.finish_reason, delta.stop_reason = end
+            self._finish(request, end[0])
+        return delta
+
     def _end_pooled(self, request: Request, pooled: bytes) -> RequestDelta:
         """End a request of a model that pools."""
         times = (request.started - request.arrived, self.clock() - request.started)
         self._finish(request, "stop")
         return RequestDelta(request.id, [], "stop", num_cached=request.num_cached or 0, times=times, pooled=pooled)
 
-    def _computes(self, leader: Request, request: Request) -> bool:
+    def _will_publish(self, leader: Request, request: Request) -> bool:
         """Whether the leader will soon publish full pages of the prompt that `request` can share."""
-        ahead = request.status is Status.WAITING and leader.status is Status.RUNNING and self.prefix.enabled
-        return ahead and leader.num_published < (request.num_prompt - 1) // self.config.page_size
+        if not self.prefix.enabled or request.status is not Status.WAITING or leader.status is not Status.RUNNING:
+            return False
+        return leader.num_published < (request.num_prompt - 1) // self.config.page_size
 
-    def _prompt_room(self, index: int, budget: int, first: bool) -> int:
-        """Return how many tokens a chunk may have of the `budget` that is left in the step being planned: all but one
-        for each decoding request from `index`. The `first` request of a step gets at least one."""
-        if self._room == math.inf:
-            self._room = budget - num_decoding(self.running, index)
-        return min(budget, max(int(self._room), first))
+    def _chunk_budget(self, index: int, budget: int, first: bool) -> int:
+        """Return the maximum number of tokens of the next chunk of a prompt. `budget` are the step's remaining tokens.
+
+        A token is left to each decoding request from `index` on. The `first` request of a step gets at least one.
+        """
+        if self._prompt_budget == math.inf:
+            self._prompt_budget = budget - num_decoding(self.running, index)
+        return min(budget, max(int(self._prompt_budget), first))

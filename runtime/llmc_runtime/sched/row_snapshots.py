@@ -30,11 +30,13 @@ class RowSnapshots:
 
     def __init__(self, count: int, prefix: PrefixCache, counters: Counters) -> None:
         self.pool, self.prefix, self.counters = SnapshotPool(count), prefix, counters
-        self._every = PAGES_BETWEEN_SNAPSHOTS * prefix.page_size
+        self._interval = (
+            PAGES_BETWEEN_SNAPSHOTS * prefix.page_size
+        )  # tokens between two snapshots of a request that decodes
         prefix.forgotten = self.pool.drop
 
     def usable(self, request: Request, pages: list[int]) -> list[int]:
-        """Return the first of the cached pages of a waiting request, up to the last one with a snapshot."""
+        """Return the cached pages of a waiting request that it can reuse: those up to the last one with a snapshot."""
         chain, request.branch = request.chain, len(pages)
         for count in range(len(pages), 0, -1):
             if chain[count] in self.pool:
@@ -68,19 +70,22 @@ class RowSnapshots:
 
     def _position(self, request: Request, item: Work) -> int:
         """Return the position of the snapshot that is taken after this work; 0 if none is."""
-        end = request.num_planned
+        end, interval = request.num_planned, self._interval
         if request.snapshot_positions and end >= request.snapshot_positions[0]:
+            position = end
             del request.snapshot_positions[0]
-        elif not item.emit or end // self._every == (end - item.num_tokens) // self._every:
-            return 0
+        elif item.emit and end // interval > (end - item.num_tokens) // interval:
+            position = end - end % interval
         else:
-            end -= end % self._every
-        if end < request.num_planned and not item.drafts:
             return 0
-        return 0 if end <= len(request.tokens) and self._is_kept(request, end) else end
+        if position < end and not item.drafts:
+            return 0
+        if position <= len(request.tokens) and self._is_kept(request, position):
+            return 0
+        return position
 
     def _is_kept(self, request: Request, position: int) -> bool:
-        """Whether there is a snapshot after this many known tokens of a request; if so, it is used now."""
+        """Whether there is a snapshot after this many known tokens of a request; if so, mark it as just used."""
         pages = position // self.prefix.page_size
         self.prefix.extend(request.chain, request.tokens, pages)
         is_cached = request.chain[pages] in self.pool

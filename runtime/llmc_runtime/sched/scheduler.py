@@ -48,15 +48,16 @@ from collections.abc import Callable
 from functools import partial
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.guided_requests import follow, known_mask, masked_room, may_sample, take_drafts
+from llmc_runtime.sched.guided_requests import known_mask, max_masked_drafts, may_sample, take_drafts
 from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
-from llmc_runtime.sched.request import Request, RequestDelta, Status, add_scores, delta_of, extend
-from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig, admit
+from llmc_runtime.sched.request import Request, RequestDelta, Status, add_scores
+from llmc_runtime.sched.request_init import init_request
+from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig
 from llmc_runtime.sched.speculation import Speculation
-from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, TokenLogprobs, Work
+from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, Work
 from llmc_runtime.sched.token_guide import mask_of
-from llmc_runtime.sched.waiting_queue import MAX_ADMITTED_TOKENS, OUTPUT_WEIGHT, last_of_most_served
+from llmc_runtime.sched.waiting_queue import MAX_ADMITTED_TOKENS, last_of_most_served
 
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
@@ -80,21 +81,22 @@ class Scheduler(LiveRequests):
         super().__init__(config, clock, draft)
         self.depth = 1
         self._seeds = seeds or partial(secrets.randbits, 64)
-        self._rank = POLICIES[config.policy]
-        self._reserve = int(config.watermark * config.num_pages)
-        self._arrivals = self._spare = 0  # spare: free rows of logits of the step being planned
+        self._policy = POLICIES[config.policy]
+        self._watermark_pages = int(config.watermark * config.num_pages)
+        self._arrivals = 0
+        self._free_logits = 0  # rows of logits that the step being planned does not use yet
         self._only_decodes = True  # the step being planned computes the next token of each row, without drafts
-        self._short = False  # whether the last admission lacked pages
-        self._anything = mask_of(None, config.vocab_size)
-        self._proposals = 0 if config.speculation is None else config.speculation.proposals
+        self._lacked_pages = False  # whether the last admission lacked pages
+        self._full_mask = mask_of(None, config.vocab_size)
+        self._lookup_drafts = 0 if config.speculation is None else config.speculation.proposals
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises LlmcError E601 to E607 if it can never run; then nothing changes."""
         if request.id in self.requests or request.status is not Status.NEW:
             raise LlmcError("E607", f"request {request.id!r} was added already", "use a unique id for each request")
-        admit(request, self.config, self._seeds())
+        init_request(request, self.config, self._seeds())
         self._arrivals += 1
-        request.key = (self._rank(request), self._arrivals)
+        request.key = (self._policy(request), self._arrivals)
         request.chain.append(self.prefix.root(request.cache_salt))
         request.status = Status.WAITING
         self.requests[request.id] = request
@@ -114,13 +116,13 @@ class Scheduler(LiveRequests):
         began = self.clock()
         self._end_guided()
         planned: list[Request] = []
-        if self.waiting and (self._short or not self.free_rows):
+        if self.waiting and (self._lacked_pages or not self.free_rows):
             self._share_rows(began)
         budget, preempted = self._plan_running(step, planned)
         if not preempted and self.waiting:
             self._admit(step, planned, budget)
         if self.guided:
-            self.guided.fill(step, planned, self._proposals, self._anything)
+            self.guided.fill(step, planned, self._lookup_drafts, self._full_mask)
         if planned:
             if self.snapshots is not None:
                 self.snapshots.plan(step, planned)
@@ -139,7 +141,7 @@ class Scheduler(LiveRequests):
         if not self._in_flight or not self._in_flight[0][0].open:
             return None
         self._end_guided()
-        return self.guided.complete(*self._in_flight[0], self._proposals, self._anything)
+        return self.guided.complete(*self._in_flight[0], self._lookup_drafts, self._full_mask)
 
     def commit(self, output: StepOutput) -> list[RequestDelta]:
         """Take the output of the oldest step in flight, and return a delta for each request that got a token.
@@ -150,13 +152,14 @@ class Scheduler(LiveRequests):
             raise RuntimeError("no step was planned")
         step, planned = self._in_flight.popleft()
         self._learn(step, planned, output)
-        size, append, scheduled = self.config.page_size, self._append, 0
+        size, append = self.config.page_size, self._append
+        num_tokens = 0
         deltas: list[RequestDelta] = []
         saves = [] if self.snapshots is None else self.snapshots.begin(step, planned)
         for index, (request, item, token, row_logprobs) in enumerate(
             zip(planned, step.work, output.tokens, output.logprobs)
         ):
-            scheduled += item.num_tokens
+            num_tokens += item.num_tokens
             if request.num_masked == 0:  # its mask was late
                 self._rebuild(request)
                 continue
@@ -170,15 +173,15 @@ class Scheduler(LiveRequests):
                 if done // size > request.num_published:
                     self._publish(request, done // size)
             if item.emit:
-                pooled = output.pooled
-                deltas.append(
-                    self._end_pooled(request, pooled[index]) if pooled else append(request, token, row_logprobs)
-                )
+                if output.pooled:
+                    deltas.append(self._end_pooled(request, output.pooled[index]))
+                else:
+                    deltas.append(append(request, token, row_logprobs))
                 if request.guide is not None:
-                    take_drafts(request, item, output, self._proposals)
+                    take_drafts(request, item, output, self._lookup_drafts)
         if self.snapshots is not None:
             self.snapshots.commit(saves)
-        self.counters.step(scheduled)
+        self.counters.step(num_tokens)
         return deltas
 
     def _learn(self, step: Step, planned: list[Request], output: StepOutput) -> None:
@@ -206,9 +209,11 @@ class Scheduler(LiveRequests):
 
     def _plan_running(self, step: Step, planned: list[Request]) -> tuple[int, bool]:
         """Plan the running requests. Return the remaining budget, and whether a request was preempted."""
-        running, planner, budget, index = self.running, self.planner, self._begin_step(), 0
+        budget = self._begin_step()
+        running, planner = self.running, self.planner
         size, num_preemptions = self.config.page_size, self.counters.num_preemptions
         wants = self.speculation is not None and self.speculation.wants
+        index = 0
         while budget and index < len(running):
             request, index = running[index], index + 1
             total, start = request.num_total, request.num_planned
@@ -230,29 +235,30 @@ class Scheduler(LiveRequests):
     def _plan_request(self, step: Step, planned: list[Request], index: int, budget: int) -> int:
         """Plan the running request before `index`. Return the number of its tokens, 0 if it gets none."""
         request = self.running[index - 1]
-        start, decodes = request.num_planned, request.num_total - request.num_planned == 1
-        room = budget if decodes else self._prompt_room(index, budget, first=not planned)
-        if room < 1:
+        start = request.num_planned
+        missing = request.num_total - start
+        decodes = missing == 1
+        max_tokens = budget if decodes else self._chunk_budget(index, budget, first=not planned)
+        if max_tokens < 1:
             return 0
         if decodes:
             item = request.decode
         else:
-            chunk = min(self.config.long_prefill_threshold or room, room)
-            item = self._chunk(request, request.num_total - start, chunk)
+            item = self._chunk(request, missing, min(self.config.long_prefill_threshold or max_tokens, max_tokens))
         if request.guide is not None and item.emit and not may_sample(request):
             self.guided.leave_out(request)
             return 0
         if request.num_drafts and decodes and self.speculation is not None and self.speculation.verifies:
             item = self._with_drafts(self.speculation, request, budget - (len(self.running) - index))
         end, size = start + item.num_tokens, self.config.page_size
-        need = -(-end // size) - len(request.pages)
-        if need > self.pool.num_free and not self._preempt_for(request, need, index):
+        new_pages = -(-end // size) - len(request.pages)
+        if new_pages > self.pool.num_free and not self._preempt_for(request, new_pages, index):
             return 0
         if self.planner is not None and (request.num_drafts or self.planner.speculation.wants):
             item = self.planner.plan(request, item, end)
-            need = -(-(end + item.propose) // size) - len(request.pages)
-        if need > 0:
-            pages = self._take(need)
+            new_pages = -(-(end + item.propose) // size) - len(request.pages)
+        if new_pages > 0:
+            pages = self._take_pages(new_pages)
             if not request.needs_init:
                 step.pages.append(RowPages(request.row, len(request.pages), pages))
             request.pages += pages
@@ -266,7 +272,7 @@ class Scheduler(LiveRequests):
         step.work.append(item)
         planned.append(request)
         self._only_decodes &= item is request.decode
-        self._room -= item.num_tokens - decodes
+        self._prompt_budget -= item.num_tokens - decodes
         return item.num_tokens
 
     def _preempt_for(self, request: Request, need: int, index: int) -> bool:
@@ -279,13 +285,15 @@ class Scheduler(LiveRequests):
         return request.status is _RUNNING
 
     def _begin_step(self) -> int:
-        """Prepare the drafts of a step. Return the number of its tokens at most."""
+        """Reset the state of the step being planned, and choose its drafts. Return its maximum number of tokens."""
         running, budget = self.running, self.config.max_num_batched_tokens
         if self.step_budget is not None:
             budget = self.step_budget.tokens(running, self.waiting.num_tokens)
-        self._spare, self._room, self._only_decodes = self.config.logits - len(running), math.inf, True
+        self._free_logits = self.config.logits - len(running)
+        self._prompt_budget = math.inf
+        self._only_decodes = True
         if self.speculation is not None and not self.speculation.begin_idle():
-            self.speculation.begin(running, max(0, min(self._spare, budget - len(running))))
+            self.speculation.begin(running, max(0, min(self._free_logits, budget - len(running))))
             if self.planner is not None:
                 self.planner.begin()
         if self.host_drafts is not None and self.host_drafts.wanted:
@@ -294,33 +302,44 @@ class Scheduler(LiveRequests):
 
     def _with_drafts(self, speculation: Speculation, request: Request, budget: int) -> Work:
         """Return work for the next token of a request, and for as many of the drafts after it as save time and fit."""
-        rows = self._spare - min(len(self.waiting), len(self.free_rows))
-        pages = (len(request.pages) + self.pool.num_free) * self.config.page_size - request.num_total
-        room = min(budget - 1 - bool(self.waiting), rows, request.limit - 1 - request.num_total, pages)
-        drafts = speculation.drafts(request, room if request.guide is None else masked_room(request, speculation, room))
-        self._spare -= drafts
+        free_logits = self._free_logits - min(len(self.waiting), len(self.free_rows))
+        free_positions = (len(request.pages) + self.pool.num_free) * self.config.page_size - request.num_total
+        remaining = request.limit - 1 - request.num_total
+        max_drafts = min(budget - 1 - bool(self.waiting), free_logits, remaining, free_positions)
+        if request.guide is not None:
+            max_drafts = max_masked_drafts(request, speculation, max_drafts)
+        drafts = speculation.drafts(request, max_drafts)
+        self._free_logits -= drafts
         return Work(request.row, 1 + drafts, True, drafts=drafts) if drafts else request.decode
 
     def _admit(self, step: Step, planned: list[Request], budget: int) -> None:
         """Admit waiting requests in order, up to the first one that does not fit, or to MAX_ADMITTED_TOKENS."""
-        config, waiting, room, self._short = self.config, self.waiting, MAX_ADMITTED_TOKENS, False
+        config, waiting, room = self.config, self.waiting, MAX_ADMITTED_TOKENS
+        self._lacked_pages = False
         max_chunk = budget if config.whole_prompts else config.long_prefill_threshold or budget
-        while budget and room > 0 and self._spare > 0 and self.free_rows and (request := waiting.first()) is not None:
+        while (
+            budget
+            and room > 0
+            and self._free_logits > 0
+            and self.free_rows
+            and (request := waiting.first()) is not None
+        ):
             if request.status is Status.PREEMPTED and any(request in late for _, late in self._in_flight):
                 break
-            if request.leader is not None and self._computes(request.leader, request):
+            if request.leader is not None and self._will_publish(request.leader, request):
                 break
             if config.whole_prompts and len(request.tokens) > budget:
                 break
             request.inherit(config.page_size)
-            fit = self._fit(request, self._reserve if self.running else 0)
-            if fit is None:
-                self._short = True
+            allocation = self._allocate(request, self._watermark_pages if self.running else 0)
+            if allocation is None:
+                self._lacked_pages = True
                 break
             waiting.remove(request)
-            self._start(request, *fit)
+            self._start(request, *allocation)
             room -= len(request.tokens)
-            self._spare, self._only_decodes = self._spare - 1, False
+            self._free_logits -= 1
+            self._only_decodes = False
             item = self._chunk(request, request.num_total - request.num_planned, min(max_chunk, budget))
             if item.emit and request.guide is not None and known_mask(request) is None:
                 self.guided.leave_out(request)
@@ -328,7 +347,7 @@ class Scheduler(LiveRequests):
             if self.planner is not None:
                 end = request.num_planned + item.num_tokens
                 item = self.planner.plan(request, item, end)
-                request.pages += self._take(max(0, config.pages_for(end + item.propose) - len(request.pages)))
+                request.pages += self._take_pages(max(0, config.pages_for(end + item.propose) - len(request.pages)))
             step.inits.append(request.row_init())
             step.work.append(item)
             planned.append(request)
@@ -338,15 +357,19 @@ class Scheduler(LiveRequests):
 
     def _chunk(self, request: Request, missing: int, max_tokens: int) -> Work:
         """Return work for the next of `missing` tokens. The request has one row of logits already."""
-        count, start, score = min(missing, max_tokens), request.num_planned, False
+        start = request.num_planned
+        count, score = min(missing, max_tokens), False
         if request.snapshot_positions:
             count = min(count, request.snapshot_positions[0] - start)
         if request.scores is not None and start < request.num_prompt - 1:
-            scored = len(request.scores)
-            score = start >= scored
-            spare = max(0, self._spare - self.waiting.has_other(request.tenant))
-            count = min(count, 1 + spare if score else scored - start)
-            self._spare -= count - 1 if score else 0
+            num_scored = len(request.scores)
+            score = start >= num_scored
+            if score:
+                free_logits = max(0, self._free_logits - self.waiting.has_other(request.tenant))
+                count = min(count, 1 + free_logits)
+                self._free_logits -= count - 1
+            else:  # it was preempted, and computes tokens again that were scored before
+                count = min(count, num_scored - start)
         return Work(request.row, count, count == missing, score)
 
     def _append_verified(self, request: Request, item: Work, output: StepOutput, index: int) -> RequestDelta:
@@ -354,47 +377,5 @@ class Scheduler(LiveRequests):
         sampled = [(output.tokens[index], output.logprobs[index]), *output.accepted[index]]
         masked = sampled[: request.num_masked]
         delta = self._append_run(request, item, masked)
-        take_drafts(request, item, output, self._proposals, len(masked), len(masked) == len(sampled))
-        return delta
-
-    def _append_run(
-        self, request: Request, item: Work, run: list[tuple[int | None, TokenLogprobs | None]]
-    ) -> RequestDelta:
-        """Append the tokens that a step with drafts gave, as if each came from a step of one token."""
-        running = request.status is _RUNNING
-        if running:
-            rejected = item.num_tokens - len(run)
-            request.num_total -= rejected
-            request.num_planned -= rejected
-            keep = self.config.pages_for(request.num_planned + request.lookahead)
-            self.pool.release(reversed(request.pages[keep:]))
-            del request.pages[keep:]
-        delta: RequestDelta | None = None
-        for token, logprobs in run:
-            if running:
-                done = request.num_computed = request.num_computed + 1
-                if done // self.config.page_size > request.num_published:
-                    self._publish(request, done // self.config.page_size)
-            delta = extend(delta, self._append(request, token, logprobs))
-            if delta.finish_reason is not None:
-                break
-        assert delta is not None
-        return delta
-
-    def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
-        if token is None or not 0 <= token < self.config.vocab_size:
-            raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor returned token {token}")
-        request.tokens.append(token)
-        self.counters.generation_tokens += 1
-        request.account.service += OUTPUT_WEIGHT
-        delta = delta_of(request, token, logprobs, self.clock)
-        end = request.finish_of(token)
-        if end is not None:
-            delta.stopped = end[0] == "stop"
-        elif request.guide is not None:
-            end, delta.error = follow(request.guide, token)
-            delta.stopped = end is not None and delta.error is None and token in self.config.eos_token_ids
-        if end is not None:
-            delta.finish_reason, delta.stop_reason = end
-            self._finish(request, end[0])
+        take_drafts(request, item, output, self._lookup_drafts, len(masked), len(masked) == len(sampled))
         return delta
