@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from llmc_runtime.exec.capacity import KvCapacity
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import CANARY
@@ -171,28 +172,43 @@ def check(executor: Executor, canary: Canary) -> Verdict:
     Raises LlmcError E202 if the KV cache is too small for the prompts.
     """
     problems: list[str] = []
-    ties, worst, number = 0, 0.0, 0
+    ties, worst = 0, 0.0
+    first_number = 1  # of the prompts of a group
     for group in _groups(executor, canary.runs):
         steps = len(group[0].tokens)
         for i in range(steps):
             outputs = _next(executor, [r.prompt for r in group], [r.tokens[:i] for r in group], steps)
-            for k, (run, (token, logprobs)) in enumerate(zip(group, outputs, strict=True), number + 1):
-                tied, difference, problem = _compare(run, i, token, logprobs, canary.tolerance)
-                ties, worst = ties + tied, max(worst, difference)
-                problems += [f"prompt {k}, token {i}: {problem}"] if problem else []
-        number += len(group)
+            for number, (run, (token, logprobs)) in enumerate(zip(group, outputs, strict=True), first_number):
+                difference = _compare(run, i, token, logprobs, canary.tolerance)
+                ties += difference.tied
+                worst = max(worst, difference.nats)
+                if difference.problem:
+                    problems.append(f"prompt {number}, token {i}: {difference.problem}")
+        first_number += len(group)
     return Verdict(sum(len(r.tokens) for r in canary.runs), ties, worst, tuple(problems))
 
 
-def _compare(run: Run, i: int, token: int, logprobs: TokenLogprobs, tolerance: float) -> tuple[bool, float, str]:
-    """Compare one token. Returns (whether a near tie excuses a difference, the largest difference in nats, the problem
-    as text or "").
+class _Difference(NamedTuple):
+    """How a token differs from the recorded one.
+
+    tied:     another token was chosen, which a near tie excuses
+    nats:     the largest difference of a log-probability
+    problem:  description of a difference that is not allowed, "" if there is none
     """
+
+    tied: bool
+    nats: float
+    problem: str
+
+
+def _compare(run: Run, i: int, token: int, logprobs: TokenLogprobs, tolerance: float) -> _Difference:
+    """Compare a token and its log-probabilities with those recorded at position `i`."""
     recorded = run.tokens[i]
     if token != recorded:
-        tie = run.margin(i) <= 2 * tolerance and recorded in list(logprobs.top_ids)[:2]
+        if run.margin(i) <= 2 * tolerance and recorded in list(logprobs.top_ids)[:2]:
+            return _Difference(True, 0.0, "")
         problem = f"got {token}, recorded {recorded} (more likely by {run.margin(i):.3g} nats)"
-        return tie, 0.0, "" if tie else problem
+        return _Difference(False, 0.0, problem)
     actual = {int(k): float(x) for k, x in _tops(logprobs)} | {token: logprobs.logprob}
     lowest = min(actual.values())
     worst, problem = 0.0, ""
@@ -204,7 +220,7 @@ def _compare(run: Run, i: int, token: int, logprobs: TokenLogprobs, tolerance: f
             shown = f"{actual[k]:.4g}" if k in actual else f"below {lowest:.4g}"
             problem = f"log-probability of {k} is {shown}, recorded {expected:.4g} (tolerance {tolerance:g})"
         worst = max(worst, difference)
-    return False, worst, problem
+    return _Difference(False, worst, problem)
 
 
 def require(executor: Executor) -> None:
@@ -244,16 +260,8 @@ def _next(
     Pages are reserved for `steps` tokens after each prompt. If there is a past, the previous call must have left the KV
     of all tokens but the last one.
     """
-    texts = [[*p, *after] for p, after in zip(prompts, past, strict=True)]
-    inits, first = [], 0
-    for row, (prompt, after, text) in enumerate(zip(prompts, past, texts, strict=True)):
-        pages = [first + i for i in range(executor.capacity.pages_for(len(text)))]
-        inits.append(RowInit(row, text, len(text) - 1 if after else 0, len(prompt), _PARAMS, pages))
-        first += executor.capacity.pages_for(len(prompt) + steps)
-    if first > executor.capacity.pages:
-        cause = f"the canary's prompts need {first} KV pages; the cache has {executor.capacity.pages}"
-        raise LlmcError("E202", cause, "increase --kv-cache-memory-bytes, or skip the canary")
-    remaining = [1 if after else len(text) for after, text in zip(past, texts, strict=True)]
+    inits = _row_inits(executor.capacity, prompts, past, steps)
+    remaining = [len(init.tokens) - init.computed for init in inits]
     limit = executor.artifact.manifest.limits.max_num_batched_tokens
     while sum(remaining) > limit:
         row = remaining.index(max(remaining))
@@ -262,6 +270,22 @@ def _next(
         inits, remaining[row] = [], remaining[row] - count
     out = executor.run(Step(inits=inits, work=[Work(row, n, emit=True) for row, n in enumerate(remaining)]))
     return [_prediction(token, logprobs) for token, logprobs in zip(out.tokens, out.logprobs, strict=True)]
+
+
+def _row_inits(
+    capacity: KvCapacity, prompts: Sequence[Sequence[int]], past: Sequence[Sequence[int]], steps: int
+) -> list[RowInit]:
+    """Return the rows from 0 on, each with the pages after those of the row before. Raises LlmcError E202."""
+    inits, first_page = [], 0
+    for row, (prompt, after) in enumerate(zip(prompts, past, strict=True)):
+        tokens = [*prompt, *after]
+        pages = list(range(first_page, first_page + capacity.pages_for(len(tokens))))
+        inits.append(RowInit(row, tokens, len(tokens) - 1 if after else 0, len(prompt), _PARAMS, pages))
+        first_page += capacity.pages_for(len(prompt) + steps)
+    if first_page > capacity.pages:
+        cause = f"the canary's prompts need {first_page} KV pages; the cache has {capacity.pages}"
+        raise LlmcError("E202", cause, "increase --kv-cache-memory-bytes, or skip the canary")
+    return inits
 
 
 def _prediction(token: int | None, logprobs: TokenLogprobs | None) -> Prediction:

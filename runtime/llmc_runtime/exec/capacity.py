@@ -81,35 +81,42 @@ def plan_kv(
 ) -> KvCapacity:
     """Compute the size of the KV cache, and the number of snapshots of recurrent layers' states.
 
-    `kv_bytes` is the budget. The default is the size that all rows of maximum length can use, limited to the fraction
-    `share` of the remaining memory. `free` is the free memory in bytes before anything is allocated, from which `need`
-    and the snapshots are subtracted first. `snapshots` is their number; None: SNAPSHOTS_PER_ROW for each row, if these
-    fit. Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
+    kv_bytes:   budget of the cache in bytes; None: what all rows of maximum length can use, limited to the fraction
+                `share` of the remaining memory
+    free:       free memory in bytes before anything is allocated, from which `need` and the snapshots are subtracted
+    need:       the artifact's other memory; NOTHING if the device shares the host's memory, which is not checked
+    snapshots:  number of snapshots; None: SNAPSHOTS_PER_ROW for each row, if these fit
+
+    Raises LlmcError E202 if not even one page fits, and E205 if the device has too little memory.
     """
     kv, limits, snapshot_bytes = manifest.kv, manifest.limits, manifest.bytes_per_snapshot
-    useful = limits.max_num_seqs * -(-limits.max_model_len // kv.page_size)
-    count = _snapshots(manifest, snapshots, free - need.total, share, kv_bytes)
-    if need.total:
-        need = replace(need, snapshots=count * snapshot_bytes)
-    available = free - need.total - (0 if need.total else count * snapshot_bytes)
+    pages_per_sequence = -(-limits.max_model_len // kv.page_size)
+    sequence_bytes = pages_per_sequence * kv.bytes_per_page
+    has_own_memory = need.total > 0
+    num_snapshots = _num_snapshots(manifest, snapshots, free - need.total, share, kv_bytes)
+    need = replace(need, snapshots=num_snapshots * snapshot_bytes)
+    available = free - need.total
     budget = max(0, int(available * share)) if kv_bytes is None else kv_bytes
-    pages = min(useful, budget // kv.bytes_per_page) if kv.bytes_per_page else useful
-    sequence_bytes = -(-limits.max_model_len // kv.page_size) * kv.bytes_per_page
-    if need.total and (available < 0 or (pages < 1 and kv_bytes is None)):
+    pages = limits.max_num_seqs * pages_per_sequence  # more would never be used
+    if kv.bytes_per_page:
+        pages = min(pages, budget // kv.bytes_per_page)
+    if has_own_memory and (available < 0 or (pages < 1 and kv_bytes is None)):
         raise _too_little(need, free, sequence_bytes, limits.max_model_len)
     if pages < 1:
         page = f"a page of {kv.page_size} tokens takes {size_text(kv.bytes_per_page)}"
         remedy = f"set at least {size_text(sequence_bytes)}, enough for one sequence of {limits.max_model_len} tokens"
         raise LlmcError("E202", f"the KV cache has {size_text(budget)}; {page}", remedy)
-    if need.total and pages * kv.bytes_per_page > available:
+    if has_own_memory and pages * kv.bytes_per_page > available:
         remaining = f"{size_text(available)} of {size_text(free)} are left after {need}"
         tokens = available // kv.bytes_per_page * kv.page_size
         remedy = f"set at most {size_text(available)}, enough for {tokens} tokens"
         raise LlmcError("E205", f"the KV cache needs {size_text(budget)}; {remaining}", remedy)
-    return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len, count, snapshot_bytes)
+    return KvCapacity(pages, kv.page_size, kv.bytes_per_page, limits.max_model_len, num_snapshots, snapshot_bytes)
 
 
-def _snapshots(manifest: Manifest, requested: int | None, available: int, share: float, kv_bytes: int | None) -> int:
+def _num_snapshots(
+    manifest: Manifest, requested: int | None, available: int, share: float, kv_bytes: int | None
+) -> int:
     """Return the number of snapshots, `requested` or the default, for `available` bytes.
 
     Raises LlmcError E205 if the requested ones do not fit.
@@ -119,7 +126,8 @@ def _snapshots(manifest: Manifest, requested: int | None, available: int, share:
         return 0
     if requested is None:
         room = limit // _SNAPSHOT_SHARE
-        room = room if kv_bytes is None else min(room, available - kv_bytes)
+        if kv_bytes is not None:
+            room = min(room, available - kv_bytes)
         return min(SNAPSHOTS_PER_ROW * manifest.limits.max_num_seqs, max(0, room) // snapshot_bytes)
     if requested * snapshot_bytes > limit:
         needed = size_text(requested * snapshot_bytes)

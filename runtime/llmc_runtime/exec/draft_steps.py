@@ -34,8 +34,7 @@ class DraftSteps:
         self._fill, self._first, self._next = (
             EntryPoints(artifact, device, layout, env, role) for role in (FILL, FIRST, NEXT)
         )
-
-        self._begins = 1 if self.is_head else 2  # tokens of each row by which its first draft is sampled
+        self._first_entries = 1 if self.is_head else 2  # entries of each row in the step that samples its first draft
         alone = artifact.manifest.ranks == 1  # ranks must run the same programs
         known = layout.outputs.get(DRAFT_LOGPROB) if device.depth == 1 and alone else None
         self._logprobs = np.empty(0, np.float32) if known is None else known.host.view(np.float32)
@@ -51,7 +50,7 @@ class DraftSteps:
     @property
     def max_rows(self) -> int:
         """The maximum number of rows for which one step drafts."""
-        return min(self._first.max_entries // self._begins, self._next.max_entries)
+        return min(self._first.max_entries // self._first_entries, self._next.max_entries)
 
     @property
     def stops(self) -> bool:
@@ -64,52 +63,56 @@ class DraftSteps:
         lookups: the number of drafts that prompt lookup has found for each index of `work`, if one has `lookup`.
         Returns the probabilities of the drafts of each index of `work`, as many as were made; empty unless `stops`.
         """
-        if fills := [w for w in work if w.fill]:
+        fills = [w for w in work if w.fill]
+        if fills:
             for w in fills:
                 self._rows.place(w.row, w.fill_from)
             self._fill.ready(([w.row for w in fills], [w.fill for w in fills], [0] * len(fills))).run()
         drafting = [i for i, w in enumerate(work) if w.propose and not (w.lookup and lookups[i])]
         if len(drafting) == 1:
-            likely = {drafting[0]: self._run_single(work[drafting[0]])}
+            probabilities = {drafting[0]: self._run_single(work[drafting[0]])}
         else:
-            likely = self._run_rows(work, drafting)
-        return likely if self.stops else {}
+            probabilities = self._run_rows(work, drafting)
+        return probabilities if self.stops else {}
 
     def _run_single(self, item: Work) -> list[float]:
         """Draft for a single row, for which all drafts but the first one have the same inputs."""
-        begins, stop, chance = self._begins, item.stop, 1.0
-        likely: list[float] = []
-        bound = self._first.ready(([item.row] * begins, [1] * begins, [*[0] * (begins - 1), 1]))
+        num_entries = self._first_entries
+        chance = 1.0  # that all drafts so far are accepted
+        probabilities: list[float] = []
+        bound = self._first.ready(([item.row] * num_entries, [1] * num_entries, [*[0] * (num_entries - 1), 1]))
         for count in range(1, item.propose + 1):
             bound.run()
             if self.stops:
-                likely.append(exp(self._logprobs[begins - 1 if count == 1 else 0]))
-                if stop is not None:
-                    chance *= stop.chance(likely[-1])
-                    if chance < stop.least:
-                        break
+                probabilities.append(exp(self._logprobs[num_entries - 1]))
+                if item.stop is not None:
+                    chance *= item.stop.chance(probabilities[-1])
+                if _ends(item, chance):
+                    break
             if count == 1 < item.propose:
+                num_entries = 1
                 bound = self._next.ready(([item.row], [1], [1]))
-        return likely
+        return probabilities
 
-    def _run_rows(self, work: Sequence[Work], going: list[int]) -> dict[int, list[float]]:
+    def _run_rows(self, work: Sequence[Work], drafting: list[int]) -> dict[int, list[float]]:
         """Draft for the rows of these indices of `work`, a token of each at a time."""
-        likely: dict[int, list[float]] = {i: [] for i in going}
-        chances, count = dict.fromkeys(going, 1.0), 0
-        while going:
-            entries_per_row = 1 if count else self._begins
-            entries = [work[i].row for i in going for _ in range(entries_per_row)]
-            points = self._next if count else self._first
-            points.ready((entries, [1] * len(entries), [*[0] * (entries_per_row - 1), 1] * len(going))).run()
+        probabilities: dict[int, list[float]] = {i: [] for i in drafting}
+        chances = dict.fromkeys(drafting, 1.0)  # that all drafts of a row so far are accepted
+        points, entries_per_row, count = self._first, self._first_entries, 0
+        while drafting:
+            entries = [work[i].row for i in drafting for _ in range(entries_per_row)]
+            points.ready((entries, [1] * len(entries), [*[0] * (entries_per_row - 1), 1] * len(drafting))).run()
             count += 1
             if self.stops:
-                last = self._logprobs[entries_per_row - 1 : len(entries) : entries_per_row]
-                for i, logprob in zip(going, last.tolist()):
-                    likely[i].append(exp(logprob))
-                    if (stop := work[i].stop) is not None:
-                        chances[i] *= stop.chance(likely[i][-1])
-            going = [i for i in going if count < work[i].propose and not _ends(work[i], chances[i])]
-        return likely
+                sampled = self._logprobs[entries_per_row - 1 : len(entries) : entries_per_row]
+                for i, logprob in zip(drafting, sampled.tolist()):
+                    probabilities[i].append(exp(logprob))
+                    stop = work[i].stop
+                    if stop is not None:
+                        chances[i] *= stop.chance(probabilities[i][-1])
+            drafting = [i for i in drafting if count < work[i].propose and not _ends(work[i], chances[i])]
+            points, entries_per_row = self._next, 1
+        return probabilities
 
     def sizes(self) -> Iterator[Bound]:
         """Yield the programs with one token per entry in every size in which they run, with the size set."""

@@ -26,7 +26,12 @@ _TILES = ((256, 64), (16, 16))  # steps of more than the first number of tokens 
 
 def bucket(rows: int, top: int) -> int:
     """Round `rows` up to 1, 2, 4 or a multiple of 8, limited to `top`."""
-    size = rows if rows <= 2 else 4 if rows <= 4 else -(-rows // 8) * 8
+    if rows <= 2:
+        size = rows
+    elif rows <= 4:
+        size = 4
+    else:
+        size = -(-rows // 8) * 8
     return min(size, top)
 
 
@@ -138,17 +143,19 @@ class EntryPoints:
         if tokens == rows and key in self._decodes:
             return self._decodes[key]
         env = {TOKENS: tokens, ROWS: rows}
-        fit = [b for b in self.bound if b.program.fits(env) and (b.program.drafts or not verifies)]
-        for bound in sorted((b for b in fit if plain or not b.program.is_plain), key=lambda b: not b.program.is_plain):
-            if self._device.replays:
-                rows = bucket(rows, top_rows(bound.program, self._rows))
-            if not bound.program.uniform:
-                return bound, self._tokens(bound.program, tokens), rows
-            self._decodes[key] = bound, rows, rows
-            return self._decodes[key]
-        served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self.bound)
-        cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
-        raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
+        fitting = [b for b in self.bound if b.program.fits(env) and (b.program.drafts or not verifies)]
+        allowed = [b for b in fitting if plain or not b.program.is_plain]
+        if not allowed:
+            served = "; ".join(f"{b.program.name}: {dict(b.program.serves)}" for b in self.bound)
+            cause = f"no program serves a step of {tokens} tokens in {rows} rows ({served})"
+            raise LlmcError("E614", cause, "recompile with larger --max-num-batched-tokens or --max-num-seqs")
+        bound = next((b for b in allowed if b.program.is_plain), allowed[0])
+        if self._device.replays:
+            rows = bucket(rows, top_rows(bound.program, self._rows))
+        if not bound.program.uniform:
+            return bound, self._tokens(bound.program, tokens), rows
+        self._decodes[key] = bound, rows, rows
+        return self._decodes[key]
 
     def _tokens(self, program: Program, tokens: int) -> int:
         """Return the number of tokens, padding included, with which a program runs a step."""

@@ -60,9 +60,9 @@ class Ticket:
     `ids` are the sampled ids, or the pooled values. `entries` are the rows of logits: one per item of `work`, or one
     per token if the item has drafts or its prompt is scored. `needs_logprobs` flags the entries that need
     log-probabilities; it is empty if none does. `proposed` are the numbers of tokens drafted per entry; None if none
-    are. `rest` runs the second half of an open step; its event is recorded after that. `looks` are requests for tokens
-    of rows, and `looked` has these tokens, by row. `plain`: the draft model does nothing after it. `likely`: see
-    StepOutput. `saves`: see Step.
+    are. `second_half` runs the part of an open step that needs its masks; the event is recorded after that. `looks` are
+    requests for tokens of rows, and `looked` has these tokens, by row. `plain`: no draft model runs after the step.
+    `likely`: see StepOutput. `saves`: see Step.
     """
 
     work: list[Work]
@@ -73,7 +73,7 @@ class Ticket:
     needs_logprobs: list[bool] = field(default_factory=list)
     proposed: np.ndarray | None = None
     width: int = 0
-    rest: Run | None = None
+    second_half: Run | None = None
     looks: list[RowMasks] = field(default_factory=list)
     plain: bool = False
     looked: dict[int, np.ndarray] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class Ticket:
     saves: Sequence[RowSave] = ()
 
 
-class _Entries(NamedTuple):
+class _StepEntries(NamedTuple):
     """The rows of logits of a step's work, as columns of a program's inputs too, whether they verify drafts, and which
     need log-probabilities (see Ticket)."""
 
@@ -118,25 +118,24 @@ class Executor:
         self._layout = Layout(artifact, device, self._env, self.capacity.snapshot_bytes)
         self._steps = EntryPoints(artifact, device, self._layout, self._env, "")
         by_role = {s.role: (s, self._layout.states[s.name]) for s in manifest.states if s.role in ROLES}
-        self._masks = by_role["allowed"][0].name if "allowed" in by_role else ""
+        self._mask_state = by_role["allowed"][0].name if "allowed" in by_role else ""
         self.rows = Rows(device, by_role, self._env, manifest.vocab_size)
         pooling = manifest.pooling
-        self._width = 0 if pooling is None else pooling.width * 4  # bytes of a prompt's pooled values; 0: none
-        self._pooled = self._layout.output(POOLED) if self._width else None
-        self._ids = None if self._width else self._layout.output("ids")
+        self._pooled_bytes = 0 if pooling is None else pooling.width * 4  # bytes of a prompt's pooled values; 0: none
+        self._pooled = self._layout.output(POOLED) if self._pooled_bytes else None
+        self._ids = None if self._pooled_bytes else self._layout.output("ids")
         self.draft_model = DraftSteps(artifact, device, self._layout, self._env, self.rows)
         self.max_drafts = max((p.drafts for p in artifact.programs), default=0)
         self.max_entries = self._steps.max_entries or manifest.limits.max_num_seqs
         self._proposed = self._layout.output("proposed") if self.max_drafts else None
-        self._outputs = () if self._width else tuple(self._layout.output(name) for name, _ in _LOGPROBS)
+        self._outputs = () if self._pooled_bytes else tuple(self._layout.output(name) for name, _ in _LOGPROBS)
         self._snapshots: StateSnapshots | None = None
         if self._layout.snapshots is not None:
             states = [(s, self._layout.states[s.name]) for s in manifest.states if s.role == RECURRENT]
             self._snapshots = StateSnapshots(device, self._layout.snapshots, states)
         self._open: deque[Ticket] = deque()
-        # Of the last step: its entries, and the program with the number of entries.
-        self._entries = _Entries(work=[], entries=[], columns=([], [], []), verifies=False, needed=[])
-        self._last: tuple[Program, int] | None = None
+        self._last_program: tuple[Program, int] | None = None  # the program of the last step, and its number of entries
+        self._last_entries = _StepEntries(work=[], entries=[], columns=([], [], []), verifies=False, needed=[])
 
     def run(self, step: Step) -> StepOutput:
         """Launch a step and wait for it. Returns one id (or None) per work item, and log-probabilities where requested.
@@ -169,20 +168,20 @@ class Executor:
 
     def guide(self, ticket: Ticket, masks: Sequence[RowMasks]) -> None:
         """Supply the token masks of an open step and run its second half."""
-        if ticket.rest is None:
+        if ticket.second_half is None:
             raise RuntimeError("only an open step can be guided, and only once")
         for new in masks:
             self.rows.mask(new)
         ticket.looks += [new for new in masks if new.look]
-        ticket.rest()
-        ticket.rest = None
-        self._end(ticket)
+        ticket.second_half()
+        ticket.second_half = None
+        self._fetch_outputs(ticket)
 
     def wait(self, ticket: Ticket) -> StepOutput:
         """Wait for the oldest step in flight and return its output."""
         if not self._open or self._open[0] is not ticket:
             raise RuntimeError("steps must be waited for once, in the order of their launches")
-        if ticket.rest is not None:
+        if ticket.second_half is not None:
             raise RuntimeError("an open step must be guided before it is waited for")
         try:
             self.device.wait(ticket.event)
@@ -190,7 +189,7 @@ class Executor:
             self._open.clear()
             raise
         self._open.popleft()
-        if self._width:
+        if self._pooled_bytes:
             return self._pool(ticket)
         ids = ticket.ids.view(np.int32).tolist()
         tokens = [i if w.emit else None for i, w in zip(ids, ticket.entries)]
@@ -207,7 +206,10 @@ class Executor:
     def _pool(self, ticket: Ticket) -> StepOutput:
         """Return the output of a step of a model that pools."""
         data, none = ticket.ids.tobytes(), [None] * len(ticket.work)
-        rows = [data[i * self._width : (i + 1) * self._width] if w.emit else b"" for i, w in enumerate(ticket.work)]
+        rows = [
+            data[i * self._pooled_bytes : (i + 1) * self._pooled_bytes] if w.emit else b""
+            for i, w in enumerate(ticket.work)
+        ]
         return StepOutput([*none], [*none], pooled=rows)
 
     def logits(self) -> np.ndarray:
@@ -215,9 +217,9 @@ class Executor:
 
         Raises LlmcError E113 if its program does not keep them until the end.
         """
-        if self._last is None or self._open:
+        if self._last_program is None or self._open:
             raise RuntimeError("logits are read after a step was waited for, before the next one is launched")
-        program, count = self._last
+        program, count = self._last_program
         vocab = self.artifact.manifest.vocab_size
         index = find_logits(program, vocab)
         buffer = program.buffers[index]
@@ -226,7 +228,7 @@ class Executor:
 
     def done(self, ticket: Ticket) -> bool:
         """Return whether the step has ended, so that `wait` returns at once."""
-        return ticket.rest is None and self.device.done(ticket.event)
+        return ticket.second_half is None and self.device.done(ticket.event)
 
     def settle(self) -> None:
         """Wait for all steps in flight and discard their outputs, including a step whose launch was interrupted."""
@@ -249,40 +251,40 @@ class Executor:
         self.device.close()
 
     def _start(self, step: Step) -> Ticket:
-        if step.inits or step.work != self._entries.work:  # the rows of consecutive steps are often the same
-            self._entries = self._entries_of(step.work)
-        work, entries, columns, verifies, needed = self._entries
+        if step.inits or step.work != self._last_entries.work:  # the rows of consecutive steps are often the same
+            self._last_entries = self._step_entries(step.work)
+        work, entries, columns, verifies, needed = self._last_entries
         count = len(entries)
         if not count:
             return Ticket(work, entries, self.device.mark())
         bound = self._steps.ready(columns, verifies, step.plain)
-        self._last = bound.program, count
+        self._last_program = bound.program, count
         looks = [masks for masks in step.masks if masks.look]
         ticket = Ticket(
             work, entries, needs_logprobs=needed, width=bound.width, looks=looks, plain=step.plain, saves=step.saves
         )
         if step.open:
-            first, ticket.rest = self._halves(bound)
+            first, ticket.second_half = self._halves(bound)
             first()
         else:
             bound.run()
-            self._end(ticket)
+            self._fetch_outputs(ticket)
         return ticket
 
-    def _entries_of(self, work: list[Work]) -> _Entries:
+    def _step_entries(self, work: list[Work]) -> _StepEntries:
         verifies = any(w.drafts for w in work)
         splits = verifies or any(w.score for w in work)
-        entries = [entry for w in work for entry in _entries(w)] if splits else work
+        entries = [entry for w in work for entry in _entries_of(w)] if splits else work
         columns = [w.row for w in entries], [w.num_tokens for w in entries], [int(w.emit) for w in entries]
         enabled = self.rows.wants_logprobs
-        needed = [] if self._width else [(w.emit or w.score) and enabled[w.row] for w in entries]
-        return _Entries(work, entries, columns, verifies, needed if True in needed else [])
+        needed = [] if self._pooled_bytes else [(w.emit or w.score) and enabled[w.row] for w in entries]
+        return _StepEntries(work, entries, columns, verifies, needed if True in needed else [])
 
-    def _end(self, ticket: Ticket) -> None:
+    def _fetch_outputs(self, ticket: Ticket) -> None:
         """Fetch the outputs and record the event, once everything in the step is launched."""
         device, count, width = self.device, len(ticket.entries), ticket.width
         if self._pooled is not None:
-            ticket.ids = device.fetch(self._pooled, 0, count * self._width)
+            ticket.ids = device.fetch(self._pooled, 0, count * self._pooled_bytes)
         elif self._ids is not None:
             ticket.ids = device.fetch(self._ids, 0, count * 4)
         if self._proposed is not None and True in self.rows.drafts:
@@ -294,7 +296,7 @@ class Executor:
             for save in ticket.saves:
                 self._snapshots.save(save.row, save.entry)
         if not ticket.plain and self.draft_model:
-            ticket.likely = self.draft_model.run(ticket.work, _found(ticket))
+            ticket.likely = self.draft_model.run(ticket.work, _num_lookup_drafts(ticket))
         for look in ticket.looks:
             ticket.looked[look.row] = self.rows.history(look.row, look.start, look.look)
         ticket.event = device.mark()
@@ -303,15 +305,15 @@ class Executor:
         """Return the program split before the first launch that reads masks: the first half can run without them."""
         if not bound.halves:
             program = bound.program
-            masks = [i for i, b in enumerate(program.buffers) if b.name == self._masks]
-            cut = next(n for n, x in enumerate(program.launches) if any(i in x.args for i in masks))
+            masks = [i for i, buffer in enumerate(program.buffers) if buffer.name == self._mask_state]
+            cut = next(n for n, launch in enumerate(program.launches) if any(i in launch.args for i in masks))
             for launches in (program.launches[:cut], program.launches[cut:]):
                 half = replace(program, launches=launches)
                 bound.halves.append(self.device.bind(half, self._layout.addresses(half), bound.symbols))
         return bound.halves
 
 
-def _found(ticket: Ticket) -> list[int]:
+def _num_lookup_drafts(ticket: Ticket) -> list[int]:
     """Return the number of drafts that prompt lookup has found for each work item; empty if no item depends on it."""
     if ticket.proposed is None or not any(w.lookup for w in ticket.work):
         return []
@@ -324,14 +326,14 @@ def digest_of(ticket: Ticket) -> int:
     return zlib.crc32(ticket.ids.tobytes())
 
 
-def _entries(work: Work) -> list[Work]:
+def _entries_of(work: Work) -> list[Work]:
     """Return the entries of a work item: one, or one per token if the prompt is scored or if it has drafts."""
-    last = work.num_tokens - 1
     if work.drafts:
-        return [Work(work.row, 1, emit=True)] * (last + 1)
+        return [Work(work.row, 1, emit=True)] * work.num_tokens
     if not work.score:
         return [work]
-    return [Work(work.row, 1, work.emit and i == last, not (work.emit and i == last)) for i in range(last + 1)]
+    scored = [Work(work.row, 1, emit=False, score=True)] * (work.num_tokens - work.emit)
+    return [*scored, Work(work.row, 1, emit=True)] if work.emit else scored
 
 
 def _merge(
@@ -340,19 +342,24 @@ def _merge(
     """Merge the outputs of entries by work item. If the item is scored, its last entry may emit a token, and the others
     are scores. If it has drafts, its first entries emit tokens, and the others have id -1.
     """
-    out, at = StepOutput([], [], scores := {}, accepted := {}, numbers := []), 0
+    out = StepOutput([], [])
+    scores: dict[int, list[TokenLogprobs]] = {}
+    accepted: dict[int, list[tuple[int, TokenLogprobs | None]]] = {}
+    last_proposed: list[int] = []
+    begin = 0
     for index, w in enumerate(work):
-        end = at + w.rows
-        entry = at if w.drafts else end - 1  # the entry of the first token that it emits
+        end = begin + w.rows
+        entry = begin if w.drafts else end - 1  # the entry of the first token that it emits
         out.tokens.append(tokens[entry])
         out.logprobs.append(logprobs[entry] if w.emit else None)
         if w.score:
-            scores[index] = [score for score in logprobs[at : end - w.emit] if score is not None]
+            scores[index] = [score for score in logprobs[begin : end - w.emit] if score is not None]
         if w.drafts:
-            run = zip(tokens[at + 1 : end], logprobs[at + 1 : end])
-            accepted[index] = [(token, row) for token, row in run if token is not None and token >= 0]
-        numbers += proposed[end - 1 : end]
-        at = end
+            further = zip(tokens[begin + 1 : end], logprobs[begin + 1 : end])
+            accepted[index] = [(token, row) for token, row in further if token is not None and token >= 0]
+        last_proposed += proposed[end - 1 : end]
+        begin = end
+    out.scores, out.accepted, out.proposed = scores, accepted, last_proposed
     return out
 
 

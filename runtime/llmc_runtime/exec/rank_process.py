@@ -63,7 +63,7 @@ def serve(link: Link, executor: Executor) -> None:
     """Run the steps that rank 0 sends, until it closes the link."""
     tickets: deque[Ticket] = deque()  # of the steps in flight
     while True:
-        if tickets and tickets[0].rest is None:
+        if tickets and tickets[0].second_half is None:
             if executor.done(tickets[0]):
                 ticket = tickets.popleft()
                 executor.wait(ticket)
@@ -78,7 +78,7 @@ def serve(link: Link, executor: Executor) -> None:
         if isinstance(call, Launch):
             tickets.append(executor.launch(call.step))
         elif isinstance(call, Guide):
-            executor.guide(next(t for t in tickets if t.rest is not None), call.masks)
+            executor.guide(next(t for t in tickets if t.second_half is not None), call.masks)
         else:
             _answer(call, executor)
             tickets.clear()
