@@ -23,7 +23,7 @@ import numpy as np
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.gpu import upload_work, weight_upload
 from llmc_runtime.device.gpu.device_memory import Pinned
-from llmc_runtime.device.gpu.upload_work import Work
+from llmc_runtime.device.gpu.upload_work import BlockQueue
 from llmc_runtime.device.gpu.weight_upload import Refused
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import TargetInfo, WeightFile
@@ -89,7 +89,7 @@ class Bench:
 
     def map(self, threads: int) -> None:
         """Read all pages into a new mapping, and unmap them."""
-        work = Work(Folder(self.folder), [self.file], mapped=True)
+        work = BlockQueue(Folder(self.folder), [self.file], mapped=True)
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda block: len(work.load(block)), work.blocks))
             list(pool.map(work.drop, dict.fromkeys(b.span for b in work.blocks)))
@@ -100,7 +100,7 @@ class Bench:
         refused.
         """
         upload_work.SPAN_BYTES = nbytes
-        work = Work(Folder(self.folder), [self.file], mapped=True)
+        work = BlockQueue(Folder(self.folder), [self.file], mapped=True)
         try:
             span = work.blocks[0].span
             for block in work.blocks:

@@ -249,20 +249,16 @@ def _pooled(args: argparse.Namespace, llm: LLM, prompt: str | None) -> str:
 
     if prompt is None:
         raise LlmcError("E643", "--embed and --classify need a prompt", "pass --prompt TEXT, or pipe a prompt in")
-    result: Any
+    document: dict[str, Any]
     if args.classify:
         (classified,) = llm.classify(prompt, use_tqdm=False)
         probs = classified.outputs.probs
-        labels = llm.pooling.labels if llm.pooling is not None else ()
-        name, result, ids = (
-            "probs",
-            dict(zip(labels or map(str, range(len(probs))), probs)),
-            classified.prompt_token_ids,
-        )
+        labels = (llm.pooling.labels if llm.pooling is not None else ()) or map(str, range(len(probs)))
+        document = {"probs": dict(zip(labels, probs)), "prompt_token_ids": classified.prompt_token_ids}
     else:
         (embedded,) = llm.embed(prompt, PoolingParams(args.dimensions), use_tqdm=False)
-        name, result, ids = "embedding", embedded.outputs.embedding, embedded.prompt_token_ids
-    return json.dumps({name: result, "prompt_token_ids": ids} if args.json else result)
+        document = {"embedding": embedded.outputs.embedding, "prompt_token_ids": embedded.prompt_token_ids}
+    return json.dumps(document if args.json else document["probs" if args.classify else "embedding"])
 
 
 def _prompt(args: argparse.Namespace) -> str | None:

@@ -22,7 +22,16 @@ from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.ignored_options import check_keywords
-from llmc_runtime.option_type import count, option, optional_switch, options_of, parse_bytes, positive, switch
+from llmc_runtime.option_type import (
+    count,
+    not_allowed,
+    option,
+    optional_switch,
+    options_of,
+    parse_bytes,
+    positive,
+    switch,
+)
 from llmc_runtime.speculate_option import (
     DEFAULT_DRAFTS,
     TOKENS,
@@ -55,7 +64,7 @@ def _integer(code: str, low: int = 0, high: int = 0) -> Any:
             return None
         if isinstance(value, Integral) and not isinstance(value, bool) and (not high or low <= int(value) <= high):
             return int(value)
-        raise LlmcError(code, f"{name} = {value!r:.60} is not allowed", f"set {name} to {allowed}")
+        raise not_allowed(name, value, f"set {name} to {allowed}", code)
 
     return check
 
@@ -82,7 +91,7 @@ def _engines(name: str, value: Any) -> int:
 def _path(name: str, value: Any) -> str | Path | None:
     if value is None or (isinstance(value, str | Path) and str(value)):
         return value
-    raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to a path")
+    raise not_allowed(name, value, f"set {name} to a path")
 
 
 def _ranks(count: int) -> str:
@@ -103,8 +112,7 @@ def _number(minimum: float, maximum: float = 1_000_000, optional: bool = False) 
         if value is None and optional:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
-            cause = f"{name} = {value!r:.60} is not allowed"
-            raise LlmcError("E201", cause, f"set {name} to a number from {minimum} to {maximum}")
+            raise not_allowed(name, value, f"set {name} to a number from {minimum} to {maximum}")
         return value
 
     return check
@@ -271,8 +279,12 @@ class EngineOptions(metaclass=KeywordChecks):
         `say` defaults to a line on stderr.
         """
         options = options_of(cls)
-        flags = {flag.removeprefix("--").replace("-", "_"): name for name, o in options.items() for flag in o.spellings}
-        values = {k if k in options else flags.get(k, k): v for k, v in values.items()}  # as --speculative-config
+        by_flag = {  # keywords that are other spellings of the flag, such as speculative_config
+            flag.removeprefix("--").replace("-", "_"): name
+            for name, declared in options.items()
+            for flag in declared.spellings
+        }
+        values = {k if k in options else by_flag.get(k, k): v for k, v in values.items()}
         known = cls.__dataclass_fields__.keys()
         for message in check_keywords({k: v for k, v in values.items() if k not in known}, options):
             (say or to_stderr)(message)

@@ -48,7 +48,9 @@ class FairQueue(Generic[T]):
 
     def next(self) -> tuple[str, T] | None:
         """Return a waiting job that may start, which counts as running until `end`, or None."""
-        key = next((key for key in self._waiting if self._running[key] < self._per_key), None) if self._free else None
+        if not self._free:
+            return None
+        key = next((key for key in self._waiting if self._running[key] < self._per_key), None)
         if key is None:
             return None
         job = self._waiting[key].popleft()

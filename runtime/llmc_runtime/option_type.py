@@ -94,8 +94,7 @@ class Option:
         if self.check is not None:
             return self.check(self.name, value)
         if self.choices is not None and value not in self.choices:
-            cause = f"{self.name} = {value!r:.60} is not allowed"
-            raise LlmcError("E201", cause, f"set {self.name} to {' or '.join(map(str, self.choices))}")
+            raise not_allowed(self.name, value, f"set {self.name} to {' or '.join(map(str, self.choices))}")
         return value
 
     def add_to(self, group: Any) -> None:
@@ -108,6 +107,11 @@ class Option:
             if self.many:
                 more |= {"nargs": "+"} if self.many == "+" else {"action": "append"}
         group.add_argument(*self.spellings, dest=self.dest, **more)
+
+
+def not_allowed(name: str, value: Any, remedy: str, code: str = "E201") -> LlmcError:
+    """Return the error for an option with a value that is not allowed."""
+    return LlmcError(code, f"{name} = {value!r:.60} is not allowed", remedy)
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
@@ -189,7 +193,7 @@ def switch(name: str, value: Any) -> bool:
     """Return the value of a switch; raises LlmcError E201 for anything but True and False, or 1 and 0."""
     if isinstance(value, int) and value in (0, 1):
         return bool(value)
-    raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", f"set {name} to True or False")
+    raise not_allowed(name, value, f"set {name} to True or False")
 
 
 def optional_switch(name: str, value: Any) -> bool | None:

@@ -13,6 +13,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.row_abi import MAX_DRAFTS
+from llmc_runtime.option_type import not_allowed
 from llmc_runtime.sched import draft_methods
 
 NGRAM, OFF = "ngram", "off"
@@ -118,34 +119,23 @@ def check_speculate(name: str, value: Any) -> dict[str, Any] | None:
         return None
     mapping = _of_text(name, value) if isinstance(value, str) else value
     if not isinstance(mapping, Mapping):
-        raise LlmcError("E201", f"{name} = {value!r:.60} is not allowed", _REMEDY)
+        raise not_allowed(name, value, _REMEDY)
     mapping = {k: v for k, v in mapping.items() if v is not None and not (v is False and k in REFUSED)}  # defaults
     _check_model(name, mapping)
     method = _method_of(mapping)
     if method == NGRAM and mapping.get(MODEL) in LOOKUPS:
         mapping = {key: value for key, value in mapping.items() if key != MODEL}
     if not isinstance(method, str) or (method not in KEYS and not drafts_on_host(method)):
-        why = REFUSED_METHODS.get(method) if isinstance(method, str) else None
-        cause = f"{name}: the method {method!r:.40} is not supported{f': {why}' if why else ''}"
-        remedy = (
-            f"use {NGRAM}, {', '.join(draft_methods.OURS)}, {DRAFT_MODEL} with an artifact compiled with --draft "
-            f"MODEL, {EAGLE} or {MTP} with one compiled with --draft eagle:PATH or {MTP}, install the package that "
-            f"offers the method, or start without {name}"
-        )
-        raise LlmcError("E206", cause, remedy)
-    keys = KEYS.get(method, ("method", TOKENS))
-    if unknown := sorted(map(str, mapping.keys() - set(keys))):
-        if unknown[0] in REFUSED:
-            cause = f"{name}: {unknown[0]} is not supported: {REFUSED[unknown[0]]}"
-            raise LlmcError("E206", cause, f"leave it out; {method} has the keys {', '.join(keys)}")
-        raise LlmcError("E201", f"{name} has the unknown key {unknown[0]!r:.40}", f"use {', '.join(keys)}")
-    out: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
-    if method != NGRAM:
-        return out | ({MODEL: mapping[MODEL]} if MODEL in mapping else {})  # the number of ranks is the artifact's
-    low = _count(name, mapping, LOW, None, _MAX_NGRAM)
-    out[HIGH] = _count(name, mapping, HIGH, low or DEFAULTS[HIGH], _MAX_NGRAM)
-    out[LOW] = _count(name, mapping, LOW, min(out[HIGH], DEFAULTS[LOW]), out[HIGH])
-    return out
+        raise _unsupported_method(name, method)
+    _check_keys(name, method, mapping)
+    checked: dict[str, Any] = {"method": method, TOKENS: _count(name, mapping, TOKENS, None, MAX_DRAFTS)}
+    if method == NGRAM:
+        low = _count(name, mapping, LOW, None, _MAX_NGRAM)
+        checked[HIGH] = _count(name, mapping, HIGH, low or DEFAULTS[HIGH], _MAX_NGRAM)
+        checked[LOW] = _count(name, mapping, LOW, min(checked[HIGH], DEFAULTS[LOW]), checked[HIGH])
+    elif MODEL in mapping:
+        checked[MODEL] = mapping[MODEL]  # the number of ranks is the artifact's
+    return checked
 
 
 def with_draft_model(speculate: Any, draft: Any) -> tuple[Any, Any]:
@@ -189,6 +179,29 @@ def draft_option(speculate: Mapping[str, Any]) -> str | None:
     return f"eagle:{model.removeprefix('eagle:')}" if method == EAGLE else str(model)
 
 
+def _unsupported_method(name: str, method: Any) -> LlmcError:
+    why = REFUSED_METHODS.get(method) if isinstance(method, str) else None
+    cause = f"{name}: the method {method!r:.40} is not supported{f': {why}' if why else ''}"
+    remedy = (
+        f"use {NGRAM}, {', '.join(draft_methods.OURS)}, {DRAFT_MODEL} with an artifact compiled with --draft "
+        f"MODEL, {EAGLE} or {MTP} with one compiled with --draft eagle:PATH or {MTP}, install the package that "
+        f"offers the method, or start without {name}"
+    )
+    return LlmcError("E206", cause, remedy)
+
+
+def _check_keys(name: str, method: str, mapping: Mapping[str, Any]) -> None:
+    """Raise LlmcError E206 for a key of vLLM's that this method does not support, E201 for another unknown key."""
+    keys = KEYS.get(method, ("method", TOKENS))
+    unknown = min(map(str, mapping.keys() - set(keys)), default=None)
+    if unknown is None:
+        return
+    if unknown in REFUSED:
+        cause = f"{name}: {unknown} is not supported: {REFUSED[unknown]}"
+        raise LlmcError("E206", cause, f"leave it out; {method} has the keys {', '.join(keys)}")
+    raise LlmcError("E201", f"{name} has the unknown key {unknown!r:.40}", f"use {', '.join(keys)}")
+
+
 def _check_model(name: str, mapping: Mapping[str, Any]) -> None:
     """Raise LlmcError E201 if the model is no text, or its number of ranks no number."""
     model = mapping.get(MODEL)
@@ -226,7 +239,7 @@ def drafts_on_host(method: str) -> bool:
 def _of_text(name: str, text: str) -> dict[str, Any]:
     method, colon, number = text.partition(":")
     if colon and not (number.isascii() and number.isdecimal() and len(number) <= _MAX_DIGITS):
-        raise LlmcError("E201", f"{name} = {text!r:.60} is not allowed", _REMEDY)
+        raise not_allowed(name, text, _REMEDY)
     return {"method": SHORT.get(method, method), **({TOKENS: int(number)} if colon else {})}
 
 

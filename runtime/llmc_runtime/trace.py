@@ -18,17 +18,21 @@ from __future__ import annotations
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from llmc_runtime.format.errors import LlmcError
 
 PARTS = ("plan", "launch", "wait", "commit")
 _MAX_SPANS = 1 << 18  # the latest ones are kept: about 50,000 steps
-_TRACKS = ("engine", "device, as the host sees it", "host time exposed")  # numbered from 1
+_ENGINE, _DEVICE, _EXPOSED = 1, 2, 3  # numbers of tracks
+_TRACKS: Mapping[int, str] = MappingProxyType(
+    {_ENGINE: "engine", _DEVICE: "device, as the host sees it", _EXPOSED: "host time exposed"}
+)
 
 
 class _StepInfo(NamedTuple):
@@ -83,7 +87,7 @@ class Recorder:
         if part == "begin":
             while len(self._in_flight) < len(subject):  # launched before this trace began
                 self._in_flight.appendleft((_UNKNOWN, now))
-            self._look(now, subject)
+            self._update_busy(now, subject)
         elif part == "plan":
             self._step = _StepInfo(self._number, len(subject.work), subject.num_tokens)
             self._span("plan", now)
@@ -101,9 +105,10 @@ class Recorder:
         self._last = perf_counter_ns()
 
     def _span(self, part: str, now: int) -> None:
-        self._spans.append(_Span(1, part, self._last, now, self._step))
+        self._spans.append(_Span(_ENGINE, part, self._last, now, self._step))
 
-    def _look(self, now: int, tickets: Sequence[Any]) -> None:
+    def _update_busy(self, now: int, tickets: Sequence[Any]) -> None:
+        """Note that the device has work now, if the newest step still runs."""
         if tickets and self._busy is not None and not self._done(tickets[-1]):
             self._busy = now
 
@@ -114,7 +119,7 @@ class Recorder:
             begin = now if runs else self._busy
             self._exposed.append(now - begin)
             if not runs:
-                self._spans.append(_Span(3, "exposed", begin, now, self._step))
+                self._spans.append(_Span(_EXPOSED, "exposed", begin, now, self._step))
         self._in_flight.append((self._step, now))
         self._busy = now
         self._number += 1
@@ -123,10 +128,10 @@ class Recorder:
         self._step, launched = self._in_flight.popleft()
         if self._step is not _UNKNOWN:
             self._span("wait", now)
-            self._spans.append(_Span(2, "step", max(launched, self._ended), now, self._step))
+            self._spans.append(_Span(_DEVICE, "step", max(launched, self._ended), now, self._step))
         self._ended = now
         if tickets:
-            self._look(now, tickets)
+            self._update_busy(now, tickets)
         else:
             self._busy = now
 
@@ -136,9 +141,9 @@ class Recorder:
         by_part: dict[str, list[int]] = {part: [] for part in PARTS}
         rows = []
         for span in self._spans:
-            if span.track == 1:
+            if span.track == _ENGINE:
                 by_part[span.name].append(span.end - span.begin)
-            elif span.track == 2:
+            elif span.track == _DEVICE:
                 rows.append(span.step.rows)
         exposed = sorted(self._exposed)
         stats = {"steps": float(len(rows)), "rows": _median(rows)}
@@ -181,7 +186,7 @@ class Trace(Recorder):
 
 def document(rows: Iterable[Row]) -> dict[str, Any]:
     """Return rows in the trace event format: complete events, times in us since the recorder was made."""
-    names = [_meta("thread_name", tid, name) for tid, name in enumerate(_TRACKS, 1)]
+    names = [_meta("thread_name", tid, name) for tid, name in _TRACKS.items()]
     events = [_meta("process_name", 0, "llmc"), *names, *map(_event, rows)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -131,7 +131,8 @@ class CpuDevice(Device):
         if program.ranks != (1 if self._member is None else self._member.ranks):
             cause = f"program {program.name} is for a group of {program.ranks} ranks"
             raise LlmcError("E113", cause, "open it with LLM, llmc-run or llmc-serve")
-        pool = self._pool(unit := self._units[program.step[0]])
+        unit = self._units[program.step[0]]
+        pool = self._pool(unit)
         run = self._symbol(unit.dll, program.step[1])
         run.restype = ctypes.c_int
         run.argtypes = [ctypes.c_void_p] * 4

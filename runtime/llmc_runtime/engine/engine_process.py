@@ -25,6 +25,7 @@ import msgspec
 import zmq
 
 from llmc_runtime.engine.control_rpc import ControlServer
+from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_loop import EngineLoop
 from llmc_runtime.engine.messages import (
@@ -179,6 +180,31 @@ class _HeartbeatThread(threading.Thread):
         socket.close()
 
 
+class _WakeUps:
+    """What an idle engine process waits for: messages, grammars that were compiled, and the end of another rank."""
+
+    def __init__(self, sockets: Sequence[Any], core: EngineCore, group: RankGroup | None) -> None:
+        self._core, self._group = core, group
+        self._poller = zmq.Poller()
+        self._grammars_fd: int | None = None  # registered once the first grammar process runs
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        if group is not None:
+            self._poller.register(group.failure_fd, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int | None) -> LlmcError | None:
+        """Wait up to `timeout_ms` milliseconds; None: without limit. Return the error if a rank has ended."""
+        if self._grammars_fd is None and self._core.grammars_fd is not None:
+            self._grammars_fd = self._core.grammars_fd
+            self._poller.register(self._grammars_fd, zmq.POLLIN)
+        ready = {source for source, _ in self._poller.poll(timeout_ms)}
+        if self._grammars_fd in ready:
+            self._core.grammars().pump()  # otherwise the next wait would end at once
+        if self._group is not None and self._group.failure_fd in ready:
+            return self._group.failure()
+        return None
+
+
 class EngineProcess:
     """One engine and its sockets. `interval`: seconds between two heartbeats.
 
@@ -267,14 +293,11 @@ class EngineProcess:
 
         Return the exit status: 1 if a step fails or a rank ends. While nothing is to be computed, wait for the sockets.
         """
-        poller, messages = zmq.Poller(), zmq.Poller()
+        messages = zmq.Poller()
         for link in (self._adds, self._control):
-            poller.register(link, zmq.POLLIN)
             messages.register(link, zmq.POLLIN)
-        if group is not None:
-            poller.register(group.failure_fd, zmq.POLLIN)
+        wake_ups = _WakeUps((self._adds, self._control), loop.core, group)
         last = 0.0  # duration of the last step in seconds
-        grammars = None
         while True:
             self._began = time.monotonic()
             if self._take_control(loop, control):
@@ -290,18 +313,18 @@ class EngineProcess:
                 last = time.monotonic() - began
                 if not self._report(deltas, engine.error):
                     return 1
-            if (reply := control.finished_recording()) is not None:
+            reply = control.finished_recording()
+            if reply is not None:
                 self._send(reply)
-            if not loop.busy:
-                self._began = 0.0
-                if grammars is None and (grammars := loop.core.grammars_fd) is not None:
-                    poller.register(grammars, zmq.POLLIN)
-                ready = self._wait(poller, _COMPILE_POLL_MS if loop.compiling else control.wait_ms)
-                if grammars in ready:
-                    loop.core.grammars().pump()  # otherwise the next wait would end at once
-                if group is not None and group.failure_fd in ready:
-                    self._send(Failed(error_message(group.failure())))
-                    return 1
+            if loop.busy:
+                continue
+            self._began = 0.0
+            self._idle.begin()
+            failure = wake_ups.wait(_COMPILE_POLL_MS if loop.compiling else control.wait_ms)
+            self._idle.end()
+            if failure is not None:
+                self._send(Failed(error_message(failure)))
+                return 1
 
     def _report(self, deltas: list[Delta], error: LlmcError | None) -> bool:
         """Send the outputs of a step, and its error, if there is one. Return whether the engine still works."""
@@ -310,13 +333,6 @@ class EngineProcess:
         if deltas:
             self._send(Outputs(deltas))
         return error is None
-
-    def _wait(self, poller: Any, timeout_ms: float | None) -> set[Any]:
-        """Wait for messages, at most `timeout_ms`. Return what can be read."""
-        self._idle.begin()
-        ready = poller.poll(timeout_ms)
-        self._idle.end()
-        return {source for source, _ in ready}
 
     def _take_control(self, loop: EngineLoop, control: ControlServer) -> bool:
         """Handle the control messages that have arrived. Return True for Stop."""

@@ -166,23 +166,24 @@ def _summary(
 def _scheduler_config(
     artifact: Artifact, options: EngineOptions, executor: Executor, eos: Sequence[int]
 ) -> SchedulerConfig:
-    """Return the sizes of the scheduler. Raises LlmcErrors E2xx."""
+    """Return the scheduler's limits. Raises LlmcErrors E2xx for options that the artifact does not support."""
     manifest = artifact.manifest
     pooling = manifest.pooling
     check_generates(options.speculate, pooling)
-    caching, snapshots = _prefix_caching(manifest, options.enable_prefix_caching), executor.capacity.snapshots
+    caching = _prefix_caching(manifest, options.enable_prefix_caching)
+    snapshots = executor.capacity.snapshots
     if manifest.recurrent and not snapshots:
         if options.enable_prefix_caching:
             cause = f"enable_prefix_caching: no state snapshot of {size_text(manifest.bytes_per_snapshot)} fits"
             raise LlmcError("E205", cause, "leave enable_prefix_caching out, or stop other programs on the device")
         caching = False
-    ends = dict.fromkeys([*manifest.eos_token_ids, *eos])
+    eos_token_ids = dict.fromkeys([*manifest.eos_token_ids, *eos])
     return SchedulerConfig(
         num_pages=executor.capacity.pages,
         page_size=manifest.kv.page_size,
         **limits_of(manifest, lambda name: getattr(options, name)),
         vocab_size=manifest.vocab_size * (pooling.segments if pooling else 1),
-        eos_token_ids=tuple(i for i in ends if 0 <= i < manifest.vocab_size),
+        eos_token_ids=tuple(i for i in eos_token_ids if 0 <= i < manifest.vocab_size),
         policy=options.scheduling_policy,
         prefix_caching=caching,
         snapshots=snapshots if manifest.recurrent else None,
@@ -241,31 +242,52 @@ def speculation_of(
     """
     if option is None:
         return None
-    method, number = option["method"], option[TOKENS]
-    if not compiled or (number or 1) > compiled:
-        if compiled:
-            cause = f"speculate requests {number} drafted tokens, and the artifact was compiled for at most {compiled}"
-        else:
-            cause = "speculate: the artifact was compiled without --speculate, and verifies no drafted tokens"
-        draft = f"--draft {NEEDS[method][1]} " if method in NEEDS and method != available else ""
-        remedy = f"compile again with {draft}--speculate {number or DEFAULT_DRAFTS}, or start without speculation"
-        raise LlmcError("E204", cause, f"use up to {compiled}, or {remedy}" if compiled else remedy)
+    method, requested = option["method"], option[TOKENS]
+    if not compiled or (requested or 1) > compiled:
+        raise _too_many_drafts(method, requested, compiled, available)
+    num_tokens = requested or compiled
     if method not in KEYS:
-        return SpeculationConfig(number or compiled, host=method)
+        return SpeculationConfig(num_tokens, host=method)
     if method == NGRAM:
-        return SpeculationConfig(number or compiled, option[LOW], option[HIGH])
+        return SpeculationConfig(num_tokens, option[LOW], option[HIGH])
     if not rows or method != available:
-        source, flag = NEEDS[method]
-        other = f"{NEEDS[available][0]} instead" if rows and available else "none"
-        cause = f"speculate: the method {method} needs {source}, and the artifact has {other}"
-        usable = f"{available} or {NGRAM}" if rows and available else NGRAM
-        other_artifact = "start with --draft-model ARTIFACT, " if method == DRAFT_MODEL and not available else ""
-        raise LlmcError("E206", cause, f"compile again with --draft {flag}, {other_artifact}or use {usable}")
+        raise _lacks_method(method, available, drafts=rows > 0)
     head = _HEADS.get(method, "")
-    low, high = (DEFAULTS[LOW], DEFAULTS[HIGH]) if head and stops else (0, 0)
+    looks_first = head and stops
     return SpeculationConfig(
-        number or compiled, low, high, max_rows=rows, head=head, stops=stops, skips_prompts=skips_prompts
+        num_tokens,
+        min_ngram=DEFAULTS[LOW] if looks_first else 0,
+        max_ngram=DEFAULTS[HIGH] if looks_first else 0,
+        max_rows=rows,
+        head=head,
+        stops=stops,
+        skips_prompts=skips_prompts,
     )
+
+
+def _too_many_drafts(method: str, requested: int | None, compiled: int, available: str) -> LlmcError:
+    """Return LlmcError E204: the artifact verifies at most `compiled` drafted tokens (see speculation_of)."""
+    draft = f"--draft {NEEDS[method][1]} " if method in NEEDS and method != available else ""
+    remedy = f"compile again with {draft}--speculate {requested or DEFAULT_DRAFTS}, or start without speculation"
+    if not compiled:
+        cause = "speculate: the artifact was compiled without --speculate, and verifies no drafted tokens"
+        return LlmcError("E204", cause, remedy)
+    cause = f"speculate requests {requested} drafted tokens, and the artifact was compiled for at most {compiled}"
+    return LlmcError("E204", cause, f"use up to {compiled}, or {remedy}")
+
+
+def _lacks_method(method: str, available: str, drafts: bool) -> LlmcError:
+    """Return LlmcError E206: the artifact does not have what a method needs.
+
+    `available` is the method that it has, "" without one, and `drafts` whether its programs draft for any row.
+    """
+    source, flag = NEEDS[method]
+    existing, usable = "none", NGRAM
+    if available and drafts:
+        existing, usable = f"{NEEDS[available][0]} instead", f"{available} or {NGRAM}"
+    other_artifact = "start with --draft-model ARTIFACT, " if method == DRAFT_MODEL and not available else ""
+    cause = f"speculate: the method {method} needs {source}, and the artifact has {existing}"
+    return LlmcError("E206", cause, f"compile again with --draft {flag}, {other_artifact}or use {usable}")
 
 
 def limits_of(manifest: Manifest, option: Callable[[str], Any]) -> dict[str, int]:

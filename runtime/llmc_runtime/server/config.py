@@ -181,11 +181,15 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 def _of_file(path: Path, known: Mapping[str, Option]) -> dict[str, Any]:
     """Return the options of a file by name. Values are parsed as those of flags."""
-    by_key = {flag.removeprefix("--"): option for option in known.values() if option.file for flag in option.spellings}
-    ignored, parser, values = by_flag(), serve_parser(exit_on_error=False), dict[str, Any](ignored_flags=[])
+    in_files = [option for option in known.values() if option.file]
+    by_key = {flag.removeprefix("--"): option for option in in_files for flag in option.spellings}
+    ignored = by_flag()
+    parser = serve_parser(exit_on_error=False)
+    values: dict[str, Any] = {"ignored_flags": []}
     for key, value in _load(path).items():
         name = str(key).replace("_", "-")
-        if (option := by_key.get(name)) is not None:
+        option = by_key.get(name)
+        if option is not None:
             values[option.dest] = _option_value(path, key, option, value, parser)
         elif name == "model":
             values[name] = _texts(path, name, value, many=False)[0]

@@ -72,26 +72,31 @@ class ResponsesRoutes(Endpoint):
     async def input_items(self, request: Request) -> Response:
         """GET /v1/responses/ID/input_items: the response's own input, a page at a time."""
         query = query_of(request)
-        limit, order, after = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc"), query.get("after")
+        limit = query.get("limit", str(DEFAULT_LISTED))
+        order = query.get("order", "desc")
+        after = query.get("after")
         if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LISTED):
             raise ApiError(f"limit: 1 to {MAX_LISTED}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError("order: asc or desc", param="order")
         response = self._stored(request)
-        items, ids, begin = list(response.items), list(response.ids), 0
-        if order == "desc":
-            items.reverse()
-            ids.reverse()
+        step = 1 if order == "asc" else -1
+        items, ids = response.items[::step], response.ids[::step]
+        begin = 0
         if after is not None:
             if after not in ids:
                 raise not_found(f"after: the item {after[:80]!r} is not one of the response's input", "after")
             begin = ids.index(after) + 1
         end = begin + int(limit)
-        page, names = items[begin:end], ids[begin:end]
-        first, last = (names[0], names[-1]) if names else (None, None)
-        listed = {"object": "list", "first_id": first, "last_id": last, "has_more": len(items) > end}
+        page_ids = ids[begin:end]
+        listed = {
+            "object": "list",
+            "first_id": page_ids[0] if page_ids else None,
+            "last_id": page_ids[-1] if page_ids else None,
+            "has_more": len(items) > end,
+        }
         head = msgspec.json.encode(listed)[:-1] + b',"data":['
-        return self._sent(request, [head, *separated(page), b"]}"])
+        return self._sent(request, [head, *separated(items[begin:end]), b"]}"])
 
     def _sent(self, request: Request, parts: list[bytes]) -> Response:
         """Return a JSON document in parts, whose memory is reserved until it is sent. Raises ApiError 429 or 503."""

@@ -163,8 +163,8 @@ def test_steps_with_prompts_whose_size_recurs_are_graphs(executor: Executor, dri
 def test_a_graph_of_prompts_gives_way_if_it_is_not_used(
     executor: Executor, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_run, "_GRAPHS", 1)
-    monkeypatch.setattr(gpu_run, "_IDLE", 3)
+    monkeypatch.setattr(gpu_run, "_MAX_GRAPHS", 1)
+    monkeypatch.setattr(gpu_run, "_IDLE_RUNS", 3)
     assert run_prompts(executor, driver, [3, 3, 20, 20, 20, 3, 20]) == [
         "launches", "captured", "launches", "launches", "captured", "launches", "replayed",
     ]  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_graph_of_prompts_gives_way_if_it_is_not_used(
 def test_only_the_latest_sizes_of_prompts_are_remembered(
     executor: Executor, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_run, "_REMEMBERED", 1)
+    monkeypatch.setattr(gpu_run, "_MAX_SEEN", 1)
     assert run_prompts(executor, driver, [3, 20, 3, 3]) == ["launches", "launches", "launches", "captured"]
 
 

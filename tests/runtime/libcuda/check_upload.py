@@ -18,7 +18,7 @@ from llmc_runtime.device.cpu_device import CpuDevice
 from llmc_runtime.device.cuda.cuda_device import CudaDevice
 from llmc_runtime.device.cuda.device_array import CudaMemory
 from llmc_runtime.device.gpu import upload_work
-from llmc_runtime.device.gpu.upload_work import Work
+from llmc_runtime.device.gpu.upload_work import BlockQueue
 from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED, Upload, upload
 from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.loader import open_engine
@@ -162,7 +162,7 @@ def test_a_file_that_is_too_short(device: CudaDevice, tmp_path: Path, method: st
 def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """Detected by the size before a block, and by the kernel if the file changes right after that check."""
     f, data = a_file(tmp_path, "a", 3 << 20, 1 << 20)
-    work = Work(Folder(tmp_path), [f], mapped=True)
+    work = BlockQueue(Folder(tmp_path), [f], mapped=True)
     _, block = next(iter(work))
     np.testing.assert_array_equal(work.load(block), data[: 1 << 20])
     _, block = next(iter(work))
@@ -175,7 +175,7 @@ def test_a_file_that_becomes_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyP
         cut()
 
     if late:
-        monkeypatch.setattr(Work, "_check_size", looked)
+        monkeypatch.setattr(BlockQueue, "_check_size", looked)
     else:
         cut()
     with pytest.raises(LlmcError, match=r"E106.*was truncated"):

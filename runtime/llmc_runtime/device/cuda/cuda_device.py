@@ -10,6 +10,7 @@ from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.device.cuda.early_context import EarlyContext
 from llmc_runtime.device.cuda.nccl_group import NcclGroup
 from llmc_runtime.device.device import Member
+from llmc_runtime.device.gpu.device_group import DeviceGroup
 from llmc_runtime.device.gpu.gpu_device import GpuDevice
 from llmc_runtime.device.gpu.gpu_group import GpuGroup
 from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED
@@ -45,7 +46,9 @@ class CudaDevice(GpuDevice):
         nccl: bool = False,
     ) -> None:
         self._cuda = cuda = Cuda()
-        group = None if member is None else NcclGroup(member) if nccl else GpuGroup(cuda, member)
+        group: DeviceGroup | None = None
+        if member is not None:
+            group = NcclGroup(member) if nccl else GpuGroup(cuda, member)
         super().__init__(cuda, threads, careful, index, group)
         self._device = cuda.ok(cuda.cu.cuDeviceGet(self.number))
         major, minor = (cuda.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))

@@ -81,14 +81,18 @@ class GpuDevice(Device):
         """Check that there is a GPU for each rank of the engine, and that this rank's can access the others if the
         group needs it.
         """
-        if index + ranks > 1 and (index + 1) * ranks > (visible := self._driver.device_count()):
-            needed = f"{ranks} GPUs of its own, one per rank" if ranks > 1 else "a GPU of its own"
-            cause = f"engine {index} needs {needed}, and {visible} are visible"
-            fewer = f"use --data-parallel-size {visible // ranks}" if visible >= ranks else "compile for fewer ranks"
-            raise LlmcError("E115", cause, f"{fewer}, or check {self.visible_variable}")
+        first = index * ranks  # the number of the engine's first GPU
+        if first + ranks > 1:
+            visible = self._driver.device_count()
+            if first + ranks > visible:
+                needed = f"{ranks} GPUs of its own, one per rank" if ranks > 1 else "a GPU of its own"
+                cause = f"engine {index} needs {needed}, and {visible} are visible"
+                engines = visible // ranks
+                fewer = f"use --data-parallel-size {engines}" if engines else "compile for fewer ranks"
+                raise LlmcError("E115", cause, f"{fewer}, or check {self.visible_variable}")
         if self._group is None or not self._group.needs_access:
             return
-        for other in range(index * ranks, (index + 1) * ranks):
+        for other in range(first, first + ranks):
             if other != self.number and not self._driver.can_access(self.number, other):
                 cause = f"GPU {self.number} cannot access the memory of GPU {other}, as ranks need"
                 remedy = f"{NCCL}, or choose GPUs that can (nvidia-smi topo -p2p r) by {self.visible_variable}"

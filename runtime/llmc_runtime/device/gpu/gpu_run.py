@@ -27,13 +27,13 @@ from llmc_runtime.format.program import GROUP, Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _INT32_MAX = (1 << 31) - 1
-# A program whose sequences have several tokens has at most _GRAPHS graphs, of sizes that recurred within the last
-# _REMEMBERED different ones. A graph is replaced by that of another size if it was not used in the last _IDLE runs.
-_GRAPHS, _REMEMBERED, _IDLE = 32, 256, 1000
+# A program whose sequences have several tokens has at most _MAX_GRAPHS graphs, of sizes that recurred within the last
+# _MAX_SEEN different ones. A graph is replaced by that of another size if it was not used in the last _IDLE_RUNS runs.
+_MAX_GRAPHS, _MAX_SEEN, _IDLE_RUNS = 32, 256, 1000
 
 
 @dataclass(slots=True)
-class _Ready:
+class _PreparedLaunch:
     """A prepared launch.
 
     submit:      submits it to the stream: (status,)
@@ -49,14 +49,14 @@ class _Ready:
     max_blocks: int
 
 
-def _cells_of(x: Launch) -> int:
+def _num_cells(launch: Launch) -> int:
     """Return the number of cells for the parameters of a launch.
 
     A "tensor" parameter has two more cells, which follow those of all parameters: its address and its size.
     """
-    if x.params:
-        return len(x.params) + 2 * sum(p.kind == "tensor" for p in x.params)
-    return len(x.args) + len(x.sizes) + _SCRATCH + sum(2 * len(m.box) for m in x.maps)
+    if launch.params:
+        return len(launch.params) + 2 * sum(p.kind == "tensor" for p in launch.params)
+    return len(launch.args) + len(launch.sizes) + _SCRATCH + sum(2 * len(m.box) for m in launch.maps)
 
 
 class GpuRun:
@@ -91,32 +91,32 @@ class GpuRun:
         self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
         self._exprs: list[Expr] = []
         maps = [m for x in program.launches for m in x.maps]
-        count = sum(map(_cells_of, program.launches))
+        count = sum(map(_num_cells, program.launches))
         self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, as the driver reads it at launches
         storage = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
         self._maps = storage[-storage.ctypes.data % MAP_BYTES :]  # never moved either; maps are aligned to their size
         self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
         self._cell_sizes: list[tuple[int, int]] = []  # (cell, index of the size that it holds)
-        self._ready: list[_Ready] = []
+        self._launches: list[_PreparedLaunch] = []
         enter()  # encoding a tensor map needs it, whichever thread binds
-        self._fill(functions, addresses)
+        self._prepare_launches(functions, addresses)
         self._size_cells = np.array([cell for cell, _ in self._cell_sizes], np.intp)
         self._size_index = np.array([size for _, size in self._cell_sizes], np.intp)
-        self._last: bytes | None = None  # the symbol values that the cells and grids are set for
+        self._current: bytes | None = None  # the symbol values that the cells and grids are set for; None: unknown
         self._graphs: dict[bytes, Any] = {}  # by symbol values, the one that was used last at the end
         self._used: dict[bytes, int] = {}  # the number of the run that used a graph last
         self._seen: dict[bytes, None] = {}  # symbol values that ran without a graph, in order of their first run
         self._runs = 0
 
-    def _fill(self, functions: Sequence[Any], addresses: Sequence[int]) -> None:
+    def _prepare_launches(self, functions: Sequence[Any], addresses: Sequence[int]) -> None:
         """Write the pointers, prepare the launches, and list the cells that hold sizes."""
         at = num_maps = 0
         for launch, function in zip(self._program.launches, functions):
             params = int(self._table.ctypes.data) + 8 * at
             if launch.params:
                 self._write_params(launch, addresses, at, num_maps)
-                at, num_maps = at + _cells_of(launch), num_maps + len(launch.maps)
-                self._add(launch, function, params)
+                at, num_maps = at + _num_cells(launch), num_maps + len(launch.maps)
+                self._add_launch(launch, function, params)
                 continue
             maps = {m.arg: m for m in launch.maps}
             for i, arg in enumerate(launch.args):
@@ -126,17 +126,17 @@ class GpuRun:
                     at = self._write_map(maps[i], self._program.buffers[arg].dtype, at, num_maps)
                     num_maps += 1
             for size in launch.sizes:
-                self._cell_sizes.append((at, self._index(size)))
+                self._cell_sizes.append((at, self._expr_index(size)))
                 at += 1
             at += _SCRATCH
-            self._add(launch, function, params)
+            self._add_launch(launch, function, params)
 
-    def _add(self, launch: Launch, function: Any, params: int) -> None:
-        """Make a launch ready whose list of cells is at the address `params`."""
-        x, y, z = (*(self._index(g) for g in launch.grid), *[self._index(None)] * 3)[:3]
+    def _add_launch(self, launch: Launch, function: Any, params: int) -> None:
+        """Prepare a launch, whose list of cells is at the address `params`."""
+        x, y, z = (*(self._expr_index(g) for g in launch.grid), *[self._expr_index(None)] * 3)[:3]
         shares = any(self._program.buffers[a].kind == GROUP for a in launch.args)
         config, submit = self._submission(launch, function, params)
-        self._ready.append(_Ready(launch, submit, config, (x, y, z), PROGRAMS if shares else _INT32_MAX))
+        self._launches.append(_PreparedLaunch(launch, submit, config, (x, y, z), PROGRAMS if shares else _INT32_MAX))
 
     def _submission(self, launch: Launch, function: Any, params: int) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
         """Return the configuration of a launch, and the function that submits it.
@@ -148,7 +148,7 @@ class GpuRun:
             at = (params - self._table.ctypes.data) // 8
             cells = self._cells[at : at + len(launch.args) + len(launch.sizes)]
             return SimpleNamespace(gridDimX=1, gridDimY=1, gridDimZ=1), partial(function, cells, self._stream)
-        if self._ready and isinstance(self._ready[-1].config, SimpleNamespace):
+        if self._launches and isinstance(self._launches[-1].config, SimpleNamespace):
             launch = replace(launch, pdl=False)
         config = self._driver.launch_config(launch, self._stream)
         return config, partial(self._driver.launch, config, function, params)
@@ -165,13 +165,13 @@ class GpuRun:
                 self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
             elif param.kind == "tensor":
                 self._cells[descriptor] = addresses[launch.args[param.index]] + param.offset(top)
-                self._cell_sizes.append((descriptor + 1, self._index(param.size)))
+                self._cell_sizes.append((descriptor + 1, self._expr_index(param.size)))
                 self._table[at + i] = self._cells.ctypes.data + 8 * descriptor
                 descriptor += 2
             elif param.kind == "map":
                 self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (num_maps + param.index)
             elif param.kind == "size":
-                self._cell_sizes.append((at + i, self._index(param.size)))
+                self._cell_sizes.append((at + i, self._expr_index(param.size)))
             else:
                 self._cells[at + i] = param.bits
 
@@ -193,7 +193,7 @@ class GpuRun:
         self._maps[begin : begin + MAP_BYTES] = np.frombuffer(encoded, np.uint8)
         return shape, strides
 
-    def _index(self, size: Expr | None) -> int:
+    def _expr_index(self, size: Expr | None) -> int:
         text = "1" if size is None else size.text
         if text not in self._sizes:
             self._sizes[text] = len(self._exprs)
@@ -208,7 +208,7 @@ class GpuRun:
         graph = self._graphs.pop(key, None)
         if graph is not None:
             self._graphs[key] = graph
-        elif self._captures(key):
+        elif self._should_capture(key):
             graph = self._capture()
         if graph is None:
             self._launch()
@@ -224,18 +224,20 @@ class GpuRun:
             self._driver.upload_graph(self._capture(), self._stream)
             self._used[key] = self._runs
 
-    def _captures(self, key: bytes) -> bool:
+    def _should_capture(self, key: bytes) -> bool:
         """Whether to capture a graph for symbol values that have none; makes room for it."""
-        if self._careful or self._program.uniform:
-            return not self._careful
+        if self._careful:
+            return False
+        if self._program.uniform:
+            return True
         if key not in self._seen:
             self._seen[key] = None
-            if len(self._seen) > _REMEMBERED:
+            if len(self._seen) > _MAX_SEEN:
                 del self._seen[next(iter(self._seen))]
             return False
-        if len(self._graphs) >= _GRAPHS:
+        if len(self._graphs) >= _MAX_GRAPHS:
             oldest = next(iter(self._graphs))
-            if self._runs - self._used[oldest] < _IDLE:
+            if self._runs - self._used[oldest] < _IDLE_RUNS:
                 return False
             self._driver.destroy_executable(self._graphs.pop(oldest))
             del self._used[oldest]
@@ -268,23 +270,23 @@ class GpuRun:
         return executable
 
     def _launch(self) -> None:
-        self._set()
-        for ready in self._ready:
-            config = ready.config
+        self._update_sizes()
+        for prepared in self._launches:
+            config = prepared.config
             if not (config.gridDimX and config.gridDimY and config.gridDimZ):
                 continue  # an empty grid: nothing to compute, and the driver rejects it
-            status = ready.submit()[0]
+            status = prepared.submit()[0]
             if self._careful and not status:
                 status = self._driver.synchronize(self._stream)[0]
             if status:
                 error = self._driver.error(int(status))
-                cause = f"{error.cause} at {ready.launch.op or ready.launch.entry} ({ready.launch.loc})"
+                cause = f"{error.cause} at {prepared.launch.op or prepared.launch.entry} ({prepared.launch.loc})"
                 raise LlmcError(error.code, cause, error.remedy)
 
-    def _set(self) -> None:
+    def _update_sizes(self) -> None:
         """Update the cells and grids to the current symbol values."""
-        now = self._symbols.tobytes()
-        if now == self._last:
+        symbols = self._symbols.tobytes()
+        if symbols == self._current:
             return
         env = dict(zip(self._names, self._symbols.tolist()))
         values = [e(env) for e in self._exprs]
@@ -293,10 +295,13 @@ class GpuRun:
             raise LlmcError(
                 "E113", f"program {self._program.name}: {invalid} is negative or too large at {env}", REMEDY
             )
-        self._last = None  # unknown if an assignment fails
+        self._current = None  # unknown if an assignment fails
         if len(self._size_cells):
             self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
-        for ready in self._ready:
-            config, (x, y, z) = ready.config, ready.grid
-            config.gridDimX, config.gridDimY, config.gridDimZ = min(values[x], ready.max_blocks), values[y], values[z]
-        self._last = now
+        for prepared in self._launches:
+            config = prepared.config
+            x, y, z = prepared.grid
+            config.gridDimX = min(values[x], prepared.max_blocks)
+            config.gridDimY = values[y]
+            config.gridDimZ = values[z]
+        self._current = symbols

@@ -44,7 +44,7 @@ class Block:
     span: Span
 
 
-class Work:
+class BlockQueue:
     """Iterates over the blocks of all files, from any number of threads; it stops after the first error.
 
     With `mapped`, the files are also mapped. If a mapped file is truncated, touching a lost page kills the process

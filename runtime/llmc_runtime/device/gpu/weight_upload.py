@@ -17,7 +17,7 @@ from typing import Any
 
 from llmc_runtime.device.gpu.device_memory import Pinned
 from llmc_runtime.device.gpu.driver import GpuDriver
-from llmc_runtime.device.gpu.upload_work import Block, Span, Work
+from llmc_runtime.device.gpu.upload_work import Block, BlockQueue, Span
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
@@ -33,10 +33,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class UploadJob:
-    """The state shared by all threads: the work, each file's device address, and whether hashes are checked."""
+    """The state that all threads share: the queue, each file's device address, and whether hashes are checked."""
 
     driver: GpuDriver
-    work: Work
+    queue: BlockQueue
     addresses: Mapping[str, int]
     check: bool
 
@@ -82,17 +82,17 @@ class MappedCopy(CopyMethod):
 
     def block(self, block: Block) -> None:
         """Check the block, and copy its span if this was the span's last block."""
-        work = self._job.work
-        data = work.load(block)
+        queue = self._job.queue
+        data = queue.load(block)
         if self._job.check and hashlib.sha256(data.data).hexdigest() != block.file.blocks[block.index]:
-            raise work.folder.wrong_block(block.file, block.index)
+            raise queue.folder.wrong_block(block.file, block.index)
         self._finish_copy()
-        span = work.complete(block)
+        span = queue.complete(block)
         if span is not None:
             self._send(span)
 
     def _send(self, span: Span) -> None:
-        address, nbytes = self._job.work.location(span)
+        address, nbytes = self._job.queue.location(span)
         reason = self._driver.register(address, nbytes)
         if reason:
             raise Refused(reason)
@@ -103,14 +103,14 @@ class MappedCopy(CopyMethod):
         """Wait for the previous span's copy, which ran while a block was hashed, and release the span."""
         if self._sent is not None:
             self._driver.wait(self._event)
-            self._driver.ok(self._driver.unregister(self._job.work.location(self._sent)[0]))
-            self._job.work.drop(self._sent)
+            self._driver.ok(self._driver.unregister(self._job.queue.location(self._sent)[0]))
+            self._job.queue.drop(self._sent)
             self._sent = None
 
     def close(self) -> None:
         """Release the span and the event, ignoring errors."""
         if self._sent is not None:
-            self._driver.unregister(self._job.work.location(self._sent)[0])
+            self._driver.unregister(self._job.queue.location(self._sent)[0])
         if self._event is not None:
             self._driver.destroy_event(self._event)
 
@@ -144,14 +144,14 @@ class PinnedCopy(CopyMethod):
                 self._driver.wait(self._events[slot])
             begin, size = slot * self._piece, min(self._piece, block.end - at)
             piece = self._pinned.array[begin : begin + size]
-            self._job.work.read(block.file, piece, at)
+            self._job.queue.read(block.file, piece, at)
             if digest is not None:
                 digest.update(piece.data)
             self._pending[slot] = True
             self._copy(block, at, self._pinned.address + begin, size, self._events[slot])
             self._slot = (slot + 1) % _PIECES_IN_FLIGHT
         if digest is not None and digest.hexdigest() != block.file.blocks[block.index]:
-            raise self._job.work.folder.wrong_block(block.file, block.index)
+            raise self._job.queue.folder.wrong_block(block.file, block.index)
 
     def close(self) -> None:
         """Free the buffer and the events."""
@@ -206,39 +206,39 @@ def upload(
     `addresses` maps file names to device addresses, and `enter` makes the GPU current in the calling thread.
     If the driver refuses to register mapped memory, everything is copied through pinned memory, and the result gives
     the reason. Raises LlmcError E107 for the first block that differs from its hash (with `check`), E106 if a file
-    cannot be read, and E114 or E203 for failures of the GPU. `Work` describes what happens if a file is truncated
+    cannot be read, and E114 or E203 for failures of the GPU. `BlockQueue` describes what happens if a file is truncated
     meanwhile.
     """
     start = time.perf_counter()
     fallback_reason = ""
     if method == MAPPED:
-        work = Work(folder, files, mapped=True)
-        fallback_reason = _run(UploadJob(driver, work, addresses, check), enter, MappedCopy, threads)
+        queue = BlockQueue(folder, files, mapped=True)
+        fallback_reason = _run(UploadJob(driver, queue, addresses, check), enter, MappedCopy, threads)
         method = PINNED if fallback_reason else MAPPED
     if method == PINNED:
-        work = Work(folder, files, mapped=False)
-        _run(UploadJob(driver, work, addresses, check), enter, PinnedCopy, threads)
+        queue = BlockQueue(folder, files, mapped=False)
+        _run(UploadJob(driver, queue, addresses, check), enter, PinnedCopy, threads)
     seconds = time.perf_counter() - start
-    return Upload(sum(f.bytes for f in files), seconds, _count(work, threads), method, fallback_reason)
+    return Upload(sum(f.bytes for f in files), seconds, _count(queue, threads), method, fallback_reason)
 
 
-def _count(work: Work, threads: int) -> int:
-    return max(1, min(threads, len(work.blocks)))
+def _count(queue: BlockQueue, threads: int) -> int:
+    return max(1, min(threads, len(queue.blocks)))
 
 
 def _run(job: UploadJob, enter: Callable[[], None], method: type[CopyMethod], threads: int) -> str:
     """Copy all blocks. Returns why the driver refused, or ""; raises the error of the first failing block."""
-    work = job.work
-    workers = [_Worker(job, enter, method) for _ in range(_count(work, threads))]
+    queue = job.queue
+    workers = [_Worker(job, enter, method) for _ in range(_count(queue, threads))]
     try:
         for worker in workers:
             worker.start()
     except BaseException as error:
-        work.fail(-1, error)
+        queue.fail(-1, error)
     for worker in workers:
-        work.join(worker)
-    work.close()
-    errors = sorted(work.errors, key=lambda e: (isinstance(e[1], Refused), e[0]))
+        queue.join(worker)
+    queue.close()
+    errors = sorted(queue.errors, key=lambda e: (isinstance(e[1], Refused), e[0]))
     if errors and not isinstance(errors[0][1], Refused):
         raise errors[0][1]
     return str(errors[0][1]) if errors else ""
@@ -252,7 +252,7 @@ class _Worker(threading.Thread):
         self._job, self._enter, self._method = job, enter, method
 
     def run(self) -> None:
-        driver, work = self._job.driver, self._job.work
+        driver, queue = self._job.driver, self._job.queue
         number = 0
         try:
             with ExitStack() as resources:
@@ -263,9 +263,9 @@ class _Worker(threading.Thread):
                 resources.callback(copier.close)
                 resources.callback(driver.synchronize, stream)  # after an error, copies may still be running
                 copier.open()
-                for index, block in work:
+                for index, block in queue:
                     number = index
                     copier.block(block)
                 driver.ok(driver.synchronize(stream))
         except BaseException as error:
-            work.fail(number, error)
+            queue.fail(number, error)

@@ -217,31 +217,36 @@ class Events(Stream):
         self._chunks, self._encoding, self._end, self._on_error = chunks, encoding, end, on_error
 
     async def _write(self, write: Write) -> bytes:
-        tail, unpaused = b"", 0
+        last_events, unpaused = b"", 0  # unpaused: bytes written since other tasks could run
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
                     if isinstance(chunk, LastEvents):
-                        tail = chunk
+                        last_events = chunk
                     elif isinstance(chunk, bytes):
                         await write(chunk)
                     elif is_lazy(chunk):
                         async for part in self._encoding.parts(chunk, _event_prefix(chunk), b"\n\n"):
                             await write(part)
                     else:
-                        await write(encoded := event(chunk))
+                        encoded = event(chunk)
+                        await write(encoded)
                         unpaused += len(encoded)
                         if unpaused > PAUSE_BYTES:  # taking chunks need not wait, and would block the loop
                             await self._encoding.pause()
                             unpaused = 0
-                return tail + self._end
-            except ApiError as e:
-                if e.status >= 500:
-                    log.warning("a stream ended: %s%s", e.message, code_location(e.__cause__))
-                return tail + self._on_error(e)
+                return last_events + self._end
             except Exception as e:
-                log.error("a stream failed%s", code_location(e))
-                return tail + self._on_error(internal())
+                return last_events + self._error_event(e)
+
+    def _error_event(self, error: Exception) -> bytes:
+        """Log an exception that ends the stream, and return the stream's end."""
+        if not isinstance(error, ApiError):
+            log.error("a stream failed%s", code_location(error))
+            return self._on_error(internal())
+        if error.status >= 500:
+            log.warning("a stream ended: %s%s", error.message, code_location(error.__cause__))
+        return self._on_error(error)
 
 
 def catch_errors(handler: Handler) -> Handler:

@@ -100,7 +100,11 @@ class ServerMetrics:
         self.key_names = key_names
         self._by_key = {name: dict.fromkeys(key_names.values(), 0) for name in _BY_KEY}
         self.registry.register(self)
-        self._begun, self._shared, self._turn, self._next = 0, b"", asyncio.Lock(), 0.0  # of `shared_text`
+        # The state of `shared_text`: the last text, the number of texts begun, and when the next one may begin.
+        self._shared = b""
+        self._begun = 0
+        self._next_begin = 0.0
+        self._turn = asyncio.Lock()
         ProcessCollector(registry=self.registry)  # process_*: the server's process, not the engine's
 
     def text(self) -> bytes:
@@ -115,16 +119,21 @@ class ServerMetrics:
         next_number = self._begun + 1  # a text that is begun from now on
         async with self._turn:
             if self._begun < next_number:
-                await asyncio.sleep(max(0.0, self._next - time.monotonic()))
-                self._begun, self._next = self._begun + 1, time.monotonic() + _TEXT_SECONDS
-                parts, until = list[bytes](), time.monotonic() + _STEP_SECONDS
-                for part in self._parts():
-                    parts.append(part)
-                    if time.monotonic() > until:
-                        await asyncio.sleep(0)
-                        until = time.monotonic() + _STEP_SECONDS
-                self._shared = b"".join(parts)
+                await asyncio.sleep(max(0.0, self._next_begin - time.monotonic()))
+                self._begun += 1
+                self._next_begin = time.monotonic() + _TEXT_SECONDS
+                self._shared = await self._text_in_steps()
             return self._shared
+
+    async def _text_in_steps(self) -> bytes:
+        parts: list[bytes] = []
+        step_end = time.monotonic() + _STEP_SECONDS
+        for part in self._parts():
+            parts.append(part)
+            if time.monotonic() > step_end:
+                await asyncio.sleep(0)
+                step_end = time.monotonic() + _STEP_SECONDS
+        return b"".join(parts)
 
     def _parts(self) -> Iterator[bytes]:
         """Yield the text of each metric family; with `alias`, its repetition at the end."""
