@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -12,7 +11,6 @@ from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
-from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
@@ -32,6 +30,7 @@ from llmc_runtime.option_type import (
     positive,
     switch,
 )
+from llmc_runtime.python_command import quoted, unquoted
 from llmc_runtime.speculate_option import (
     DEFAULT_DRAFTS,
     TOKENS,
@@ -392,13 +391,3 @@ class EngineArgs(EngineOptions):
         if self.target_itl_ms is None and self.max_num_batched_tokens is None:
             chosen = replace(self, target_itl_ms=TARGET_ITL_MS)
         return super(EngineArgs, chosen).message()
-
-
-def quoted(path: str | Path) -> str:
-    """Return the absolute path, percent-encoded, since file names are bytes."""
-    return quote_from_bytes(os.fsencode(Path(path).resolve()))
-
-
-def unquoted(name: str) -> str:
-    """Return the path that `quoted` encoded."""
-    return os.fsdecode(unquote_to_bytes(name))

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 _MAX_SOCKET_NAME = 107  # bytes of a Unix socket's path
 _FALLBACK_FOLDERS = ("/tmp", "/dev/shm")  # for sockets, if the default folder for temporary files is unsuitable
@@ -66,6 +67,16 @@ def memory_file(name: str, data: bytes) -> BinaryIO:
     file.write(data)
     file.seek(0)
     return file
+
+
+def quoted(path: str | Path) -> str:
+    """Return the absolute path, percent-encoded: file names are bytes, and messages to processes are Unicode."""
+    return quote_from_bytes(os.fsencode(Path(path).resolve()))
+
+
+def unquoted(name: str) -> str:
+    """Return the path that `quoted` encoded."""
+    return os.fsdecode(unquote_to_bytes(name))
 
 
 def socket_folder(name: str) -> Path:

@@ -21,8 +21,8 @@ from llmc_runtime.api.llm import to_stderr
 from llmc_runtime.engine.client import _folder
 from llmc_runtime.engine.engine_process import NICE, StepAge, open_session
 from llmc_runtime.engine.messages import Open
-from llmc_runtime.engine_options import quoted
 from llmc_runtime.heartbeat import is_runnable
+from llmc_runtime.python_command import quoted
 
 from tests.runtime.async_kit import fake, last, run
 from tests.runtime.fake_core import CRASH

@@ -11,11 +11,11 @@ from llmc_runtime.api.llm import resolve
 from llmc_runtime.api.model_api import open_tokenizer
 from llmc_runtime.artifact import TOKENIZER
 from llmc_runtime.engine.messages import Open
-from llmc_runtime.engine_options import EngineArgs, quoted
+from llmc_runtime.engine_options import EngineArgs
 from llmc_runtime.exec.draft_artifact import joint_digest
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.python_command import module_command
+from llmc_runtime.python_command import module_command, quoted
 from llmc_runtime.text.tokenizer import Tokenizer
 
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -135,9 +135,11 @@ def parse_mix(text: str, default: Mix) -> Mix:
         if name not in known:
             names = ", ".join(sorted({*known, *short}))
             raise LlmcError("E670", f"--mix: unknown key {key!r:.40}", f"use one of {names}")
+        if name == "name":
+            values[name] = value.strip()
+            continue
         try:
-            read: Callable[[str], Any] = str.strip if name == "name" else int if name in _INTEGERS else float
-            values[name] = read(value)
+            values[name] = int(value) if name in _INTEGERS else float(value)
         except ValueError:
             raise LlmcError(
                 "E670", f"--mix: {key} = {value!r:.40} is not a number", "write for example rate=8,input=2000"

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import quote_from_bytes
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Member, group_ended
@@ -20,17 +19,12 @@ from llmc_runtime.exec.rank_messages import Call, Done, Join, Joined, Settle, Se
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT, SHARED_BYTES, TICK_SECONDS, Silence, shared_counters
 from llmc_runtime.host_info import default_threads
-from llmc_runtime.python_command import LinkedProcess, memory_file, module_command
+from llmc_runtime.python_command import LinkedProcess, memory_file, module_command, quoted
 
 if TYPE_CHECKING:
     from llmc_runtime.exec.ray_ranks import RayPlacement
 
 LIMIT_SECONDS = 300.0  # seconds that ranks wait for each other, as long as a step on a CPU may take
-
-
-def _quoted(artifact: Artifact) -> str:
-    """Return the percent-encoded path of an artifact."""
-    return quote_from_bytes(os.fsencode(artifact.root.resolve()))
 
 
 class RankProcess(Rank):
@@ -126,10 +120,11 @@ class RankGroup:
 
     def join(self, kv_bytes: int, snapshots: int) -> None:
         """Let every process open the artifact, with a KV cache of this size and this number of snapshots."""
-        path, draft = ([*map(_quoted, self._artifact.parts), ""])[:2]
+        paths = [quoted(part.root) for part in self._artifact.parts]
+        draft = paths[1] if len(paths) > 1 else ""
         for p in self._processes:
             call = Join(
-                path, self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
+                paths[0], self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
                 self._verify, self._engine, snapshots, draft,
             )  # fmt: skip
             self._send(p, p.link.encode(call))

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from urllib.parse import unquote_to_bytes
 
 from llmc_runtime.artifact import require_digest
 from llmc_runtime.device.device import Member
@@ -37,6 +36,7 @@ from llmc_runtime.exec.rank_messages import (
 )
 from llmc_runtime.format.errors import as_llmc_error
 from llmc_runtime.heartbeat import RankHeartbeats
+from llmc_runtime.python_command import unquoted
 
 _POLL_SECONDS = 0.1  # seconds between two looks at the parent
 _STEP_POLL_SECONDS = 5e-5  # seconds between two looks at a step in flight and at the link
@@ -47,7 +47,7 @@ def open_rank(join: Join, memory: int) -> Executor:
 
     Raises LlmcError E118 if it is another artifact than that of rank 0, and the errors of opening one.
     """
-    path, draft = (os.fsdecode(unquote_to_bytes(name)) for name in (join.path, join.draft))
+    path, draft = (unquoted(name) for name in (join.path, join.draft))
     artifact = open_with_draft(path, draft or None, verify=join.verify, threads=join.threads, rank=join.rank)
     require_digest(artifact, join.digest, "rank 0 has opened")
     member = Member(join.rank, join.ranks, memory, join.limit)

@@ -126,8 +126,12 @@ class _Parser:
             return
         self.at = match.end()
         number, name, sign = match.groups()
-        self.kind = "number" if number else "name" if name else "sign"
-        self.token = number or name or sign
+        if number:
+            self.kind, self.token = "number", number
+        elif name:
+            self.kind, self.token = "name", name
+        else:
+            self.kind, self.token = "sign", sign
         if number and len(number) > MAX_DIGITS:
             self.fail("number too long")
 

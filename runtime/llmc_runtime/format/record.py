@@ -111,9 +111,11 @@ class Record:
     def json(self) -> dict[str, Any]:
         """Return the record as JSON values."""
         kind: Any = type(self)
-        known, out = _stored_fields(kind), {}
-        for name in self.json_order or known:
-            (stored, default), value = known[name], getattr(self, name)
+        stored_fields = _stored_fields(kind)
+        out = {}
+        for name in self.json_order or stored_fields:
+            stored, default = stored_fields[name]
+            value = getattr(self, name)
             if not (stored.omitted and value == default):
                 out[name] = stored.write(value)
         return out

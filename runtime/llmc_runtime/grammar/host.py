@@ -138,12 +138,13 @@ def build_vocabulary(source: str, size: int, eos: Sequence[int]) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the entry point of the host process. Returns the exit status."""
+    """Run the host process with the arguments CONTROL SIZE EOS SOURCE NICE. Return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    control, size, eos, source = socket.socket(fileno=int(argv[0])), int(argv[1]), json.loads(argv[2]), argv[3]
+    descriptor, size, eos, source, nice = argv
+    control = socket.socket(fileno=int(descriptor))
     try:
-        vocabulary = build_vocabulary(source, size, eos)
+        vocabulary = build_vocabulary(source, int(size), json.loads(eos))
     except Exception as e:
         control.send(wire.FAILED + first_line(str(e)).encode())
         return 1
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()  # garbage collection in the workers leaves the shared pages alone
     try:
         control.send(wire.READY)
-        Host(control, vocabulary, size, int(argv[4])).run()
+        Host(control, vocabulary, int(size), int(nice)).run()
     except OSError:  # the engine has exited
         return 0
     except Exception:

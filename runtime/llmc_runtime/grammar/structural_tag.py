@@ -167,22 +167,23 @@ class _Rules:
             place = f"{where}.tags[{i}]"
             trigger, rest = self._split(_field(tag, "begin", str, place), triggers, place)
             by_trigger.setdefault(trigger, []).append(f"{rest} {self._content_and_end(tag, place, depth, last=False)}")
-        following = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
-        tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in following.items()))
-        led = self._rule(
-            " | ".join(self._led(begin, rule, [*triggers, *excludes]) for begin, rule in following.items())
+        never = [*triggers, *excludes]  # not part of free text
+        rest_rules = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
+        tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in rest_rules.items()))
+        text_and_tag = self._rule(
+            " | ".join(self._text_and_tag(trigger, rule, never) for trigger, rule in rest_rules.items())
         )
-        free = self._free([*triggers, *excludes])
-        first, only = bool(form.get("at_least_one")), bool(form.get("stop_after_first"))
-        if only:
-            return tag if first else f"({led} | {free})"
-        return self._rule(f"{tag if first else ''} {led}* {free}")
+        text = self._free(never)
+        begins_with_tag = bool(form.get("at_least_one"))
+        if form.get("stop_after_first"):
+            return tag if begins_with_tag else f"({text_and_tag} | {text})"
+        return self._rule(f"{tag if begins_with_tag else ''} {text_and_tag}* {text}")
 
-    def _led(self, trigger: str, following: str, never: list[str]) -> str:
-        """Return the expression of text up to and including a trigger, and of what follows it."""
+    def _text_and_tag(self, trigger: str, rest_rule: str, never: list[str]) -> str:
+        """Return the expression of text up to and including a trigger, and of the rest of the tag."""
         name = self._name()
         self.lines.append(text_until(name, trigger, self._marker, never=never).replace("::=", f"::{_EQUALS}"))
-        return f"{name} {following}"
+        return f"{name} {rest_rule}"
 
     def _split(self, begin: str, triggers: list[str], where: str) -> tuple[str, str]:
         """Return the trigger with which a tag begins, and the expression of the rest."""

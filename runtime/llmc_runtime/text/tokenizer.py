@@ -58,8 +58,9 @@ class Tokenizer:
             _add_missing_tokens(backend, config, names)
         except (TypeError, ValueError, OverflowError) as e:
             raise corrupt(folder / "tokenizer_config.json", e) from e
-        texts = {name: text for name, value in names.items() if name.endswith("_token") and (text := _content(value))}
-        return cls(backend, texts, read_templates(folder, config))
+        texts = {name: _content(value) for name, value in names.items() if name.endswith("_token")}
+        named_tokens = {name: text for name, text in texts.items() if text}
+        return cls(backend, named_tokens, read_templates(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens that the post-processor adds (usually bos).
@@ -309,8 +310,9 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
     present = list(backend.get_added_tokens_decoder().values())
     seen = {repr(token) for token in present}
     declared = config.get("added_tokens_decoder")
-    rows = sorted(declared.items(), key=lambda kv: _index(kv[0])) if isinstance(declared, dict) else []
-    missing = [t for _, v in rows if _content(v) is not None and repr(t := _added(v, special=False)) not in seen]
+    rows = sorted(declared.items(), key=lambda row: _index(row[0])) if isinstance(declared, dict) else []
+    tokens = [_added(value, special=False) for _, value in rows if _content(value) is not None]
+    missing = [token for token in tokens if repr(token) not in seen]
     contents = {token.content for token in present} | {token.content for token in missing}
     for value in _named_and_extra(config, names):
         text = _content(value)

@@ -150,25 +150,8 @@ class Guard:
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Check the host, headers and key, and set `llmc.key` and `llmc.admin` in the scope. Raises ApiError."""
-        raw_headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in raw_headers)
-        if len(raw_headers) > self._limits.header_count or size > self._limits.headers:
-            cause = f"send at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
-            raise ApiError(cause, status=431, code="headers_too_large")
-        if not scope.get("http_version", "1.1").startswith("1."):
-            close = {"Connection": "close"}
-            raise ApiError("only HTTP/1.0 and HTTP/1.1 are supported", status=505, code="http_version", headers=close)
-        if len(headers) < len(raw_headers):
-            _check_single(raw_headers)
-        if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
-            close = {"Connection": "close"}
-            raise ApiError("send Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
-        if not path.startswith("/") and path != "*":  # see NormalizeTarget, which rewrites the permitted forms
-            cause = "the request target has to be a path, or a URL of this server without user information"
-            raise ApiError(f"{cause}, whose host is that of the Host header", code="invalid_target")
-        if b"host" in headers:  # absent in health checks of old load balancers, never in requests of browsers
-            self._check_host(headers[b"host"].decode("latin-1"))
+        self._check_form(scope, headers, path)
         scope["llmc.key"], scope["llmc.admin"] = "", False
         authorization = headers.get(b"authorization", b"")
         if not authorization and _API_KEY in headers:
@@ -183,6 +166,27 @@ class Guard:
         if name is None:
             raise _unknown_key('Basic realm="llmc: the password is an API key"' if page else "Bearer")
         scope["llmc.key"] = name
+
+    def _check_form(self, scope: Scope, headers: dict[bytes, bytes], path: str) -> None:
+        """Check the size and the form of the head, and the host. Raises ApiError."""
+        raw_headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in raw_headers)
+        if len(raw_headers) > self._limits.header_count or size > self._limits.headers:
+            cause = f"send at most {self._limits.header_count} headers of {self._limits.headers} bytes together"
+            raise ApiError(cause, status=431, code="headers_too_large")
+        if not scope.get("http_version", "1.1").startswith("1."):
+            close = {"Connection": "close"}
+            raise ApiError("only HTTP/1.0 and HTTP/1.1 are supported", status=505, code="http_version", headers=close)
+        if len(headers) < len(raw_headers):
+            _check_single(raw_headers)
+        if b"transfer-encoding" in headers and b"content-length" in headers:  # against request smuggling
+            close = {"Connection": "close"}
+            raise ApiError("send Content-Length or Transfer-Encoding, not both", code="invalid_http", headers=close)
+        if not path.startswith("/") and path != "*":  # see NormalizeTarget, which rewrites the permitted forms
+            cause = "the request target has to be a path, or a URL of this server without user information"
+            raise ApiError(f"{cause}, whose host is that of the Host header", code="invalid_target")
+        if b"host" in headers:  # absent in health checks of old load balancers, never in requests of browsers
+            self._check_host(headers[b"host"].decode("latin-1"))
 
     def _check_admin(self, scope: Scope, authorization: bytes) -> None:
         admin, ordinary = self._admin.name_of(authorization), self._keys.name_of(authorization)

@@ -117,21 +117,23 @@ class LightConnections:
         `promote` takes a socket, the address of its peer, `data` and `passed` (see LightConnection). `between` is
         called after every few connections. Returns False if asyncio has to accept further connections.
         """
-        allowed, accepted, failed = min(count, self._capacity()), 0, False
-        deadline, waiting = self._loop.time() + self._head_seconds, True
+        allowed = min(count, self._capacity())
+        deadline = self._loop.time() + self._head_seconds
         end = time.monotonic() + (_QUEUE_SECONDS if self._queued else _TURN_SECONDS)
-        while waiting and accepted < allowed and not failed and time.monotonic() < end:
+        accepted, failed = 0, False
+        more_wait = True  # whether connections may still wait at the listener
+        while more_wait and accepted < allowed and not failed and time.monotonic() < end:
             step = min(_STEP, allowed - accepted)
             clients, failed = accept_waiting(listener, step)
-            accepted, waiting = accepted + len(clients), len(clients) == step
-            for light, state in self._respond(
-                [
-                    LightConnection(sock, partial(promote, sock, address), sock.close, deadline)
-                    for sock, address in clients
-                ]
-            ):
+            accepted += len(clients)
+            more_wait = len(clients) == step
+            lights = [
+                LightConnection(sock, partial(promote, sock, address), sock.close, deadline)
+                for sock, address in clients
+            ]
+            for light, state in self._respond(lights):
                 self._add(light, state)
-        self._queued = waiting and accepted > 0
+        self._queued = more_wait and accepted > 0
         if self._queued:
             self._turns.hold_back()
         return not failed and (allowed == count or accepted < allowed)
@@ -268,19 +270,24 @@ class LightConnections:
         """Refuse the requests that have arrived on these connections, or answer probes, and send the responses."""
         if not lights:
             return []
-        refuse, deadline, refused = self._refusals(), self._loop.time() + self._keep_alive, 0
-        results, states = [], []
+        refuse = self._refusals()
+        deadline = self._loop.time() + self._keep_alive
+        results: list[tuple[LightConnection, LightState, bytes]] = []
         for light in lights:
-            if response := refuse_repeated(light, refuse, deadline):
+            response = refuse_repeated(light, refuse, deadline)
+            if response:
                 results.append((light, LightState.LIGHT, response))
             else:
                 results.append((light, *answer_waiting(light, refuse, self._probe, deadline, self._returning)))
+        refused = 0
+        states: list[tuple[LightConnection, LightState]] = []
         for light, state, response in results:
             if response:
                 refused += not light.probing
                 if light.probing is not light.first and light.sock.fileno() in self._watched:
                     self._serve_first(light)
-                state = state if send_now(light.sock, response, state is LightState.CLOSED) else LightState.CLOSED
+                if not send_now(light.sock, response, state is LightState.CLOSED):
+                    state = LightState.CLOSED
             states.append((light, state))
         if refused:
             self._fair.batches.refused(refused)

@@ -189,30 +189,38 @@ def _answer_from(
 
     `light.data` is set to what remains.
     """
-    responses, requests = b"", 0
+    responses, num_requests = b"", 0
     while data:
         if light.skip:
             skipped = min(light.skip, len(data))
-            light.skip, data = light.skip - skipped, data[skipped:]
+            light.skip -= skipped
+            data = data[skipped:]
             continue
-        end = data.find(b"\r\n\r\n") + 4
-        at_limit = requests == _MAX_REQUESTS
-        checks = refuse is not None and end >= 4 and not at_limit
-        refusal, missing = probe(data[:end]) if end >= 4 and not at_limit else None, 0
-        if refusal is None and refuse is not None and checks:
-            is_whole = end < len(data) < _READ  # with its body, as far as one can tell
-            refusal = refuse(data[:end], is_whole and light.fresh and not light.used and returning.next_closes())
-        if refusal is not None and (missing := end + refusal.length - len(data)) > 0:
-            data += receive_now(light.sock, missing)
-        if refusal is None or (refusal.closes and refusal.length > len(data) - end):
-            light.data, light.passed = data, refusal is None and checks
+        end = data.find(b"\r\n\r\n") + 4  # of the head; below 4: it is not complete
+        answer = None
+        checked = False  # whether `refuse` has looked at the request
+        if end >= 4 and num_requests < _MAX_REQUESTS:
+            answer = probe(data[:end])
+            checked = refuse is not None
+            if answer is None and refuse is not None:
+                is_whole = end < len(data) < _READ  # with its body, as far as one can tell
+                answer = refuse(data[:end], is_whole and light.fresh and not light.used and returning.next_closes())
+        if answer is None:
+            light.data, light.passed = data, checked
             return LightState.ORDINARY, responses
-        responses += refusal.data
-        if refusal.closes:
+        missing = end + answer.length - len(data)  # bytes of the body that have not arrived
+        if missing > 0:
+            data += receive_now(light.sock, missing)
+        if answer.closes and answer.length > len(data) - end:
+            light.data, light.passed = data, False
+            return LightState.ORDINARY, responses
+        responses += answer.data
+        if answer.closes:
             return LightState.CLOSED, responses
-        light.used, light.probing, light.deadline = True, refusal.is_probe, deadline
+        light.used, light.probing, light.deadline = True, answer.is_probe, deadline
         if missing == 0:  # most clients wait for the response
             return LightState.LIGHT, responses
-        light.skip, data = refusal.length, data[end:]
-        requests += 1
+        light.skip = answer.length
+        data = data[end:]
+        num_requests += 1
     return LightState.LIGHT, responses

@@ -134,7 +134,8 @@ class GenerationResponse(ABC, Generic[R]):
         for chunk in self._opening_chunks():
             yield chunk
         plain = None if self._usage_in_chunks else self._plain_encoder()
-        unfinished, last = self._params.n * len(self._prompts), b""
+        unfinished = self._params.n * len(self._prompts)  # outputs without a finish reason
+        last_events = b""
         async with aclosing(updates) as items:  # type: ignore[type-var]
             async for i, update in items:
                 if not self._silent:
@@ -151,10 +152,10 @@ class GenerationResponse(ABC, Generic[R]):
                         if unfinished or is_lazy(chunk):
                             yield chunk
                         else:
-                            last = event(chunk)
+                            last_events = event(chunk)
         if self._usage_at_end:
-            last += event({**self._chunk_head, "choices": [], "usage": self._usage.as_json()})
-        yield LastEvents(last)
+            last_events += event({**self._chunk_head, "choices": [], "usage": self._usage.as_json()})
+        yield LastEvents(last_events)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._chunk_head, "choices": [choice]}

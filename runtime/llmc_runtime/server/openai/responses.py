@@ -78,7 +78,9 @@ class OutputItems:
         """Complete the last item, which has this status, and yield its events."""
         if self._texts is None:
             return
-        item, text, self._texts = self.items[-1], "".join(self._texts), None
+        item = self.items[-1]
+        text = "".join(self._texts)
+        self._texts = None
         item["status"] = status
         place = {"item_id": item["id"], "output_index": len(self.items) - 1}
         if item["type"] == "function_call":
@@ -89,7 +91,8 @@ class OutputItems:
             part = _part(item["type"], text)
             done = {}
             if item["type"] == "message":
-                part["logprobs"], done["logprobs"] = self._logprobs(with_bytes=True), self._logprobs(with_bytes=False)
+                part["logprobs"] = self._logprobs(with_bytes=True)
+                done["logprobs"] = self._logprobs(with_bytes=False)
             item["content"] = [part]
             place["content_index"] = 0
             yield self._event(f"response.{part['type']}.done", **place, text=text, **done)

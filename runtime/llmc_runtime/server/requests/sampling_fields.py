@@ -6,7 +6,7 @@ The default of a field is the operator's override, else the value in the model's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from llmc_runtime.defaults import of_model
@@ -111,7 +111,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, mapped:
     Raises ApiError 400, which names the field.
     """
     values: dict[str, Any] = {name: getattr(default, name) for name in of_model(llm.generation)}
-    values |= {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
+    values |= _set_fields(request, _COPIED)
     if request.best_of is not None and request.best_of != (request.n or 1):
         cause = f"best_of: {request.best_of} is not supported: all outputs are returned. Leave it out, or set it to n"
         raise ApiError(cause, param="best_of", code="unsupported_parameter")
@@ -135,18 +135,23 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, mapped:
         raise to_api_error(e, "prompt") from None
 
 
+def _set_fields(owner: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of these fields that are not None, by name."""
+    return {name: value for name in names if (value := getattr(owner, name)) is not None}
+
+
 def _structured_outputs(request: Generation) -> StructuredOutputsParams | None:
     """Return the output format that response_format, structured_outputs or the fields guided_... request."""
     form = None if request.response_format is None else _of_format(request.response_format)
     outputs = request.structured_outputs
-    guided = {name: value for name, field in GUIDED.items() if (value := getattr(request, field)) is not None}
+    guided_fields = _set_fields(request, GUIDED.values())
+    guided = {name: guided_fields[field] for name, field in GUIDED.items() if field in guided_fields}
     values = {"response_format": form, "structured_outputs": outputs, "guided_...": guided or None}
     used = [name for name, value in values.items() if value is not None]
     if len(used) > 1:
         raise ApiError(f"{used[0]} and {used[1]} exclude each other; send one of them", param="structured_outputs")
     if outputs is not None:
-        fields = {name: value for name in outputs.__struct_fields__ if (value := getattr(outputs, name)) is not None}
-        return StructuredOutputsParams(**fields)
+        return StructuredOutputsParams(**_set_fields(outputs, outputs.__struct_fields__))
     return StructuredOutputsParams(**guided) if guided else form
 
 
@@ -161,8 +166,7 @@ def _of_format(form: ResponseFormat) -> StructuredOutputsParams | None:
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True, whitespace_pattern=WHITESPACE)
     if form.type == "structural_tag":
-        parts = {name: value for name in _TAG_PARTS if (value := getattr(form, name)) is not None}
-        return StructuredOutputsParams(structural_tag=parts, whitespace_pattern=WHITESPACE)
+        return StructuredOutputsParams(structural_tag=_set_fields(form, _TAG_PARTS), whitespace_pattern=WHITESPACE)
     if form.type != "json_schema":
         cause = "response_format.type: text, json_object, json_schema or structural_tag"
         raise ApiError(cause, param="response_format.type")

@@ -149,7 +149,9 @@ class TextJobs:
             chat, done.items = whole(earlier)
             prompt = self._prompting.chat(chat, tools, self._formats.short_ids)
             after = plan.after(prompt, chat)
-            done.reasons, done.opened, done.earlier = after.reasoning is not None, after.opened, calls_in(chat.messages)
+            done.reasons = after.reasoning is not None
+            done.opened = after.opened
+            done.earlier = calls_in(chat.messages)
             yield prompt
 
         return Job(m.Parsed(fields, references=list(references)), prompts, done)

@@ -108,12 +108,14 @@ class PythonShape(Unmarked, ArguedFormat):
 
         `RULE_hI` matches the arguments from number I on if none was written before, and `RULE_tI` if some were.
         """
-        lines, last = [], len(fields)
+        lines = []
         for i, field in enumerate(fields):
-            rest, mark = f"{rule}_t{i + 1}", "" if field.required else "?"
-            lines.append(f"{rule}_h{i}: {field.rule} {rest}{'' if field.required else f' | {rule}_h{i + 1}'}")
-            lines.append(f"{rule}_t{i}: ({lark(cls._NEXT)} {field.rule}){mark} {rest}")
-        return [f"{rule}: {rule}_h0", *lines, f'{rule}_h{last}: ""', f'{rule}_t{last}: ""']
+            later = f"{rule}_t{i + 1}"
+            or_without, optional = ("", "") if field.required else (f" | {rule}_h{i + 1}", "?")
+            lines.append(f"{rule}_h{i}: {field.rule} {later}{or_without}")
+            lines.append(f"{rule}_t{i}: ({lark(cls._NEXT)} {field.rule}){optional} {later}")
+        end = len(fields)
+        return [f"{rule}: {rule}_h0", *lines, f'{rule}_h{end}: ""', f'{rule}_t{end}: ""']
 
     @classmethod
     def _field(cls, field: Field, marker: Marker) -> Sequence[str]:

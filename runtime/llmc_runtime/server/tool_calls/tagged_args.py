@@ -19,7 +19,8 @@ from llmc_runtime.server.tool_calls.text_values import KINDS, PartBudget, resolv
 
 APART = ("allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames", "dependentSchemas", "$ref")
 MAX_FIELDS = 64  # maximum number of arguments without a schema
-_COUNTS = ("minProperties", "maxProperties", "dependentRequired")
+# Keywords of a schema of arguments that only JSON can express, or that restrict which properties an object has.
+_RESTRICTING = (*APART, "minProperties", "maxProperties", "dependentRequired")
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ class ArguedFormat(CallFormat):
     @classmethod
     def arguments(cls, rule: str, schema: dict[str, Any], marker: Marker, exact: bool) -> str:
         """See CallFormat."""
-        free = not exact or ("properties" not in schema and schema.get("additionalProperties") is not False and schema)
-        if free and not any(key in schema for key in (*APART, *_COUNTS) if exact):
+        if not exact or _admits_any(schema):
             return cls._any(rule, marker)
         schema = enforced(schema)
-        bad = next((key for key in (*APART, *_COUNTS) if key in schema), None)
+        keyword = next((key for key in _RESTRICTING if key in schema), None)
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if bad is not None or not isinstance(properties, dict) or not isinstance(required, list):
-            raise cls._inexpressible(bad or "properties")
-        if lost := [name for name in required if name not in list(properties)]:
-            raise cls._inexpressible(f"required: {str(lost[0])[:60]!r}, which is not one of its properties")
+        if keyword is not None or not isinstance(properties, dict) or not isinstance(required, list):
+            raise cls._inexpressible(keyword or "properties")
+        undeclared = [name for name in required if name not in list(properties)]
+        if undeclared:
+            raise cls._inexpressible(f"required: {str(undeclared[0])[:60]!r}, which is not one of its properties")
         fields = [
             Field(f"{rule}_{i}", key, value, schema, key in required)
             for i, (key, value) in enumerate(properties.items())
@@ -138,6 +139,13 @@ class ArguedFormat(CallFormat):
     @abstractmethod
     def _joined(cls, rule: str, fields: Sequence[Field]) -> Sequence[str]:
         """Return rules in which `rule` matches all required `fields` and any of the others."""
+
+
+def _admits_any(schema: dict[str, Any]) -> bool:
+    """Whether a schema of arguments admits any object. An empty schema is that of a tool without arguments."""
+    if not schema or "properties" in schema or schema.get("additionalProperties") is False:
+        return False
+    return not any(key in schema for key in _RESTRICTING)
 
 
 class Inexpressible(Exception):

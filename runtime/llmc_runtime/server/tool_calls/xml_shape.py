@@ -241,24 +241,30 @@ class XmlShape(ArguedFormat):
         head, tail = cls._around_value(field.key, marker)
         if not _is_plain(field.key):
             raise cls._inexpressible(f"the property {field.key[:60]!r}")
-        frame, ends = "\n" if cls._framed() else "", cls._ends()
-        close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
+        values: list[str] = []
         rules: list[str] = []
-        values: list[str] = []  # expressions of a value together with its end tag
         for i, schema in enumerate(cls._alternatives(field)):
-            rule, types = f"{field.rule}_{i}", types_of(schema, field.root)
-            if "enum" in schema or "const" in schema:
-                values += [f"{lark(text)} {close}" for text in cls._texts(field, cls._listed(field, schema))]
-            elif types and "string" not in types:
-                json_name, json_rules = cls._json(rule, schema, field.root)
-                values.append(f"{json_name} {close}")
-                rules += json_rules
-            elif (patterns := cls._patterns(field, schema)) == [ANY]:
-                values.append("any_text")
-            else:
-                rules.append(text_until(rule, ends[0], marker, patterns, frame, ends))
-                values.append(rule)
+            schema_values, schema_rules = cls._values(f"{field.rule}_{i}", field, schema, marker)
+            values += schema_values
+            rules += schema_rules
         return [f"{field.rule}: {head} ({' | '.join(values)}) {tail}", *rules]
+
+    @classmethod
+    def _values(cls, rule: str, field: Field, schema: dict[str, Any], marker: Marker) -> tuple[list[str], list[str]]:
+        """Return expressions for the values of a schema, each with its end tag, and the rules that they require."""
+        frame = "\n" if cls._framed() else ""
+        ends = cls._ends()
+        close = f"{lark(frame)} {marker(ends[0])}" if frame else marker(ends[0])
+        if "enum" in schema or "const" in schema:
+            return [f"{lark(text)} {close}" for text in cls._texts(field, cls._listed(field, schema))], []
+        types = types_of(schema, field.root)
+        if types and "string" not in types:
+            json_name, json_rules = cls._json(rule, schema, field.root)
+            return [f"{json_name} {close}"], json_rules
+        patterns = cls._patterns(field, schema)
+        if patterns == [ANY]:
+            return ["any_text"], []
+        return [rule], [text_until(rule, ends[0], marker, patterns, frame, ends)]
 
     @classmethod
     def _listed(cls, field: Field, schema: Mapping[str, Any]) -> Sequence[object]:
