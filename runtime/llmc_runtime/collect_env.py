@@ -11,12 +11,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from llmc_runtime import __version__
 from llmc_runtime.format.manifest import MAJOR, MINOR
-from llmc_runtime.host_info import default_threads, free_memory, this_host
+from llmc_runtime.host_info import default_threads, free_memory, meminfo, read_or_empty, this_host
 
 PACKAGES = (
     "numpy", "tokenizers", "jinja2", "tqdm", "torch", "transformers", "ml_dtypes", "safetensors", "huggingface-hub",
@@ -38,7 +37,7 @@ def collect(environment: Mapping[str, str]) -> dict[str, Any]:
         "python": {"version": platform.python_version(), "implementation": sys.implementation.name},
         "system": _system(),
         "cpu": _cpu(),
-        "memory": {"total_mib": _total_memory() >> 20, "available_mib": free_memory() >> 20},
+        "memory": {"total_mib": (meminfo("MemTotal") or 0) >> 20, "available_mib": free_memory() >> 20},
         "gpu": {"devices": gpus(), "driver": _drivers()},
         "programs": {name: _first_line([name, "--version"]) for name in ("c++", "nvcc", "hipcc")},
         "packages": {name: _version(name) for name in PACKAGES},
@@ -86,17 +85,10 @@ def _cpu() -> dict[str, Any]:
     return {"model": host.model or platform.processor(), "physical_cores": default_threads(), "features": features}
 
 
-def _total_memory() -> int:
-    for line in _text("/proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) << 10
-    return 0
-
-
 def _drivers() -> dict[str, str]:
     """Return the versions of the loaded kernel modules, by vendor."""
-    nvidia = _text("/proc/driver/nvidia/version").splitlines()
-    versions = {"nvidia": nvidia[0] if nvidia else "", "amd": _text("/sys/module/amdgpu/version")}
+    nvidia = read_or_empty("/proc/driver/nvidia/version").splitlines()
+    versions = {"nvidia": nvidia[0] if nvidia else "", "amd": read_or_empty("/sys/module/amdgpu/version")}
     return {name: version for name, version in versions.items() if version}
 
 
@@ -124,13 +116,6 @@ def _output(command: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _text_of(value: Any) -> str:

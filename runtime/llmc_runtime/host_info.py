@@ -74,7 +74,8 @@ def _plain(feature: str) -> str:
 
 def default_threads() -> int:
     """Return the number of physical cores this process may use, by its CPU affinity and its cgroup's CPU quota."""
-    cores = {_read(f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list") or str(c) for c in _affinity()}
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {read_or_empty(topology.format(cpu)) or str(cpu) for cpu in _affinity()}
     return max(1, min(len(cores), _quota()))
 
 
@@ -88,19 +89,25 @@ def _affinity() -> list[int]:
 
 
 def _quota() -> int:
-    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = read_or_empty("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):
         return max(1, -(-int(quota) // int(period)))
     return 1 << 16  # no quota
 
 
+def meminfo(name: str) -> int | None:
+    """Return an entry of /proc/meminfo in bytes, such as MemTotal; None if it is missing."""
+    for line in read_or_empty("/proc/meminfo").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
 def free_memory() -> int:
     """Return the bytes that can be allocated without swapping: MemAvailable, limited by the cgroup's memory limit."""
-    free = 1 << 62
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    available = meminfo("MemAvailable")
+    free = 1 << 62 if available is None else available
+    limit, used = read_or_empty("/sys/fs/cgroup/memory.max"), read_or_empty("/sys/fs/cgroup/memory.current")
     if limit.isdigit() and used.isdigit():
         free = min(free, max(0, int(limit) - int(used) + _cache()))
     return free
@@ -108,12 +115,13 @@ def free_memory() -> int:
 
 def _cache() -> int:
     """Return the bytes of file cache in the cgroup, which the kernel reclaims on demand."""
-    lines: Iterable[str] = _read("/sys/fs/cgroup/memory.stat").splitlines()
+    lines: Iterable[str] = read_or_empty("/sys/fs/cgroup/memory.stat").splitlines()
     return sum(int(x.split()[1]) for x in lines if x.startswith(("inactive_file ", "active_file ")))
 
 
-def _read(path: str) -> str:
+def read_or_empty(path: str) -> str:
+    """Return the text of a file, stripped; "" if it cannot be read."""
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

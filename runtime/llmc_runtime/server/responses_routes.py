@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from llmc_runtime.server.api_routes import INPUT_TOKENS
 from llmc_runtime.server.endpoint import Endpoint
-from llmc_runtime.server.http.errors import ApiError, not_found, renamed
+from llmc_runtime.server.http.errors import ApiError, not_found, renamed, unsupported
 from llmc_runtime.server.http.middleware import query_of
 from llmc_runtime.server.http.replies import JsonSlices, as_json, catch_errors
 from llmc_runtime.server.requests.parse import SMALL_BODY
@@ -64,8 +64,7 @@ class ResponsesRoutes(Endpoint):
             self.serving.stored.delete(request.scope["llmc.key"], name)
             return as_json({"id": name, "object": "response", "deleted": True})
         if query_of(request).get("stream") not in (None, "false"):
-            cause = "stream: stored responses are not streamed"
-            raise ApiError(cause, param="stream", code="unsupported_parameter")
+            raise unsupported("stream: stored responses are not streamed", "stream")
         return self._sent(request, self._stored(request).document())
 
     @catch_errors

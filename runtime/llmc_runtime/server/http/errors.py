@@ -19,6 +19,7 @@ import msgspec
 from llmc_runtime.format.errors import LlmcError
 
 INVALID, SERVER = "invalid_request_error", "server_error"
+UNSUPPORTED = "unsupported_parameter"  # the code of errors that name a field as the request does
 OF_ENGINE = frozenset({"E107", "E114", "E119", "E143", "E608", "E660", "E661", "E662", "E663", "E664"})
 _TOO_LONG = frozenset({"E602", "E603", "E604"})
 # The field that an error is about; None: the prompt's.
@@ -101,6 +102,11 @@ def internal() -> ApiError:
     return ApiError("the server failed on this request", status=500, kind=SERVER, code="internal_error")
 
 
+def unsupported(message: str, param: str) -> ApiError:
+    """Return 400 for a field or a value that is not supported; its message names the field as the request does."""
+    return ApiError(message, param=param, code=UNSUPPORTED)
+
+
 def late(seconds: float) -> ApiError:
     """Return 504 for a timeout; a retry would not have more time."""
     cause = f"the request did not end within its time limit of {seconds:g} s; request fewer tokens, or allow more time"
@@ -129,7 +135,7 @@ def renamed(names: Sequence[tuple[str, str]]) -> Iterator[None]:
     try:
         yield
     except ApiError as e:
-        for old, new in names if e.code != "unsupported_parameter" else ():
+        for old, new in names if e.code != UNSUPPORTED else ():
             e.message = re.sub(rf"(?:^|(?<=: ))(?:{old})(?!\w)", new, e.message)
             e.param = e.param and re.sub(rf"^(?:{old})(?!\w)", new, e.param)
         raise

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from llmc_runtime.server.call import Call
-from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.errors import ApiError, unsupported
 from llmc_runtime.server.http.lazy_json import Lazy
 from llmc_runtime.server.http.replies import named_event
 from llmc_runtime.server.openai.message_tokens import ScoredToken, TokenScores
@@ -181,7 +181,7 @@ class ResponsesResponse(NamedEventsResponse):
         self._stores = serving.stored.enabled and request.store is not False
         if request.store and not serving.stored.enabled:
             cause = "store: this server stores no responses (--response-store-bytes); leave the field out"
-            raise ApiError(cause, param="store", code="unsupported_parameter")
+            raise unsupported(cause, "store")
         self._original, self._own = request, list[bytes]()
         if job is None:
             stored = serving.stored.earlier(call.key, request.previous_response_id, references_of(request))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from llmc_runtime.sched.sampling_params import MAX_STOP_STRINGS
-from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.http.errors import ApiError, unsupported
 from llmc_runtime.server.requests.conversation import Content, Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
     GUIDED,
@@ -269,7 +269,7 @@ def _format_of(request: CountRequest) -> ResponseFormat | None:
 
 
 def _refused(where: str, cause: str, param: str) -> ApiError:
-    return ApiError(f"{where}: not supported: {cause}", param=param, code="unsupported_parameter")
+    return unsupported(f"{where}: not supported: {cause}", param)
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

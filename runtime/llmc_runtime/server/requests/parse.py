@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.http.errors import ApiError, not_found, unsupported
 
 MAX_DEPTH = 64
 SMALL_BODY = 32 << 10  # maximum bytes of a body that is parsed in the event loop
@@ -136,20 +136,16 @@ def _refuse_unsupported(fields: Mapping[str, Any], known: Sequence[str], refused
         value = fields.get(name)
         used = value is not None if name in _ANY_VALUE else _is_set(value)
         if name not in known and used and (name, value) not in _NO_EFFECT:
-            raise _unsupported(name, f"{name} is not supported: {remedy}")
+            raise unsupported(f"{name} is not supported: {remedy}", name)
     if "tool_choice" not in known and fields.get("tool_choice") not in (None, "none", "auto"):
-        raise _unsupported("tool_choice", "tool_choice is not supported: use /v1/chat/completions")
+        raise unsupported("tool_choice is not supported: use /v1/chat/completions", "tool_choice")
     if fields.get("modalities") not in (None, ["text"]):
-        raise _unsupported("modalities", "modalities: only text is generated")
+        raise unsupported("modalities: only text is generated", "modalities")
 
 
 def _is_set(value: Any) -> bool:
     """Return whether a field has a value: not null, false, or empty. Zero is a value."""
     return bool(value) or (isinstance(value, int | float) and value is not False)
-
-
-def _unsupported(name: str, message: str) -> ApiError:
-    return ApiError(message, param=name, code="unsupported_parameter")
 
 
 def check_lengths(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:

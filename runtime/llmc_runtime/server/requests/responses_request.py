@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from llmc_runtime.server.http.errors import ApiError, not_found
+from llmc_runtime.server.http.errors import ApiError, not_found, unsupported
 from llmc_runtime.server.requests.conversation import Conversation, checked_text, function_tool, plain_text
 from llmc_runtime.server.requests.request_fields import (
     GUIDED,
@@ -165,7 +165,7 @@ def _check_include(request: ResponsesRequest) -> None:
     for i, name in enumerate(request.include or ()):
         if name not in (ENCRYPTED, LOGPROBS):
             cause = f"{name[:64]!r} is not supported, only {ENCRYPTED} and {LOGPROBS}"
-            raise _refused(f"include[{i}]", cause, "include")
+            raise unsupported(f"include[{i}]: {cause}", "include")
     if request.top_logprobs and not _has_logprobs(request):
         raise ApiError(f'top_logprobs needs include: ["{LOGPROBS}"]', param="top_logprobs")
 
@@ -177,23 +177,19 @@ def check(request: ResponsesRequest) -> None:
         if len(value) > MAX_METADATA_TEXT or len(name) > MAX_METADATA_TEXT:
             raise ApiError(f"metadata: keys and values of up to {MAX_METADATA_TEXT} characters", param="metadata")
     if request.truncation not in (None, "disabled"):
-        raise _refused("truncation", "only disabled is supported; send fewer items of input", "truncation")
+        raise unsupported("truncation: only disabled is supported; send fewer items of input", "truncation")
     if request.stream_options is not None and request.stream_options.include_obfuscation:
-        raise _refused("stream_options.include_obfuscation", "only false is supported", "stream_options")
+        raise unsupported("stream_options.include_obfuscation: only false is supported", "stream_options")
     reasoning = request.reasoning or ReasoningOptions()
     for name in ("summary", "generate_summary"):
         if getattr(reasoning, name) not in (None, "auto"):
-            raise _refused(f"reasoning.{name}", "only auto is supported: reasoning is not summarized", "reasoning")
+            raise unsupported(f"reasoning.{name}: only auto is supported: reasoning is not summarized", "reasoning")
     if request.input is None and request.previous_response_id is None:
         raise ApiError("input is missing", param="input")
 
 
 def _has_logprobs(request: ResponsesRequest) -> bool:
     return LOGPROBS in (request.include or ())
-
-
-def _refused(where: str, cause: str, param: str) -> ApiError:
-    return ApiError(f"{where}: {cause}", param=param, code="unsupported_parameter")
 
 
 def items_of(request: InputTokensRequest) -> list[dict[str, Any]]:
@@ -321,7 +317,7 @@ def _format_of(text: TextOptions | None) -> ResponseFormat | None:
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         cause = f"{where}.type: {str(tool.get('type'))[:64]!r} is not supported, only function"
-        raise ApiError(cause, param=f"{where}.type", code="unsupported_parameter")
+        raise unsupported(cause, f"{where}.type")
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
 
@@ -336,7 +332,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         listed = [_choice(x) for x in tools] if isinstance(tools, Sequence) and not isinstance(tools, str) else None
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
     cause = f"tool_choice.type: {str(choice.get('type'))[:64]!r} is not supported, only function and allowed_tools"
-    raise ApiError(cause, param="tool_choice", code="unsupported_parameter")
+    raise unsupported(cause, "tool_choice")
 
 
 # The names of fields in errors of chats, as regular expressions, and those of this API.

@@ -16,7 +16,7 @@ from llmc_runtime.format.row_abi import TOP_LOGPROBS
 from llmc_runtime.sched.parameter_type import MAX_INT
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
-from llmc_runtime.server.http.errors import ApiError, to_api_error
+from llmc_runtime.server.http.errors import ApiError, to_api_error, unsupported
 from llmc_runtime.server.requests.request_fields import (
     GUIDED,
     LEFT,
@@ -114,7 +114,7 @@ def _params(request: Generation, llm: Defaults, default: SamplingParams, mapped:
     values |= _set_fields(request, _COPIED)
     if request.best_of is not None and request.best_of != (request.n or 1):
         cause = f"best_of: {request.best_of} is not supported: all outputs are returned. Leave it out, or set it to n"
-        raise ApiError(cause, param="best_of", code="unsupported_parameter")
+        raise unsupported(cause, "best_of")
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and not 1 <= keep <= MAX_INT:
         cause = "truncate_prompt_tokens: how many tokens of the prompt to keep, at least 1"
