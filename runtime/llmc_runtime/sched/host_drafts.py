@@ -41,7 +41,7 @@ class HostDrafts:
         return self._draft is not None and speculation.wants and tries
 
     def propose(self, running: Sequence[Request]) -> None:
-        """Set the number of drafted tokens of each running request, by what pays for it."""
+        """Draft for each running request as many tokens as are worth verifying, and set its `num_drafts`."""
         self._drafts.clear()
         tried = new = False
         for request in running:
@@ -62,7 +62,7 @@ class HostDrafts:
             self._next_try = self.speculation.plans + FIRST_RETRY
 
     def _wait_after(self, fruitful: bool, new: bool) -> None:
-        """Set when to try again; requests that were not drafted for before may have something to draft."""
+        """Set when to try again. `new`: some requests were drafted for the first time, so it is worth trying soon."""
         self._fruitless = 0 if fruitful else self._fruitless + 1
         if fruitful or new or self._fruitless <= _MAX_FRUITLESS:
             self._retry_wait = FIRST_RETRY

@@ -1,8 +1,8 @@
-"""What steps without drafts take now, by which the durations of other steps are judged.
+"""The durations of the latest steps without drafts, with which the durations of steps with drafts are compared.
 
-A step takes longer the longer its sequences are. Trials of drafts may come at a certain length again and again, such as
-soon after requests have begun, or when other programs run. Compared with the mean of steps without drafts, they would
-seem to cost less than they do, or more.
+A step takes longer the longer its sequences are, and while other programs run. Drafts may be tried repeatedly at the
+same length, such as soon after requests have begun. If such a step were compared with the mean of all steps without
+drafts, drafts would seem cheaper or more expensive than they are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-STEPS = 7  # steps whose median counts
-_FEWEST = 3  # the fewest steps that count
-_LONGEST = 64  # plans after which they no longer count
-_MAX_FACTOR = 2.0  # largest factor between these steps and the mean that counts
+STEPS = 7  # latest steps whose median is used
+_MIN_STEPS = 3  # with fewer steps, the mean is used
+_MAX_AGE = 64  # plans after which the steps are no longer used
+_MAX_FACTOR = 2.0  # maximum ratio of the mean to the median, and of the median to the mean
 
 
 class RecentSteps:
@@ -33,10 +33,10 @@ class RecentSteps:
         self._seconds.clear()
 
     def factor(self, plan: int, mean: float) -> float:
-        """Return by what a duration at this plan is multiplied to compare it with a mean duration without drafts.
+        """Return the factor that makes a duration at this plan comparable with `mean`, the mean without drafts.
 
         Returns 1 if the mean is unknown (0), or if there are too few recent steps.
         """
-        if not mean or len(self._seconds) < _FEWEST or plan - self._plan > _LONGEST:
+        if not mean or len(self._seconds) < _MIN_STEPS or plan - self._plan > _MAX_AGE:
             return 1.0
         return max(1 / _MAX_FACTOR, min(_MAX_FACTOR, mean / (median(self._seconds) or mean)))

@@ -69,10 +69,11 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     chain: list[bytes] = field(default_factory=list, init=False)  # prefix digests of its tokens so far
     row: int = field(default=-1, init=False)
-    branch: int = field(default=0, init=False)  # cached pages of its prompt, with and without a snapshot
+    num_cached_pages: int = field(default=0, init=False)  # of its prompt, with and without a snapshot
     snapshot: int = field(default=-1, init=False)  # the snapshot that its row starts from, until that is planned
     snapshot_positions: list[int] = field(default_factory=list, init=False)  # of snapshots to take, ascending
-    decoded: bytes = field(default=b"", init=False)  # digest of the last snapshot that was taken while it decoded
+    # Digest of the last snapshot that was taken while it decoded.
+    last_decode_snapshot: bytes = field(default=b"", init=False)
     decode: Work = field(default_factory=lambda: Work(-1, 1, emit=True), init=False)  # computes one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
     bans: Bans | None = field(default=None, init=False)

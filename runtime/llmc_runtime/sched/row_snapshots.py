@@ -37,7 +37,8 @@ class RowSnapshots:
 
     def usable(self, request: Request, pages: list[int]) -> list[int]:
         """Return the cached pages of a waiting request that it can reuse: those up to the last one with a snapshot."""
-        chain, request.branch = request.chain, len(pages)
+        request.num_cached_pages = len(pages)
+        chain = request.chain
         for count in range(len(pages), 0, -1):
             if chain[count] in self.pool:
                 return pages[:count]
@@ -50,7 +51,7 @@ class RowSnapshots:
             request.snapshot = self.pool.use(request.chain[hits])
             self.pool.pin(request.snapshot)
         last = (len(request.tokens) - 1) // size
-        request.snapshot_positions = [n * size for n in sorted({request.branch, last}) if n > hits]
+        request.snapshot_positions = [n * size for n in sorted({request.num_cached_pages, last}) if n > hits]
 
     def stop(self, request: Request) -> None:
         """Forget the snapshot and the positions of a request that leaves its row."""
@@ -116,7 +117,8 @@ class RowSnapshots:
 
     def _replace(self, request: Request, digest: bytes) -> None:
         """Drop the last snapshot that a decoding request took, unless a row is about to start from it."""
-        last, request.decoded = request.decoded, digest
+        last = request.last_decode_snapshot
+        request.last_decode_snapshot = digest
         if last in self.pool and last != digest:
             self.pool.drop_unpinned(last)
 

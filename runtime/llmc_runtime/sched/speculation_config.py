@@ -1,4 +1,4 @@
-"""What is drafted, by which method."""
+"""SpeculationConfig: the method of speculative decoding, and its limits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Drafts of up to `num_tokens` tokens per row, by prompt lookup, by a draft model or head, or on the host.
+    """Drafts by prompt lookup, by a draft model or head, or on the host.
 
-    min_ngram, max_ngram: tokens of the suffixes that prompt lookup searches for; with a head, before it drafts (see
-    lookup_first), and 0: it does not. max_rows: maximum number of rows for which a step of the draft model or head
-    drafts; 0: there is none. head: the method of the head, whose KV is computed by every step. host: the method that
-    drafts on the host (see host_draft). stops: the draft model or head can stop after an unlikely token (see
-    draft_stops). skips_prompts: steps with prompts can be plain, too (see Step).
+    num_tokens:     maximum number of drafted tokens per row
+    min_ngram, max_ngram: lengths in tokens of the suffixes that prompt lookup searches for; 0: no prompt lookup. With a
+                    head, prompt lookup comes first (see lookup_first)
+    max_rows:       maximum number of rows for which a step of the draft model or head drafts; 0: there is none
+    head:           the method of the head, whose KV every step computes; "": there is none
+    host:           the method that drafts on the host (see host_draft); "": there is none
+    stops:          the draft model or head can stop after an unlikely token (see draft_stops)
+    skips_prompts:  steps with prompts can be plain, too (see Step)
     """
 
     num_tokens: int

@@ -164,7 +164,7 @@ class WaitingQueue:
         self._last = None
 
     def _start_waiting(self, tenant: Tenant) -> None:
-        """Handle that a tenant gets its first waiting request."""
+        """Enter a tenant that gets its first waiting request into the order of tenants, without saved-up credit."""
         least_served = self._least() or self._last
         if least_served is not None:
             tenant.service = max(tenant.service, least_served.service)
@@ -189,7 +189,7 @@ class WaitingQueue:
         return None
 
     def _forget(self) -> None:
-        """Remove tenants without requests whose count would be raised anyway."""
+        """Remove tenants without requests whose counts would be raised when they return, so that nothing is lost."""
         least_served = self._least() or self._last
         floor = 0 if least_served is None else least_served.service
         for name in [n for n, t in self.tenants.items() if not t.live and t.service <= floor]:

@@ -118,14 +118,14 @@ class ResponseStore:
 
         Raises ApiError 404 if one of the responses is no longer stored, and 400 if their items are too long.
         """
-        chain, referenced, _ = self._found(key, name, references)
+        chain, referenced, _ = self._resolved(key, name, references)
         previous = [item for entry in reversed(chain) for item in (*entry.items, *entry.output.values())]
         named = [msgspec.json.encode(item) + b":" + stored for item, stored in referenced.items()]
         return b"".join((b'{"previous":[', *separated(previous), b'],"referenced":{', *separated(named), b"}}"))
 
     def length(self, key: str, name: str | None, references: Sequence[str]) -> int:
         """Return the bytes of the items that `earlier` returns, without copying them. Raises the same errors."""
-        return self._found(key, name, references)[2]
+        return self._resolved(key, name, references)[2]
 
     def begin(self, key: str, name: str, previous: str | None, items: Sequence[bytes]) -> PendingResponse:
         """Reserve room for a response that is being generated. The caller closes it.
@@ -159,7 +159,7 @@ class ResponseStore:
         """Release the space reserved for a response."""
         self._count(key, -reserved, -1)
 
-    def _found(
+    def _resolved(
         self, key: str, name: str | None, references: Sequence[str]
     ) -> tuple[list[StoredResponse], dict[str, bytes], int]:
         """Return a chain of responses, the newest first, the items of `references`, and the bytes of all items."""
@@ -167,9 +167,11 @@ class ResponseStore:
         total = sum(entry.length for entry in chain)
         referenced = dict[str, bytes]()
         for item in references:
-            if (document := self._item(key, item)) is not None:
+            document = self._item(key, item)
+            if document is not None:
                 referenced[item] = document
-                self._check_length(total := total + len(document))
+                total += len(document)
+                self._check_length(total)
         return chain, referenced, total
 
     def _chain(self, key: str, name: str | None) -> list[StoredResponse]:
@@ -179,11 +181,13 @@ class ResponseStore:
         MAX_MESSAGES responses, so that each may take no longer than a microsecond.
         """
         entries = self._keys[key].entries if key in self._keys else {}
-        chain, count, total, first = list[StoredResponse](), 0, 0, name
+        first = name
+        chain: list[StoredResponse] = []
+        count = total = 0
         while name is not None:
             entry = entries.get(name)
             if entry is None:
-                raise self._broken(name, first)
+                raise self._missing_previous(name, first)
             chain.append(entry)
             count += entry.count
             total += entry.length
@@ -195,7 +199,7 @@ class ResponseStore:
             name = entry.previous
         return chain
 
-    def _broken(self, name: str, first: str | None) -> ApiError:
+    def _missing_previous(self, name: str, first: str | None) -> ApiError:
         """Return the error for a chain that begins with the response `first`, as `name` is not stored."""
         error = self._missing(name)
         error.param, error.code = "previous_response_id", "previous_response_not_found"

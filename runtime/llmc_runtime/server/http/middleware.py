@@ -100,9 +100,10 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class RequestShares:
-    """ASGI middleware after `Guard`, for a server with at most `maximum` connections and several keys.
+    """ASGI middleware after `Guard` that limits the open requests of each API key to a share of the free connections.
 
-    `refusal` creates the ApiError for a request of a key that has too many open.
+    `maximum` is the maximum number of connections of the server. `refusal` creates the ApiError for a request of a key
+    that has too many open requests.
     """
 
     def __init__(self, app: ASGIApp, maximum: int, refusal: Callable[[], ApiError]) -> None:

@@ -154,7 +154,7 @@ def check_pooled(request: Pooled) -> None:
 
 
 def repeats(request: Pooled) -> bool:
-    """Return whether a text that belongs to several pairs makes more work than a small body may."""
+    """Return whether repeated texts, which belong to several pairs, make more work than a small body is allowed to."""
     if isinstance(request, RerankRequest):
         return len(request.query) * len(request.documents) > SMALL_BODY
     if isinstance(request, ScoreRequest) and isinstance(request.text_1, str):

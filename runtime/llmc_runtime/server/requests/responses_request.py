@@ -206,7 +206,7 @@ def references_of(request: InputTokensRequest) -> list[str]:
 
 
 def own_items(request: ResponsesRequest, earlier: Earlier) -> list[dict[str, Any]]:
-    """Return the request's own input with ids, and without references: their items instead.
+    """Return the items of the request's own input. Items without an id get one; references are replaced by their items.
 
     Raises ApiError 404 for a reference to an item that is not stored.
     """
