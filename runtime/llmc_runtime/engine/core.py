@@ -67,9 +67,16 @@ class EngineCore:
                         guide.close()
                     continue
                 output = Request(
-                    str(number), request.prompt.ids, params_of_output(request.params, index), request.priority,
-                    request.cache_salt, request.bad_words, guide, leader, request.tenant,
-                )  # fmt: skip
+                    str(number),
+                    request.prompt.ids,
+                    params_of_output(request.params, index),
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                    bad_words=request.bad_words,
+                    guide=guide,
+                    leader=leader,
+                    tenant=request.tenant,
+                )
                 self.engine.add(output)
                 leader = leader or output
         except BaseException:

@@ -106,7 +106,15 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
     ranks = artifact.manifest.ranks
     threads = ranks * options.rank_threads(ranks) if artifact.manifest.target.name.startswith("cpu:") else 0
     stages |= opened.stages
-    return Session(opened.engine, opened.summary, grammars, opened.close, stages, threads, opened.group)
+    return Session(
+        opened.engine,
+        opened.summary,
+        grammars=grammars,
+        close=opened.close,
+        stages=stages,
+        threads=threads,
+        group=opened.group,
+    )
 
 
 def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) -> None:

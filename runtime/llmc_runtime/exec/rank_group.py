@@ -124,9 +124,18 @@ class RankGroup:
         draft = paths[1] if len(paths) > 1 else ""
         for p in self._processes:
             call = Join(
-                paths[0], self._artifact.digest, p.rank, self.member.ranks, self.threads, kv_bytes, self.member.limit,
-                self._verify, self._engine, snapshots, draft,
-            )  # fmt: skip
+                path=paths[0],
+                draft=draft,
+                digest=self._artifact.digest,
+                rank=p.rank,
+                ranks=self.member.ranks,
+                threads=self.threads,
+                kv_bytes=kv_bytes,
+                snapshots=snapshots,
+                limit=self.member.limit,
+                verify=self._verify,
+                engine=self._engine,
+            )
             self._send(p, p.link.encode(call))
 
     def await_joined(self) -> list[bytes]:

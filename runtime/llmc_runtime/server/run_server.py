@@ -242,9 +242,17 @@ def _config(options: Options, serving: Serving, connections: int, tracer: Reques
     shed = LoadShedder(serving, options.root_path, RefusalLog(options.access_log))
     hosts = (*LOOPBACK, options.host, *options.hosts) if options.local or options.hosts else None
     app = application(
-        serving, options.keys, Limits(body=options.max_body), hosts, options.root_path, options.admin_keys,
-        options.key_scope, shed, options.origins, connections,
-    )  # fmt: skip
+        serving,
+        keys=options.keys,
+        limits=Limits(body=options.max_body),
+        hosts=hosts,
+        root_path=options.root_path,
+        admin_keys=options.admin_keys,
+        key_scope=options.key_scope,
+        shed=shed,
+        origins=options.origins,
+        connections=connections,
+    )
     shed.attach(limit.head_turns)
     if options.access_log or tracer:
         names = _key_names(options)
@@ -282,16 +290,30 @@ def _serving(options: Options, llm: AsyncLLM) -> Serving:
     if queued_tokens is None:
         queued_tokens = options.max_queued_requests * length
     admission = Admission(
-        options.max_queued_requests + rows, queued_tokens + rows * length, options.max_per_key, metrics.refused, rows,
-        len(options.keys), math.inf if options.max_queue_wait is None else options.max_queue_wait,
-        lambda: llm.num_waiting, answers=_MAX_LARGE_RESPONSES * options.max_answer,
-    )  # fmt: skip
+        sequences=options.max_queued_requests + rows,
+        tokens=queued_tokens + rows * length,
+        per_key=options.max_per_key,
+        refused=metrics.refused,
+        rows=rows,
+        keys=len(options.keys),
+        max_wait=math.inf if options.max_queue_wait is None else options.max_queue_wait,
+        backlog=lambda: llm.num_waiting,
+        answers=_MAX_LARGE_RESPONSES * options.max_answer,
+    )
     metrics.gauges["estimated_queue_wait_seconds"] = ("Estimated queueing time of a new request", admission.wait)
     return Serving(
-        llm, names, admission, metrics, options.chat_template, options.tool_call_parser, options.reasoning_parser,
-        options.request_timeout, options.max_answer, options.response_store or 0,
-        options.default_chat_template_kwargs or {},
-    )  # fmt: skip
+        llm,
+        names,
+        admission,
+        metrics,
+        template=options.chat_template,
+        calls=options.tool_call_parser,
+        reasoning=options.reasoning_parser,
+        timeout=options.request_timeout,
+        max_answer=options.max_answer,
+        store_bytes=options.response_store or 0,
+        variables=options.default_chat_template_kwargs or {},
+    )
 
 
 def light_connections(

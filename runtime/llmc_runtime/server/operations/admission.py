@@ -75,11 +75,15 @@ class Throughput:
 class Admission:
     """The admission state of a server. Belongs to its event loop.
 
-    `sequences` and `tokens` limit what is open, running or waiting; tokens include prompts and the maximum outputs. At
-    most `rows` of the sequences run at a time, or fewer if `backlog` reports that the engine has some waiting.
-    `per_key` limits the sequences of one API key; if there are several `keys`, none of them can use everything. A
-    request whose expected wait exceeds `max_wait` seconds is refused. `refused` is called with the reason of every
-    refusal. No request is admitted while `draining` is set.
+    sequences:  maximum number of open sequences, running or waiting
+    tokens:     maximum number of their tokens: prompts, and the maximum of outputs
+    per_key:    maximum number of open sequences of one API key; None: no limit
+    refused:    called with the reason of every refusal, one of REASONS
+    rows:       maximum number of sequences that run at a time
+    keys:       number of API keys; if there are several, none of them can use everything
+    max_wait:   seconds; a request with a longer expected wait is refused
+    backlog:    returns the number of sequences that wait in the engine
+    draining:   if set, no request is admitted
     """
 
     sequences: int
@@ -170,8 +174,8 @@ class Admission:
         """Whether `blocked_reason` might return a reason."""
         if self.draining or self.queued or self.full:
             return True
-        half = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
-        return (self.keys > 1 and half) or (self.per_key is not None and self.open_sequences >= self.per_key)
+        half_used = 2 * self.open_sequences >= self.sequences or 2 * self.open_tokens >= self.tokens
+        return (self.keys > 1 and half_used) or (self.per_key is not None and self.open_sequences >= self.per_key)
 
     def blocked_reason(self, key: str) -> str | None:
         """Return why every request of this key, however small, would be refused now (one of REASONS), or None.
@@ -183,11 +187,11 @@ class Admission:
             return "draining"
         if self.full:
             return "queue_full"
-        if (reason := self._key_reason(1, 2, key)) is not None:
+        reason = self._key_reason(1, 2, key)
+        if reason is not None or math.isinf(self.max_wait):
             return reason
-        if math.isinf(self.max_wait) or (wait := self.wait(key)) is None or wait <= self.max_wait:
-            return None
-        return "queue_wait"
+        wait = self.wait(key)
+        return "queue_wait" if wait is not None and wait > self.max_wait else None
 
     def crowded_reason(self, key: str, passed: Sequence[str]) -> str | None:
         """Return what `blocked_reason` would return if one more sequence of each key in `passed` were open."""
@@ -251,8 +255,11 @@ class Admission:
         if self.per_key is not None and used + sequences > self.per_key:
             return "key_limit"
         if self.keys > 1 and used:
-            free = self.sequences - self.open_sequences - sequences, self.tokens - self.open_tokens - tokens
-            if used + sequences > _MAX_SHARE * free[0] or self.tokens_by_key[key] + tokens > _MAX_SHARE * free[1]:
+            free_sequences = self.sequences - self.open_sequences - sequences
+            free_tokens = self.tokens - self.open_tokens - tokens
+            if used + sequences > _MAX_SHARE * free_sequences:
+                return "key_share"
+            if self.tokens_by_key[key] + tokens > _MAX_SHARE * free_tokens:
                 return "key_share"
         return None
 
@@ -293,7 +300,9 @@ class AdmissionSlot:
 
     def __init__(self, admission: Admission, key: str, sequences: int, prompts: int, outputs: int) -> None:
         self._admission, self.key, self.sequences = admission, key, sequences
-        self.tokens, self._work, self._open = prompts + outputs, 0.0, True
+        self.tokens = prompts + outputs
+        self._work = 0.0  # expected tokens, while it waits
+        self._open = True
         self._queued = admission.queued
         admission.count(self, 1)
         self._wait(self._expected(prompts, outputs))
