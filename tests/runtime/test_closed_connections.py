@@ -116,7 +116,7 @@ def test_nothing_is_written_to_a_connection_that_is_closing(gone: bool) -> None:
     connection = HttpConnection.__new__(HttpConnection)
     connection.flow, connection.cycle = SimpleNamespace(write_paused=False), SimpleNamespace(disconnected=False)
     connection.transport = SimpleNamespace(is_closing=lambda: gone, write=written.append)
-    asyncio.run(connection._part(b"text"))
+    asyncio.run(connection._send_part(b"text"))
     assert written == ([] if gone else [b"4\r\ntext\r\n"])
 
 

@@ -116,18 +116,18 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """The ids of the processes."""
-        return [p.pid for p in self._processes]
+        return [process.pid for process in self._processes]
 
     def join(self, kv_bytes: int, snapshots: int) -> None:
         """Let every process open the artifact, with a KV cache of this size and this number of snapshots."""
         paths = [quoted(part.root) for part in self._artifact.parts]
         draft = paths[1] if len(paths) > 1 else ""
-        for p in self._processes:
+        for process in self._processes:
             call = Join(
                 path=paths[0],
                 draft=draft,
                 digest=self._artifact.digest,
-                rank=p.rank,
+                rank=process.rank,
                 ranks=self.member.ranks,
                 threads=self.threads,
                 kv_bytes=kv_bytes,
@@ -136,11 +136,11 @@ class RankGroup:
                 verify=self._verify,
                 engine=self._engine,
             )
-            self._send(p, p.link.encode(call))
+            self._send(process, process.link.encode(call))
 
     def await_joined(self) -> list[bytes]:
         """Wait until every process has opened the artifact, and return the handles of their memories, in order."""
-        return [p.receive(Joined).handle for p in self._processes]
+        return [process.receive(Joined).handle for process in self._processes]
 
     def watch(self, cancel: Callable[[], None]) -> None:
         """Watch the processes from now on: when one ends or hangs, call `cancel` in another thread."""
@@ -150,16 +150,16 @@ class RankGroup:
     def send(self, call: Call) -> None:
         """Send a call to every process. Raises LlmcError E119 if one has ended or does not take it."""
         data = self._processes[0].link.encode(call)
-        for p in self._processes:
-            self._send(p, data)
+        for process in self._processes:
+            self._send(process, data)
 
     def collect(self, digest: int) -> None:
         """Wait until every process has ended the step. Raises LlmcError E119 if one has sampled ids with another
         digest, has ended or does not answer."""
-        for p in self._processes:
-            done: Done = p.receive(Done)
+        for process in self._processes:
+            done: Done = process.receive(Done)
             if done.digest != digest:
-                cause = f"rank {p.rank} computed other tokens than rank 0"
+                cause = f"rank {process.rank} computed other tokens than rank 0"
                 raise LlmcError("E119", cause, "run llmc verify on the artifact; check the machine's memory")
 
     def settle(self) -> None:
@@ -169,8 +169,8 @@ class RankGroup:
 
     def await_settled(self) -> None:
         """Wait for the answers to a call other than a step. Raises LlmcError as `collect` does."""
-        for p in self._processes:
-            while not isinstance(p.receive(Done, Settled), Settled):
+        for process in self._processes:
+            while not isinstance(process.receive(Done, Settled), Settled):
                 pass
 
     def failure(self) -> LlmcError:
@@ -181,12 +181,12 @@ class RankGroup:
         """Return the error that ended the group, as far as the processes report it; otherwise `error`."""
         if self._hung is not None:
             return self._hung
-        until = time.monotonic() + (0.0 if any(p.killed for p in self._processes) else REPORT_SECONDS)
-        reports = [p.report(until) for p in self._processes]
+        until = time.monotonic() + (0.0 if any(process.killed for process in self._processes) else REPORT_SECONDS)
+        reports = [process.report(until) for process in self._processes]
         causes = [e for e in reports if e is not None and e.code != error.code]
         # A link is closed shortly before the process has ended.
-        ended = [(p, p.ended()) for p in self._processes if p.killed or p.closed]
-        killed = [e for p, e in ended if p.killed]
+        ended = [(process, process.ended()) for process in self._processes if process.killed or process.closed]
+        killed = [e for process, e in ended if process.killed]
         return next((e for e in (*causes, *killed) if e is not None), error)
 
     def close(self) -> None:
@@ -196,41 +196,44 @@ class RankGroup:
         os.eventfd_write(self._end, 1)
         if self._watcher is not None:
             self._watcher.join()
-        for p in self._processes:
-            p.close()
+        for process in self._processes:
+            process.close()
         if self._placement is not None:
             self._placement.close()
         self._memory.close()
         os.close(self.failure_fd)
         os.close(self._end)
 
-    def _send(self, p: Rank, data: bytes) -> None:
+    def _send(self, process: Rank, data: bytes) -> None:
         try:
-            p.link.send(data)
+            process.link.send(data)
         except OSError as e:
-            raise p.ended() or group_ended(f"rank {p.rank} takes no messages: {e}") from e
+            raise process.ended() or group_ended(f"rank {process.rank} takes no messages: {e}") from e
 
     def _watch(self, cancel: Callable[[], None]) -> None:
         poller = select.poll()
         poller.register(self._end, select.POLLIN)
-        for p in self._processes:
-            poller.register(p.link.socket, 0)  # its end is always reported
-        counters, silences = shared_counters(self._memory.fileno()), [Silence() for _ in self._processes]
-        sent, last = counters.tolist(), time.monotonic()
+        for process in self._processes:
+            poller.register(process.link.socket, 0)  # its end is always reported
+        counters = shared_counters(self._memory.fileno())
+        silences = [Silence() for _ in self._processes]
+        sent = counters.tolist()  # heartbeats up to the last check
+        last = time.monotonic()
         while not (ready := poller.poll(1000 * TICK_SECONDS)) and self._hung is None:
             now = time.monotonic()
-            for p, silence in zip(self._processes, silences, strict=True):
-                if counters[p.rank] != sent[p.rank]:
+            for process, silence in zip(self._processes, silences, strict=True):
+                if counters[process.rank] != sent[process.rank]:
                     silence.end()
-                self._check(p, silence.exceeded(now - last, p.pid, self._heartbeat_timeout))
-            sent, last = counters.tolist(), now
+                self._check(process, silence.exceeded(now - last, process.pid, self._heartbeat_timeout))
+            sent = counters.tolist()
+            last = now
         if not any(fd == self._end for fd, _ in ready):
             cancel()
             os.eventfd_write(self.failure_fd, 1)
 
-    def _check(self, p: Rank, exceeded: float | None) -> None:
+    def _check(self, process: Rank, exceeded: float | None) -> None:
         """End a process whose heartbeats have been missing for `exceeded` seconds, unless that is None."""
         if exceeded is None or self._hung is not None:
             return
-        self._hung = group_ended(f"the process of rank {p.rank} sent no heartbeat for {exceeded:g} s")
-        p.kill()  # rank 0 may wait for its answer
+        self._hung = group_ended(f"the process of rank {process.rank} sent no heartbeat for {exceeded:g} s")
+        process.kill()  # rank 0 may wait for its answer

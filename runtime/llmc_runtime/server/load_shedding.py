@@ -101,10 +101,9 @@ class _Request:
     def __post_init__(self) -> None:
         request_id = self.headers.get(b"x-request-id", b"")
         self.id = request_id if REQUEST_ID.fullmatch(request_id) else None
-        self.closes = self.headers.get(b"connection", b"").lower() not in (b"", b"keep-alive")
-        self.closes = self.closes or self.length > MAX_SKIPPED
-        self.named = self.path.startswith(MESSAGES_PATH)
-        self.keeps = not self.closes
+        keeps_alive = self.headers.get(b"connection", b"").lower() in (b"", b"keep-alive")
+        self.closes = not keeps_alive or self.length > MAX_SKIPPED
+        self.of_messages_api = self.path.startswith(MESSAGES_PATH)
 
 
 class LoadShedder:
@@ -124,14 +123,12 @@ class LoadShedder:
         self.serving, self.refusals = serving, refusals or RefusalLog(False)
         paths = [path + end for route in POST_ROUTES if route.generates for path in route.paths for end in ("", "/")]
         self._paths = frozenset(paths)
-        lines = [
-            (f"POST {root}{path} HTTP/1.1".encode(), path) for root in {"", normalize_root(root_path)} for path in paths
-        ]
-        self._lines = dict(lines)
+        roots = {"", normalize_root(root_path)}
+        # Paths by the first lines of heads.
+        self._lines = {f"POST {root}{path} HTTP/1.1".encode(): path for root in roots for path in paths}
         self._probe_lines = {
-            f"GET {root}{path} HTTP/1.{minor}".encode(): path
-            for root in {"", normalize_root(root_path)} for path in PROBES for minor in (0, 1)
-        }  # fmt: skip
+            f"GET {root}{path} HTTP/1.{minor}".encode(): path for root in roots for path in PROBES for minor in (0, 1)
+        }
         self._probe_heads: dict[bytes, _Request] = {}  # parsed probes by head
         self.parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
         self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests passed on to the parser
@@ -145,20 +142,20 @@ class LoadShedder:
 
     def attach(self, turns: HeadTurns) -> None:
         """Count the requests that wait for their turn as open requests, and refuse them if their key is refused."""
-        turns.lane_of, turns.sheds, turns.refused = self.lane_of, self._sheds, self._forget
+        turns.lane_of, turns.sheds, turns.refused = self.lane_of, self._may_refuse, self._forget_passed
         turns.blocked = lambda key: self.serving.blocked_reason(key) is not None
         self.waiting = turns.waiting
 
-    def _sheds(self, data: bytes) -> bool:
+    def _may_refuse(self, data: bytes) -> bool:
         """Return whether `data` begins with a whole request that `answer` may refuse.
 
         A request whose body has not arrived is left out: slow clients would use up the queue of their key.
         """
         end = data.find(b"\r\n\r\n") + 4
-        request = self._plain(data[:end]) if end >= 4 else None
+        request = self._request_of(data[:end]) if end >= 4 else None
         return request is not None and len(data) - end >= request.length
 
-    def _forget(self, key: str) -> None:
+    def _forget_passed(self, key: str) -> None:
         """Record that a request of this key, which was passed on, is refused before it reaches the middleware."""
         request = next((request for request in self._passed if request[1] == key), None)
         if request is not None:
@@ -169,7 +166,7 @@ class LoadShedder:
         if scope["method"] != "POST" or scope["path"] not in self._paths:
             return
         try:
-            self._arrived(scope["llmc.key"])
+            self._note_arrival(scope["llmc.key"])
             self.serving.check_blocked(scope["llmc.key"])
         except ApiError as e:
             if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
@@ -192,29 +189,29 @@ class LoadShedder:
         `common` are the headers of every response. Returns None if the request may be admitted or its head is not
         plain. The response of a refused key is added to `refusals`. `last`: the connection is to be closed.
         """
-        request = self._plain(head)
+        request = self._request_of(head)
         if request is None or self.check is None:
             return None
         now = time.monotonic()
         try:
             if request.key is None:
-                self._accept(head, request, "POST", self.parsed_heads)
+                self._check_head(head, request, "POST", self.parsed_heads)
         except ApiError as e:
-            return self.answered(_Prepared.of(e, request.path, common), request)
+            return self.response_to(_Prepared.of(e, request.path, common), request)
         key = request.key or ""
-        reason = self.serving.blocked_reason(key) or self._crowded(key, now)
+        reason = self.serving.blocked_reason(key) or self._crowded_reason(key, now)
         if reason is None:
             return None
-        prepared = self._prepared.get((key, reason, request.named))
+        prepared = self._prepared.get((key, reason, request.of_messages_api))
         if prepared is not None and prepared.common is common and now < prepared.until:
             self.serving.admission.refused(reason)
         else:
             error = self.serving.blocked_error(reason, key)
             prepared = _Prepared.of(error, request.path, common, now + _FRESH_SECONDS)
-            self._prepared[key, reason, request.named] = prepared
+            self._prepared[key, reason, request.of_messages_api] = prepared
         if refusals is not None:
             refusals[request.lane] = prepared
-        return self.answered(prepared, request, last)
+        return self.response_to(prepared, request, last)
 
     def probe(self, head: bytes, common: Sequence[tuple[bytes, bytes]]) -> Answer | None:
         """Return the answer to a health probe with this head; None for other requests, and heads that are not plain.
@@ -223,21 +220,21 @@ class LoadShedder:
         """
         if not head.startswith(b"GET ") or self.check is None or log.isEnabledFor(logging.DEBUG):
             return None
-        request = self._probe_heads.get(head) or self._parsed(head, self._probe_lines)
+        request = self._probe_heads.get(head) or self._parse_head(head, self._probe_lines)
         if request is None or b"origin" in request.headers:  # the middleware adds the headers of CORS
             return None
         try:
             if request.key is None:
-                self._accept(head, request, "GET", self._probe_heads)
+                self._check_head(head, request, "GET", self._probe_heads)
         except ApiError as e:
-            return self.answered(_Prepared.of(e, request.path, common), request)._replace(is_probe=True)
+            return self.response_to(_Prepared.of(e, request.path, common), request)._replace(is_probe=True)
         now, key = time.monotonic(), ("", request.path, False)
         prepared = self._prepared.get(key)
         if prepared is None or prepared.common is not common or now >= prepared.until:
-            prepared = self._prepared[key] = self._probed(request.path, common, now + _FRESH_SECONDS)
-        return self.answered(prepared, request)._replace(is_probe=True)
+            prepared = self._prepared[key] = self._probe_response(request.path, common, now + _FRESH_SECONDS)
+        return self.response_to(prepared, request)._replace(is_probe=True)
 
-    def _probed(self, path: str, common: Sequence[tuple[bytes, bytes]], until: float) -> _Prepared:
+    def _probe_response(self, path: str, common: Sequence[tuple[bytes, bytes]], until: float) -> _Prepared:
         try:
             if path == READY:
                 self.serving.check_ready()
@@ -246,7 +243,7 @@ class LoadShedder:
         except ApiError as e:
             return _Prepared.of(e, path, common, until)
 
-    def _crowded(self, key: str, now: float) -> str | None:
+    def _crowded_reason(self, key: str, now: float) -> str | None:
         """Return why a request is refused although a slot is free, or None, and record that it is passed on.
 
         Requests of the key that wait for their turn will use the free slots. Under overload, so will the other requests
@@ -258,14 +255,13 @@ class LoadShedder:
         for requests, seconds in ((self._passed, _LOST_SECONDS), (self._checked, _PASS_SECONDS)):
             while requests and requests[0][0] <= now - seconds:
                 requests.popleft()
-        reason = self.serving.admission.crowded_reason(
-            key, [*waiting, *(of for _, of in (*self._passed, *self._checked))]
-        )
+        passed_keys = [passed_key for _, passed_key in (*self._passed, *self._checked)]
+        reason = self.serving.admission.crowded_reason(key, [*waiting, *passed_keys])
         if reason is None:
             self._passed.append((now, key))
         return reason
 
-    def _arrived(self, key: str) -> None:
+    def _note_arrival(self, key: str) -> None:
         """Record that a request of this key has arrived at the middleware, which reserves its capacity next."""
         for request in self._passed:
             if request[1] == key:
@@ -273,10 +269,11 @@ class LoadShedder:
                 self._checked.append((time.monotonic(), key))
                 return
 
-    def _plain(self, head: bytes) -> _Request | None:
-        return self.parsed_heads.get(head) or self._parsed(head, self._lines)
+    def _request_of(self, head: bytes) -> _Request | None:
+        """Return the request with this head; None if it is not one for generation, or the head is not plain."""
+        return self.parsed_heads.get(head) or self._parse_head(head, self._lines)
 
-    def _parsed(self, head: bytes, lines: Mapping[bytes, str]) -> _Request | None:
+    def _parse_head(self, head: bytes, lines: Mapping[bytes, str]) -> _Request | None:
         """Parse a plain head that begins with one of `lines`; return None for any other."""
         line, _, rest = head.partition(b"\r\n")
         path, fields = lines.get(line), rest[:-2]
@@ -287,9 +284,8 @@ class LoadShedder:
         names = [name for name, _ in raw]
         headers = dict(reversed(raw))
         length = headers.get(b"content-length", b"0")
-        if not _PARSER_ONLY.isdisjoint(names) or sum(name in _SINGLE for name in names) != len(
-            _SINGLE & headers.keys()
-        ):
+        repeats_single = sum(name in _SINGLE for name in names) != len(_SINGLE & headers.keys())
+        if repeats_single or not _PARSER_ONLY.isdisjoint(names):
             return None
         old = line.endswith(b"1.0")
         if _LENGTH.fullmatch(length) is None or not (b"host" in headers or old):
@@ -298,20 +294,20 @@ class LoadShedder:
         request.closes = request.closes or old
         return request
 
-    def _accept(self, head: bytes, request: _Request, method: str, cache: dict[bytes, _Request]) -> None:
+    def _check_head(self, head: bytes, request: _Request, method: str, cache: dict[bytes, _Request]) -> None:
         """Check host, headers and key. A head that passes is cached, as clients repeat the same head."""
         assert self.check is not None
         path, raw = request.path, request.raw
         scope: dict[str, Any] = {"method": method, "path": path, "raw_path": path.encode(), "headers": raw}
         self.check(scope, request.headers)
         request.key = scope["llmc.key"]
-        request.lane = request.key, request.named
+        request.lane = request.key, request.of_messages_api
         if len(head) <= _MAX_CACHED_HEAD:
             if len(cache) >= _MAX_CACHED:
                 cache.clear()
             cache[head] = request
 
-    def answered(self, prepared: _Prepared, request: _Request, last: bool = False) -> Answer:
+    def response_to(self, prepared: _Prepared, request: _Request, last: bool = False) -> Answer:
         """Return a refusal, or the answer to a probe, for this request."""
         closes = request.closes or prepared.closes or last
         name = request.id or b"%032x" % random.getrandbits(128)
@@ -351,13 +347,13 @@ class Turn:
             return self._shedder.answer(head, self._common, self._refusals, last)
         assert prepared.error is not None
         self._count(prepared.error.reason or "")
-        return self._shedder.answered(prepared, request, last)
+        return self._shedder.response_to(prepared, request, last)
 
     def repeated(self, data: bytes) -> bytes | None:
         """See light_requests.Refuse."""
         end = data.find(b"\r\n\r\n") + 4
         request = self._parsed.get(data[:end])
-        if request is None or not request.keeps or len(data) - end != request.length:
+        if request is None or request.closes or len(data) - end != request.length:
             return None
         prepared = self._refusals.get(request.lane)
         if prepared is None or prepared.closes:

@@ -41,16 +41,16 @@ class HttpConnection(H11Protocol):
     head_seconds = 15.0
     write_seconds = 30.0  # a client must read some of its response within this time
     _head_timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
-    _stalled: asyncio.TimerHandle | None = None  # runs while the client reads nothing
+    _progress_timer: asyncio.TimerHandle | None = None  # runs while the client reads nothing
     _fair: FairSelector | None = None  # set if the loop limits the connections served per iteration
     _light: LightConnections | None = None  # takes the connection over, see `_lend`
     _fd = -1
-    _extra = False  # whether the connection is over the limit
+    _over_limit = False  # whether there are more connections than the limit allows
     passed = False  # whether `shed` has seen the head of the next request, and passed it on
     granted = False  # whether the head of the next request has had its turn, see HeadTurns
     _completing = False  # whether the next request of a pipeline has to wait for its turn
-    _skip = 0  # bytes of a refused body still to be discarded
-    _rest = b""  # received data that is parsed in later slices
+    _discard = 0  # bytes of a refused body still to be discarded
+    _unparsed = b""  # received data that is parsed in later slices
 
     @property
     def app(self) -> Any:
@@ -64,7 +64,7 @@ class HttpConnection(H11Protocol):
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         own: dict[str, Any] = {"llmc.hold": partial(self.limit.unsent.hold, self)}
         if scope["http_version"] == "1.1":
-            own["llmc.part"] = self._part
+            own["llmc.part"] = self._send_part
         scope.update(own)
         try:
             await self._inner(scope, receive, send)
@@ -72,7 +72,7 @@ class HttpConnection(H11Protocol):
             for name in own:
                 scope.pop(name)  # a cycle of references, see Lingering.end
 
-    async def _part(self, body: bytes) -> None:
+    async def _send_part(self, body: bytes) -> None:
         """Send a nonempty part of a started chunked response without the layers of ASGI: streams consist of many."""
         if self.flow.write_paused:
             await self.flow.drain()
@@ -94,7 +94,7 @@ class HttpConnection(H11Protocol):
             self._light = None if self._tls else self.loop.light
         excess = self.limit.enter(self)
         if excess > 0:
-            self._extra = True
+            self._over_limit = True
             self.limit.on_refused()
             if excess > self.limit.max_refused:
                 transport.abort()
@@ -106,21 +106,23 @@ class HttpConnection(H11Protocol):
         if self._lingering.lingers:
             self.limit.body_turns.leave(self)
             return
-        if self._extra:  # answered once it has sent something, as the client might miss the response otherwise
+        if self._over_limit:  # answered once it has sent something, as the client might miss the response otherwise
             self._refuse(too_many_connections())
             return
-        if self._rest:
-            self._rest += data
+        if self._unparsed:
+            self._unparsed += data
             self.pause_reading()
             return
         granted, self.granted = self.granted, False
         if self.passed:
             self.passed = False
-        elif self._skip or (self.shed is not None and self._between and (self.shed.active or is_probe(data))):
+        elif self._discard or (
+            self.shed is not None and self._between_requests and (self.shed.active or is_probe(data))
+        ):
             data = self._shed(data)
             if not data:
                 return
-        if not granted and (self._between or self.limit.head_turns.waits(self)):
+        if not granted and (self._between_requests or self.limit.head_turns.waits(self)):
             self._unset_keepalive_if_required()
             self.limit.head_turns.begin(self, data)
         else:
@@ -157,12 +159,16 @@ class HttpConnection(H11Protocol):
             cause = f"the line before a chunk, or the trailers of the body, have more than {_MAX_UNPARSED} bytes"
             self._reject_body(ApiError(cause, status=431, code="headers_too_large"))
             return
+        self._set_read_priority(sending_body, len(data))
+
+    def _set_read_priority(self, sending_body: bool, size: int) -> None:
+        """Tell the selector and the turns of bodies what the client is sending, after `size` bytes were parsed."""
         if self._fair is not None and not (sending_body or self._idle) and self.scope["path"] in PROBES:
             self._fair.set_probing(self._fd)
         elif self._fair is not None:
             self._fair.set_sending_body(self._fd, sending_body)
         if sending_body and not self._lingering.lingers:
-            self.limit.body_turns.read(self, len(data))
+            self.limit.body_turns.read(self, size)
         else:
             self.limit.body_turns.leave(self)
 
@@ -170,19 +176,19 @@ class HttpConnection(H11Protocol):
         """Return the first slice of received data, and parse the others later, unless they are of a known length."""
         head = data[: data.find(b"\r\n\r\n") + 4] if self._idle else b""
         if not self._known_length and b"content-length" not in head.lower():
-            data, self._rest = first_slice(data, len(head))
-        if self._rest:
-            self._defer(self._rest)
+            data, self._unparsed = first_slice(data, len(head))
+        if self._unparsed:
+            self._defer(self._unparsed)
         return data
 
     def _defer(self, data: bytes) -> None:
         """Handle received data in a later iteration of the event loop."""
-        self._rest = data
+        self._unparsed = data
         self.pause_reading()
         self.limit.slice_turns.add(self._parse_rest)
 
     def _parse_rest(self) -> None:
-        rest, self._rest = self._rest, b""
+        rest, self._unparsed = self._unparsed, b""
         if not self.transport.is_closing():
             self.resume_reading()
             self.data_received(rest)
@@ -198,7 +204,7 @@ class HttpConnection(H11Protocol):
 
     def resume_reading(self) -> None:
         """Continue reading; see read_turns."""
-        if not (self.flow.read_paused or self._rest):
+        if not (self.flow.read_paused or self._unparsed):
             self._inner_transport.resume_reading()
 
     @property
@@ -221,10 +227,10 @@ class HttpConnection(H11Protocol):
         assert self.shed is not None
         common, answered = self.server_state.default_headers, 0
         while data and not self.transport.is_closing():  # clients that do not read responses are left to the parser
-            if self._skip:
-                skipped = min(self._skip, len(data))
-                self._skip, data = self._skip - skipped, data[skipped:]
-                if self._skip:
+            if self._discard:
+                discarded = min(self._discard, len(data))
+                self._discard, data = self._discard - discarded, data[discarded:]
+                if self._discard:
                     return b""
                 continue
             end = data.find(b"\r\n\r\n") + 4
@@ -245,9 +251,10 @@ class HttpConnection(H11Protocol):
                 self._fair.set_probing(self._fd, answer.is_probe)
                 if not answer.is_probe:
                     self._fair.batches.refused()
-            self._skip, data = answer.length, data[end:]
-            if self._skip <= len(data):
-                self._skip, data = 0, data[self._skip :]
+            self._discard, data = answer.length, data[end:]
+            if self._discard <= len(data):
+                data = data[self._discard :]
+                self._discard = 0
             self.transport.write(answer.data)
             if answer.closes:
                 self.transport.close()
@@ -261,7 +268,7 @@ class HttpConnection(H11Protocol):
         Without a body to wait for, the connection is lent to the light ones.
         """
         self._unset_keepalive_if_required()
-        if self._skip or not self._lend():
+        if self._discard or not self._lend():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -274,7 +281,7 @@ class HttpConnection(H11Protocol):
         if self._idle:
             self.limit.rest(self)
         closing = self.transport.is_closing()
-        if self.shed is not None and self.shed.overloaded() and self._between and not closing and self._lend():
+        if self.shed is not None and self.shed.overloaded() and self._between_requests and not closing and self._lend():
             self._unset_keepalive_if_required()
 
     def handle_events(self) -> None:
@@ -300,10 +307,10 @@ class HttpConnection(H11Protocol):
         self.data_received(data)
 
     @property
-    def _between(self) -> bool:
+    def _between_requests(self) -> bool:
         """Whether the connection is between two requests, with nothing of the next one received."""
         states = self.conn.states
-        unread = self.conn.trailing_data[0] or self._rest
+        unread = self.conn.trailing_data[0] or self._unparsed
         return states[h11.CLIENT] is states[h11.SERVER] is h11.IDLE and not unread and self._idle
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -333,7 +340,7 @@ class HttpConnection(H11Protocol):
         super().resume_writing()
 
     def _watch(self, unsent: int) -> None:
-        self._stalled = self.loop.call_later(self.write_seconds, self._check_progress, unsent)
+        self._progress_timer = self.loop.call_later(self.write_seconds, self._check_progress, unsent)
 
     def _check_progress(self, before: int) -> None:
         """Disconnect the client if it has not read anything since the last check, which aborts its request."""
@@ -344,9 +351,9 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
 
     def _stop_watching(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+        if self._progress_timer is not None:
+            self._progress_timer.cancel()
+            self._progress_timer = None
 
     def send_400_response(self, msg: str) -> None:
         """Reject input that is not HTTP. A response in progress is cut off."""
@@ -366,7 +373,7 @@ class HttpConnection(H11Protocol):
 
     def _unread(self) -> bool:
         """Return whether the client may still be sending data that will not be read."""
-        return self._extra or self._skip > 0 or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        return self._over_limit or self._discard > 0 or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     @property
     def _idle(self) -> bool:
