@@ -130,11 +130,18 @@ class Grammars:
                 for guide in guides:
                     guide.start()
             opening.add(guides)
-        crowded = bool(ready) and min(map(_load, ready)) >= MAX_GUIDES and len(grammar.workers) < self._workers.shards
-        if (grammar.openings and not grammar.workers) or (crowded and len(ready) == len(grammar.workers)):
+        if self._needs_worker(grammar, ready):
             self._workers.add(grammar)
         if not grammar.workers and not grammar.openings:
             self._grammars.pop((grammar.tenant, grammar.digest), None)
+
+    def _needs_worker(self, grammar: Grammar, ready: Sequence[Worker]) -> bool:
+        """Whether to start a worker: openings have none, or all workers are `ready` and follow MAX_GUIDES outputs."""
+        if not grammar.workers:
+            return bool(grammar.openings)
+        if len(ready) < len(grammar.workers) or len(grammar.workers) >= self._workers.shards:
+            return False
+        return min(map(_load, ready)) >= MAX_GUIDES
 
     def _tidy(self, now: float) -> None:
         """Fail openings that have waited too long, and clean up after a host that has ended."""

@@ -133,7 +133,9 @@ class WorkerPool:
     def start(self) -> None:
         """Start the host, if it is not running. Raises LlmcError E100."""
         if self._host is None:
-            self._host, self._started, self.broken = HostProcess(*self._source), time.monotonic(), None
+            self._host = HostProcess(*self._source)
+            self._started = time.monotonic()
+            self.broken = None
             self._selector.register(self._host.control, selectors.EVENT_READ)
 
     def add(self, grammar: Grammar) -> None:
@@ -153,8 +155,9 @@ class WorkerPool:
         host = self._host
         if host is None or not host.ready:
             return
-        while self._room() and (job := self._queue.next()) is not None:
-            (tenant, worker), number = job, next(self._numbers)
+        while self._make_room() and (job := self._queue.next()) is not None:
+            tenant, worker = job
+            number = next(self._numbers)
             try:
                 worker.link = host.spawn(number, worker.grammar.definition)
             except OSError as e:
@@ -171,8 +174,9 @@ class WorkerPool:
     def guide(self, worker: Worker) -> GrammarGuide:
         """Open a guide for an output that this worker follows."""
         number = next(self._guide_numbers)
-        send, leave = partial(self._send, worker, number), partial(self._close_guide, worker, number)
-        guide = GrammarGuide(send, leave, self._ends)
+        guide = GrammarGuide(
+            partial(self._send, worker, number), partial(self._close_guide, worker, number), self._ends
+        )
         worker.guides[number] = guide
         self.guides += 1
         if worker.link is not None:
@@ -215,8 +219,8 @@ class WorkerPool:
         self._idle.clear()
         self._queue.clear()
 
-    def _room(self) -> bool:
-        """Return whether another worker may be forked, ending the longest idle worker if necessary."""
+    def _make_room(self) -> bool:
+        """End the longest idle worker if there are too many. Return whether another one may be forked."""
         if len(self._workers) >= MAX_PROCESSES and self._idle:
             self._dismiss(next(iter(self._idle)))
         return len(self._workers) < MAX_PROCESSES
@@ -243,9 +247,9 @@ class WorkerPool:
         except OSError:  # it has ended, which `read` will notice
             return
         if not worker.guides:
-            self._rest(worker)
+            self._keep_idle(worker)
 
-    def _rest(self, worker: Worker) -> None:
+    def _keep_idle(self, worker: Worker) -> None:
         """Keep a worker without guides for later requests, if its memory is small."""
         assert worker.link is not None
         number = self._by_link[worker.link.fileno()]
@@ -276,11 +280,11 @@ class WorkerPool:
             if not data:
                 self._unlink(worker)  # the host reports how it ended
                 return
-            self._take(worker, wire.RESULT.unpack_from(data), data[wire.RESULT.size :])
+            self._handle_result(worker, wire.RESULT.unpack_from(data), data[wire.RESULT.size :])
         with contextlib.suppress(OSError):  # the host reports how it ended
             worker.flush()
 
-    def _take(self, worker: Worker, result: tuple[int, int, int], payload: bytes) -> None:
+    def _handle_result(self, worker: Worker, result: tuple[int, int, int], payload: bytes) -> None:
         """Apply a worker's message, (number of the guide, kind, serial), to its grammar or to one of its guides."""
         number, kind, serial = result
         if kind == wire.COMPILED:
@@ -304,7 +308,7 @@ class WorkerPool:
         self._queue.end(worker.grammar.tenant)
         self._changed(worker.grammar, None)
         if not worker.guides and worker.link is not None:
-            self._rest(worker)
+            self._keep_idle(worker)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
         """Return whether a newly compiled worker exceeds its tenant's memory limit."""

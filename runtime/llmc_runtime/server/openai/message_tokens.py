@@ -109,7 +109,8 @@ class TokenTexts:
 
     def _expect(self, token: ScoredToken) -> None:
         shown = token_text(token.id, token.row[token.id])
-        if special := self._prompting.is_special(token.id):
+        special = self._prompting.is_special(token.id)
+        if special:
             text = shown
         else:
             text = self._decoder.decode(self._prompting.raw(token.id, shown))
@@ -156,7 +157,9 @@ class MessageTokens:
         if not text or not self._pending:
             return []
         begin = self._begin(text)
-        end, at, tokens = begin + len(text), 0, list[ScoredToken]()
+        end = begin + len(text)
+        tokens: list[ScoredToken] = []
+        at = 0  # the position of the first pending piece
         while self._pending and at < end:
             piece = self._pending.popleft()
             if at + len(piece.text) > begin:
@@ -167,11 +170,15 @@ class MessageTokens:
         return tokens
 
     def _begin(self, text: str) -> int:
-        """Return where `text` begins in the pending pieces. Before it are markup and spaces, after it the beginning of
-        what may be markup: text that leaves out pieces before the last one is in the last one.
+        """Return the position of `text` in the text of all pending pieces.
+
+        It begins with the first piece and reaches the last one, or lies within the last one, after markup and spaces.
         """
-        whole, last = "".join(piece.text for piece in self._pending), self._pending[-1].text
-        before = len(whole) - len(last)
-        if whole.startswith(text) and len(text) >= before:
+        pending_text = "".join(piece.text for piece in self._pending)
+        last = self._pending[-1].text
+        last_begin = len(pending_text) - len(last)
+        if pending_text.startswith(text) and len(text) >= last_begin:
             return 0
-        return before + last.find(text) if text in last else max(whole.rfind(text), 0)
+        if text in last:
+            return last_begin + last.find(text)
+        return max(pending_text.rfind(text), 0)

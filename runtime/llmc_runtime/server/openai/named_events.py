@@ -75,7 +75,7 @@ class NamedEventsResponse(ChatResponse):
     async def _events(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events up to the end of generation, and set `_last` to those after it."""
         parser, opened = self._parser(), False
-        pieces = TokenTexts(self._serving.prompting), MessageTokens()
+        texts, message = TokenTexts(self._serving.prompting), MessageTokens()
         async with aclosing(updates) as items:  # type: ignore[type-var]
             async for index, update in items:
                 self._usage.take(index, update)
@@ -85,7 +85,7 @@ class NamedEventsResponse(ChatResponse):
                         yield event
                 (output,) = update.outputs
                 finish = output.finish_reason
-                for delta, tokens in self._parsed(output, parser, *pieces):
+                for delta, tokens in self._parsed(output, parser, texts, message):
                     self._usage.reasoning = parser.reasoning_tokens
                     for event in self._take(delta, tokens):
                         yield event
@@ -97,7 +97,8 @@ class NamedEventsResponse(ChatResponse):
         self, output: CompletionOutput, parser: MessageParser, texts: TokenTexts, message: MessageTokens
     ) -> Iterator[tuple[Delta, list[ScoredToken]]]:
         """Yield the parser's results for an update, with log-probabilities piece by piece with the content's tokens."""
-        final, cut = output.finish_reason is not None, is_cut(output.finish_reason, output.stop_reason)
+        final = output.finish_reason is not None
+        cut = is_cut(output.finish_reason, output.stop_reason)
         if not self._request.logprobs:
             yield parser.take(output.text, output.token_ids, final=final, cut=cut), []
             return
