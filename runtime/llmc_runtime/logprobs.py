@@ -58,7 +58,8 @@ class LogprobRows(LazySequence[Row | None]):
         at = self.start + index
         if at < self._unscored:
             return None
-        token, row, decode = self._tokens[at], self._rows[at - self._unscored], self._decode
+        token, row = self._tokens[at], self._rows[at - self._unscored]
+        decode = self._decode
         out = {token: Logprob(row.logprob, row.rank, decode(token))}
         for rank, (other, value) in enumerate(zip(row.top_ids, row.top_logprobs), 1):
             if other != token:

@@ -25,14 +25,14 @@ from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.reasoning import THINK
 from llmc_runtime.server.tool_calls.registry import FORMATS, Hermes
 from llmc_runtime.server.tool_calls.response_plan import ResponsePlan
-from llmc_runtime.server.tool_calls.tagged_args import SeparateArguments
+from llmc_runtime.server.tool_calls.tagged_args import ArguedFormat
 from llmc_runtime.server.tool_calls.text_values import types_of
 from llmc_runtime.server.tool_calls.xml_shape import XmlShape
 
 from tests.runtime.parrots import TOK
 
 PARAMS = SamplingParams(max_tokens=4)
-ARGUED = [form for form in FORMATS if issubclass(form, SeparateArguments)]
+ARGUED = [form for form in FORMATS if issubclass(form, ArguedFormat)]
 
 
 def function(schema: dict[str, Any], name: str = "f") -> dict[str, Any]:

@@ -137,13 +137,17 @@ class StepAge:
     container, Ctrl-Z): each call adds at most `max_interval` seconds."""
 
     def __init__(self, max_interval: float) -> None:
-        self._max, self._began, self._age, self._last = max_interval, 0.0, 0.0, time.monotonic()
+        self._max_interval = max_interval
+        self._began = 0.0  # start of the current step; 0: none runs
+        self._age = 0.0  # of the current step at the last call
+        self._last_call = time.monotonic()
 
     def of(self, began: float) -> float:
         """Return the age in seconds of the step that began at `began`; 0 means that none runs. Call it regularly."""
         now = time.monotonic()
-        passed, self._last = min(now - self._last, self._max), now
-        self._age = self._age + passed if began == self._began else min(now - began, self._max)
+        passed = min(now - self._last_call, self._max_interval)
+        self._last_call = now
+        self._age = self._age + passed if began == self._began else min(now - began, self._max_interval)
         self._began = began
         return self._age if began else 0.0
 

@@ -198,7 +198,8 @@ class Supervisor:
         except BaseException:
             await asyncio.shield(client.kill())
             raise
-        self._client, self._state, self.error, self._next_attempt = client, READY, None, None
+        self._client, self._state = client, READY
+        self.error = self._next_attempt = None
         total, stages = time.monotonic() - began, self.ready.stages
         self.startup = {"total": total, "process": max(0.0, total - sum(stages.values())), **stages}
         return self.ready

@@ -95,7 +95,8 @@ class Rows:
 
     def init(self, init: RowInit) -> None:
         """Rebuild a row. Everything that steps read from it is overwritten."""
-        row, tokens, tables = init.row, np.asarray(init.tokens, np.int32), self._tables
+        row, tables = init.row, self._tables
+        tokens = np.asarray(init.tokens, np.int32)
         tables["tokens"].set(row, tokens)
         tables["length"].set(row, [init.computed])
         tables["pages"].set(row, init.pages)

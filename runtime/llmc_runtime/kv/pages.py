@@ -149,7 +149,8 @@ class PagePool:
     def _evict(self, count: int) -> list[int]:
         """Take up to `count` pages of cached prefixes from a tenant's list, at least one."""
         victim, max_pages = self._victim()
-        following, cached, evicted = self._next, self.cached, list[int]()
+        following, cached = self._next, self.cached
+        evicted: list[int] = []
         page = following[victim.end]
         for _ in range(min(count, max_pages)):
             cached[page] = 0

@@ -79,10 +79,11 @@ def worth_verifying(stop: Stop, probabilities: Sequence[float], costs: Sequence[
 
     costs: the cost of verifying 0, 1, 2 and so on of them, in units of the time that a token takes without drafts.
     """
-    chance, tokens, best, count = 1.0, 0.0, -costs[0], 0
-    for number, (probability, cost) in enumerate(zip(probabilities, costs[1:]), 1):
+    chance, expected_tokens = 1.0, 0.0
+    best_count, best_gain = 0, -costs[0]
+    for count, (probability, cost) in enumerate(zip(probabilities, costs[1:]), 1):
         chance *= stop.chance(probability)
-        tokens += chance
-        if tokens - cost > best:
-            best, count = tokens - cost, number
-    return count
+        expected_tokens += chance
+        if expected_tokens - cost > best_gain:
+            best_count, best_gain = count, expected_tokens - cost
+    return best_count

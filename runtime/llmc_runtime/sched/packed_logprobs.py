@@ -58,7 +58,8 @@ class PackedLogprobs(LazySequence[TokenLogprobs]):
     __slots__ = ("_layout", "data", "width")
 
     def __init__(self, width: int, data: bytes = b"") -> None:
-        self.width, self._layout, self.data = width, _layout(width), bytearray(data)
+        self.width, self.data = width, bytearray(data)
+        self._layout = _layout(width)
         if len(self.data) % self._layout.size:
             raise ValueError(f"{len(self.data)} bytes are not rows of {self._layout.size}")
 

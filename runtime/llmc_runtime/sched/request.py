@@ -141,11 +141,14 @@ class Request:
 
     def start(self, row: int, pages: list[int], hits: int, cached: int) -> None:
         """Run on these pages, of which the first `hits` hold the KV of the first `cached` tokens."""
-        self.row, self.pages, self.num_published, self.needs_init = row, pages, hits, True
-        self.num_total, self.num_planned, self.num_computed = len(self.tokens), cached, cached
+        self.status = Status.RUNNING
+        self.row, self.pages, self.num_published = row, pages, hits
+        self.needs_init = True
+        self.num_total = len(self.tokens)
+        self.num_planned = self.num_computed = cached
         self.num_drafts = self.lookahead = self.reach = 0
         self.take_drafts(())
-        self.decode, self.status = Work(row, 1, emit=True), Status.RUNNING
+        self.decode = Work(row, 1, emit=True)
 
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""
@@ -159,7 +162,9 @@ class Request:
         if self.status is Status.RUNNING:
             self.num_drafts = self.lookahead = 0
             self.take_drafts(())
-            self.num_planned, self.num_total, self.needs_init = self.num_computed, len(self.tokens), True
+            self.num_planned = self.num_computed
+            self.num_total = len(self.tokens)
+            self.needs_init = True
 
     def finish_of(self, token: int) -> tuple[str, int | None] | None:
         """Return (finish reason, stop reason) if `token`, the last of `tokens`, ends the request, else None.

@@ -48,7 +48,9 @@ class ContentBlocks:
         """Complete the last block, and yield its events."""
         if self._texts is None:
             return
-        block, text, self._texts = self.blocks[-1], "".join(self._texts), None
+        block = self.blocks[-1]
+        text = "".join(self._texts)
+        self._texts = None
         if block["type"] == "tool_use":
             block["input"] = _input(text)
         else:

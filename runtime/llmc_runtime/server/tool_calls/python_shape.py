@@ -9,7 +9,7 @@ from llmc_runtime.grammar.lark_text import Marker, json_rule, lark, regex, repea
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.python_literals import PythonText
-from llmc_runtime.server.tool_calls.tagged_args import APART, MAX_FIELDS, Field, SeparateArguments
+from llmc_runtime.server.tool_calls.tagged_args import APART, MAX_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import types_of
 from llmc_runtime.server.tool_calls.unmarked import Unmarked
 
@@ -17,7 +17,7 @@ _CONSTANTS = ((None, "null"), (True, "boolean"), (False, "boolean"))  # values t
 _CONSTANT_TYPES = (frozenset({"null"}), frozenset({"boolean"}))
 
 
-class PythonShape(Unmarked, SeparateArguments):
+class PythonShape(Unmarked, ArguedFormat):
     """[NAME(KEY=VALUE, ...), ...]. A subclass is a declaration.
 
     The notation is declared once, by the texts below; a reader allows white space around them.

@@ -36,7 +36,7 @@ class Field:
     required: bool
 
 
-class SeparateArguments(CallFormat):
+class ArguedFormat(CallFormat):
     """A format that writes arguments one by one; this class assembles them to a JSON object."""
 
     _call: str | None = None  # the tool of the current call, until its first output

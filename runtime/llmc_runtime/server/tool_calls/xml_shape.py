@@ -17,7 +17,7 @@ from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.tool_calls.call_format import Malformed, Steps
 from llmc_runtime.server.tool_calls.json_shape import Optional, expression
 from llmc_runtime.server.tool_calls.marks import first_mark
-from llmc_runtime.server.tool_calls.tagged_args import MAX_FIELDS, Field, SeparateArguments
+from llmc_runtime.server.tool_calls.tagged_args import MAX_FIELDS, ArguedFormat, Field
 from llmc_runtime.server.tool_calls.text_values import STRING, ValueText, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
@@ -39,7 +39,7 @@ class Xml(Enum):
 Part = str | Optional | Xml
 
 
-class XmlShape(SeparateArguments):
+class XmlShape(ArguedFormat):
     """Calls between the marks `markers[0]` and `markers[1]`. A subclass is a declaration.
 
     - `call`: the parts of a call: NAME, FIELDS, and then its end tag. If they start with a text, several calls may
