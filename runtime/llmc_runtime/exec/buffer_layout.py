@@ -33,18 +33,20 @@ _BIASES: Mapping[str, int] = MappingProxyType({"f8e4m3": 7, "f8e4m3fnuz": 8})
 
 def need_of(artifact: Artifact) -> Need:
     """Return the memory needed besides the KV pages, rounded up as a device with its own memory allocates it."""
-    manifest = artifact.manifest
-    files = sum(_weight_bytes(part) for part in artifact.parts)
-    states = sum(_round(s.nbytes({}), _GRAIN_BYTES) for s in manifest.states if s.role != "kv")
-    io = _round(sum(_round(n, _ALIGN) for n in _io_sizes(artifact, {}).values()), _GRAIN_BYTES)
-    return Need(files, states, _round(_arena(artifact), _GRAIN_BYTES) + io + _round(_group(artifact), _GRAIN_BYTES))
+    weights = sum(_weight_bytes(part) for part in artifact.parts)
+    states = sum(_round_up(s.nbytes({}), _GRAIN_BYTES) for s in artifact.manifest.states if s.role != "kv")
+    io_bytes = sum(_round_up(size, _ALIGN) for size in _io_sizes(artifact, {}).values())
+    other = (_arena_bytes(artifact), io_bytes, _group_bytes(artifact))
+    return Need(weights, states, sum(_round_up(size, _GRAIN_BYTES) for size in other))
 
 
 def _weight_bytes(part: Artifact) -> int:
+    """Return the memory of an artifact's weights on a device with its own memory."""
     weights = part.manifest.weights
     if weights.mode == "random":
-        return _round(sum(_round(b.bytes({}), _PAGE) for b in weights_of(part).values()), _GRAIN_BYTES)
-    return sum(_round(w.bytes, _GRAIN_BYTES) for w in weights.of_rank(part.rank))
+        sizes = (_round_up(buffer.bytes({}), _PAGE) for buffer in weights_of(part).values())
+        return _round_up(sum(sizes), _GRAIN_BYTES)
+    return sum(_round_up(file.bytes, _GRAIN_BYTES) for file in weights.of_rank(part.rank))
 
 
 def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None, snapshots: int | None = 0) -> KvCapacity:
@@ -72,9 +74,9 @@ class Layout:
             loading, placing = pool.submit(self._load), pool.submit(self._place_weights)
             self.states = {s.name: device.alloc(s.nbytes(env)) for s in artifact.manifest.states}
             self.snapshots = device.alloc(snapshot_bytes) if snapshot_bytes else None
-            self._arena = device.alloc(_arena(artifact))
-            shared = _group(artifact)
-            self._group = device.group_memory(shared) if shared else None
+            self._arena = device.alloc(_arena_bytes(artifact))
+            group_bytes = _group_bytes(artifact)
+            self._group = device.group_memory(group_bytes) if group_bytes else None
         loading.result()
         self._weights = placing.result()
         sizes = _io_sizes(artifact, env)
@@ -83,7 +85,7 @@ class Layout:
         self._io: dict[str, Memory] = {}
         for role in ROLES:
             names = [f"{role}.{name}" if role else name for name in INPUTS]
-            stride = self.strides[role] = _round(max(sizes.get(name, 0) for name in names), _ALIGN)
+            stride = self.strides[role] = _round_up(max(sizes.get(name, 0) for name in names), _ALIGN)
             memory = self.inputs[role] = device.alloc(stride * len(INPUTS))
             self._io |= {name: memory.part(i * stride, (i + 1) * stride) for i, name in enumerate(names)}
         self.outputs = _parts(device, {n: s for n, s in sizes.items() if n not in self._io}, _ALIGN)
@@ -104,17 +106,17 @@ class Layout:
         """Return the first `nbytes` bytes of a buffer in the arena."""
         return self._arena.part(b.offset, b.offset + nbytes)
 
-    def _address(self, b: Buffer, by_name: Mapping[str, Buffer]) -> int:
-        b = memory_of(b, by_name)
-        if b.kind == "weight":
-            return self._weights[b.name]
-        if b.kind == "state":
-            return self.states[b.name].address + b.offset
-        if b.kind == "arena":
-            return self._arena.address + b.offset
-        if b.kind == GROUP and self._group is not None:
+    def _address(self, buffer: Buffer, by_name: Mapping[str, Buffer]) -> int:
+        owner = memory_of(buffer, by_name)
+        if owner.kind == "weight":
+            return self._weights[owner.name]
+        if owner.kind == "state":
+            return self.states[owner.name].address + owner.offset
+        if owner.kind == "arena":
+            return self._arena.address + owner.offset
+        if owner.kind == GROUP and self._group is not None:
             return self._group.address
-        return self._io[b.name].address + b.offset
+        return self._io[owner.name].address + owner.offset
 
     def _load(self) -> None:
         for part in self._artifact.parts:
@@ -138,11 +140,11 @@ class Layout:
 
 def _parts(device: Device, sizes: Mapping[str, int], align: int) -> dict[str, Memory]:
     """Cut one allocation into memories of these sizes, each starting at a multiple of `align`."""
-    memory = device.alloc(sum(_round(n, align) for n in sizes.values()))
+    memory = device.alloc(sum(_round_up(n, align) for n in sizes.values()))
     out, at = {}, 0
     for name, size in sizes.items():
         out[name] = memory.part(at, at + size)
-        at += _round(size, align)
+        at += _round_up(size, align)
     return out
 
 
@@ -157,16 +159,16 @@ def _io_sizes(artifact: Artifact, env: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _arena(artifact: Artifact) -> int:
+def _arena_bytes(artifact: Artifact) -> int:
     return max((p.arena_bytes for p in artifact.programs), default=0)
 
 
-def _group(artifact: Artifact) -> int:
+def _group_bytes(artifact: Artifact) -> int:
     """Return the size of the memory through which ranks exchange results; 0 if no program uses it."""
     return max((b.bytes(p.top()) for p in artifact.programs for b in p.buffers if b.kind == GROUP), default=0)
 
 
-def _round(size: int, align: int) -> int:
+def _round_up(size: int, align: int) -> int:
     return -(-size // align) * align
 
 
