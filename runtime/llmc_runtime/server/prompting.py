@@ -91,7 +91,7 @@ class Prompting:
         """Return whether the token is special, and therefore left out of texts by default."""
         return self._tokenizer is not None and token in self._tokenizer.special_ids
 
-    def num_leading_special(self, prompt: Prompt) -> int:
+    def unseen(self, prompt: Prompt) -> int:
         """Return how many special tokens the tokenizer has added before the prompt's text."""
         text, count = prompt.text or "", 0
         for token in prompt.ids:
