@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from llmc_runtime.sched import guided_requests, scheduler
+from llmc_runtime.sched import guided_requests, live_requests, scheduler
 from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status, extend
@@ -204,7 +204,7 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (Scheduler, "_append_run", pages_of_drafts_that_leak),
     (Scheduler, "_append_run", pages_freed_while_drafts_need_them),
     (Scheduler, "_with_drafts", drafts_behind_the_last_token),
-    (scheduler, "extend", tokens_accepted_behind_the_end),
+    (live_requests, "extend", tokens_accepted_behind_the_end),
     (Scheduler, "_append_run", tokens_appended_behind_the_end),
     (Scheduler, "_append_run", pages_published_without_the_last_kv),
     (Scheduler, "_append_verified", tokens_without_masks_appended),
