@@ -10,7 +10,7 @@ import pytest
 from draw import of_test
 from llmc_runtime import SamplingParams
 from llmc_runtime.engine.input_processor import params_of_output
-from llmc_runtime.sched import scheduler_config
+from llmc_runtime.sched import request_init
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.token_guide import mask_of
 
@@ -61,7 +61,7 @@ def test_seeds_wrap_and_none_is_drawn_for_each() -> None:
 def test_shared_parameters_of_outputs_are_checked_and_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 outputs under 65,536 allowed ids held the engine for seconds."""
     made: list[object] = []
-    monkeypatch.setattr(scheduler_config, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
+    monkeypatch.setattr(request_init, "mask_of", lambda ids, vocab: made.append(ids) or mask_of(ids, vocab))
     check = SamplingParams.__post_init__
     monkeypatch.setattr(SamplingParams, "__post_init__", lambda params: made.append(params) or check(params))
     rng = random.Random(of_test())
