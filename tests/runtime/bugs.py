@@ -349,7 +349,7 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (PrefixCache, "_forget", eviction_that_is_forgotten),
     (PagePool, "release", freed_twice),
     (PagePool, "share", shared_without_leaving_the_free_list),
-    (Scheduler, "_free", leaked_by_a_request_that_ends),
+    (Scheduler, "_free_row", leaked_by_a_request_that_ends),
     (Scheduler, "next", after_planning(wrong_row)),
     (Scheduler, "next", after_planning(pages_in_the_wrong_order)),
     (Scheduler, "next", after_planning(table_that_misses_growth)),

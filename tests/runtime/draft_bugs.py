@@ -216,7 +216,7 @@ DRAFT_BUGS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (HostDrafts, "_proposal", ids_that_the_vocabulary_lacks),
     (HostDrafts, "end", outputs_that_never_end),
     (guided_requests, "_masks_of", one_mask_for_all_drafts),
-    (guided_requests, "_masked", tokens_kept_without_masks),
+    (guided_requests, "_num_masked", tokens_kept_without_masks),
     (scheduler, "take_drafts", masks_behind_other_drafts),
     (scheduler, "may_sample", planned_behind_tokens_without_masks),
     (Banned, "accept", masks_of_rejected_drafts),
