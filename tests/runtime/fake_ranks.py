@@ -52,7 +52,7 @@ class _Rank:
 
     def done(self) -> int:
         """Return the digest of the oldest step. Raises LlmcError E119 if the rank does not answer."""
-        if self.fault == "late" or not self.tickets:
+        if self.fault in ("late", "lost") or not self.tickets:
             raise group_ended("a rank did not answer")
         return digest(self.device.wait(self.tickets.popleft())) ^ (self.fault == "diverges")
 
