@@ -228,7 +228,7 @@ def refused(artifact: Path, code: str, *words: str, **options: Any) -> None:
 
 def test_a_cluster_that_is_too_small(artifact: Path, two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     use(two_nodes.variables, monkeypatch)
-    words = "2 ranks of 3 threads need 6 CPUs", "one Ray node of this machine, whose nodes have 2, 2\n"
+    words = "2 ranks of 3 threads need 6 CPUs", "one Ray node of this machine; its nodes have 2, 2\n"
     refused(artifact, "E142", *words, "ray start --num-cpus 6", threads=3)
 
 
@@ -249,7 +249,7 @@ def test_a_group_does_not_leave_this_machine(artifact: Path, monkeypatch: pytest
     with cluster(1) as small:
         small.node(4, "127.0.0.2")
         use(small.variables, monkeypatch)
-        refused(artifact, "E142", "need 2 CPUs", "whose nodes have 1;", "cannot run on other machines", "5 CPUs in all")
+        refused(artifact, "E142", "need 2 CPUs", "its nodes have 1;", "cannot run on other machines", "5 CPUs in all")
 
 
 @pytest.mark.parametrize(
@@ -281,5 +281,5 @@ def test_cpus_that_others_use(artifact: Path, two_nodes: Cluster, monkeypatch: p
     use(two_nodes.variables, monkeypatch)
     monkeypatch.setattr("llmc_runtime.exec.ray_ranks._CPU_SECONDS", 2.0)
     with opened(artifact), opened(artifact):
-        refused(artifact, "E142", "others use them: 0 of 4 CPUs of the cluster are free")
+        refused(artifact, "E142", "other Ray jobs use them: 0 of 4 CPUs of the cluster are free")
     opened(artifact).close()
