@@ -110,12 +110,14 @@ class Trials:
         self.earn(plan)
         return self.lookup_credit.wait_for(0.0)
 
-    def record_step(self, tokens: float, steps: float, looked_up: bool, measures: bool) -> None:
-        """Record a step that gave `tokens` tokens a row and took as long as `steps` steps without drafts.
+    def record_step(self, plan: int, tokens: float, steps: float, looked_up: bool, measures: bool) -> None:
+        """Record, at plan number `plan`, a step that gave `tokens` tokens a row and took as long as `steps` steps
+        without drafts.
 
         looked_up: it verified drafts that prompt lookup had found for a head. measures: its number of drafts was chosen
         to measure what it costs.
         """
+        self.earn(plan)  # the plans before it are worth what they were before its loss
         gain = max(-_MAX_MEASURING_LOSS if measures else -_MAX_LOSS, tokens - steps)
         (self.lookup_credit if looked_up else self.credit).record(gain)
 

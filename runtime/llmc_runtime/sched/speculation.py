@@ -388,7 +388,7 @@ class Speculation:
         tokens = 1 + sum(map(len, output.accepted.values())) / rows
         looked_up = verified > 0 and requests[0].verifies_lookup
         if trials is self._batch_trials or looked_up or not self._choice.measures:  # a single row measures few steps
-            trials.record_step(tokens, steps, looked_up, self._choice.measures)
+            trials.record_step(self.plans, tokens, steps, looked_up, self._choice.measures)
         self._promising = verified > 0 and not looked_up and tokens > steps
 
     def _record(self, request: Request, drafts: int, accepted: int) -> None:
