@@ -378,7 +378,7 @@ class Speculation:
                 self.draft_count.costs.record(rows, verified / rows, seconds)
         elif self._warms_up and not (drafts or prompt):
             self.draft_count.entries.record(rows, 0, seconds)
-        elif not (fill or prompt) and (drafts or self._idle or self._choice.measures):
+        elif not (fill or prompt) and (drafts or self._idle or (self._choice.measures and not self._choice.max_drafts)):
             self.draft_count.learn(rows, verified / rows, proposed / rows, seconds, self.config.stops)
         if not drafts and (prompt or not self._warms_up):
             return
