@@ -25,6 +25,7 @@ from llmc_runtime import LLM
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step, Work
+from llmc_runtime.sched.step_drafts import prompt_tokens
 
 from bench.speculation import DRAFT, HEAD, LOADS, METHODS, MODEL, Load, contenders, run
 
@@ -79,10 +80,9 @@ def kind_of(step: Step, requests: Sequence[Request]) -> tuple[Any, ...]:
     """Return what the duration of a step depends on: rows, tokens of prompts, the drafts that are verified and made,
     whether a head's entries are computed, and whether a request has just begun to decode.
     """
-    prompts = sum(item.num_tokens for item in step.work if item.num_tokens > 1 + item.drafts)
     verified, made = (sum(getattr(item, name) for item in step.work) for name in ("drafts", "propose"))
     begins = any(len(request.tokens) - request.num_prompt == 1 for request in requests)
-    return len(step.work), prompts, verified, made, step.plain, begins
+    return len(step.work), prompt_tokens(step.work), verified, made, step.plain, begins
 
 
 def ratios(llm: LLM, steps: StepTimes, load: Load, rounds: int) -> str:

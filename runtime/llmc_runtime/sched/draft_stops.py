@@ -57,7 +57,7 @@ class Chances:
             chances = self._chances[interval] = tuple(accepted / drafts for drafts, accepted in self._counts[interval])
         return chances
 
-    def record_verified(self, rate: float, probabilities: Sequence[float], accepted: int) -> None:
+    def record_run(self, rate: float, probabilities: Sequence[float], accepted: int) -> None:
         """Record that the first `accepted` of the drafts of a row were accepted, and the next one was not."""
         for index, probability in enumerate(probabilities[: accepted + 1]):
             self.record(rate, probability, index < accepted)

@@ -71,8 +71,9 @@ class Speculation:
         self._warms_up = False  # a head computes its entries in this plan, for the next probe
         self._last_id = ""  # of the last row's request
         self._lookup = LookupFirst() if config.looks_first else None
-        self._alone, self._checks = False, PlainChecks()  # a single request runs in this plan
-        self._recent, self.prompts = RecentSteps(), PromptEntries(config.skips_prompts, self._trials_by_kind)
+        self._alone = False  # a single request runs in this plan
+        self._recent, self._checks = RecentSteps(), PlainChecks()
+        self.prompts = PromptEntries(config.skips_prompts, self._trials_by_kind)
 
     def begin_idle(self) -> bool:
         """Begin a plan for which nothing is to be decided; otherwise return False, and leave it to `begin`.
@@ -353,8 +354,7 @@ class Speculation:
             if self._lookup is not None and request.verifies_lookup:
                 self._lookup.record(request, drafts, accepted)
             else:
-                chances, verified = self._trials_of(request).chances, request.verified[:drafts]
-                chances.record_verified(self._rate(request), verified, accepted)
+                self._trials_of(request).chances.record_run(self._rate(request), request.verified[:drafts], accepted)
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
         if self._lookup is not None and found:
