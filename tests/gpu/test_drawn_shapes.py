@@ -53,12 +53,13 @@ def some_schedules(cases: Sequence[Case], rng: np.random.Generator) -> Iterator[
 
 def drawn_product(rng: np.random.Generator, dtypes: Sequence[str], fewest: int = 8) -> Case:
     """A product with a result of one of the dtypes and at least so many columns to add up."""
-    bodies = {1: ("", "add(a0, a1)", "add(mul(a0, a2), a1)"), 2: (SILU, "add(mul(a0, sigmoid(a1)), a2)")}
     while True:
         m, n, k = logarithmic(rng, 1, 8192), logarithmic(rng, 8, 4096, 8), logarithmic(rng, fewest, 4096, 8)
         parts, out = int(rng.integers(1, 3)), str(rng.choice(dtypes))
         if m * k * 2 + n * parts * k * 2 + m * n * 6 < MOST_BYTES and m * n * k * parts < MOST_WORK:
             break
+    plain = "" if out == "bf16" else "a0"  # a `linear` has the dtype of its operands
+    bodies = {1: (plain, "add(a0, a1)", "add(mul(a0, a2), a1)"), 2: (SILU, "add(mul(a0, sigmoid(a1)), a2)")}
     return product(min(m, 4096), n, k, parts, str(rng.choice(bodies[parts])), out, {})
 
 

@@ -60,9 +60,9 @@ class Problem(PagedProblem):
         return 6 * (self.size // 16) * -(-self.group // 8) + OTHER_REGISTERS
 
     def shared(self, s: Schedule) -> int:
-        """Bytes of shared memory: tiles and barriers, or the sums of the warps in their place."""
-        tiles = s["warps"] * s["stages"] * (self.tile_bytes + 8)
-        return ALIGN + max(tiles, s["warps"] * self.group * (4 * (self.size + 4) + 8))
+        """Bytes of shared memory: tiles, or the sums of the warps in their place, and barriers."""
+        tiles, sums = s["stages"] * self.tile_bytes, self.group * (4 * (self.size + 4) + 8)
+        return ALIGN + s["warps"] * (max(tiles, sums) + 8 * s["stages"])
 
     def resident(self, s: Schedule, target: Target) -> int:
         """Blocks of a multiprocessor."""

@@ -19,6 +19,9 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats of a head's sums in shared memory, without bank conflicts
+constexpr int TILES_BYTES = WARPS * STAGES * SLOT_BYTES, SUMS_BYTES = WARPS * GROUP * (SUM_STRIDE * 4 + 8);
+// The sums take the place of the tiles. The memory of a barrier may not be used for anything else.
+constexpr int BARRIERS_AT = TILES_BYTES > SUMS_BYTES ? TILES_BYTES : SUMS_BYTES;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float LOWEST = -1e30f;  // below every logit, but finite: the difference of two maxima is never NaN
 
@@ -265,9 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   // Blocks of the heads of a row follow each other: they read whole pages, which is faster than one head of many rows.
   const int entry = blockIdx.x / KV_HEADS, head = blockIdx.x % KV_HEADS;
   const unsigned ring = shared_address(memory) + warp * STAGES * SLOT_BYTES;
-  const unsigned barriers = shared_address(memory) + WARPS * STAGES * SLOT_BYTES + warp * STAGES * 8;
+  const unsigned barriers = shared_address(memory) + BARRIERS_AT + warp * STAGES * 8;
   if (threadIdx.x == 0) asm volatile("prefetch.tensormap [%0];" ::"l"(&kv) : "memory");
-  if (lane < STAGES) barrier_init(barriers + lane * 8, 1);
+  if (lane == 0)
+    for (int i = 0; i < STAGES; i++) barrier_init(barriers + i * 8, 1);
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   __syncwarp();
 
