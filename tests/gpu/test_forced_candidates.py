@@ -128,7 +128,7 @@ def check_answers(trial: Trial) -> None:
         print(f"{way}: the median error is {medians[0]:.2g}, that of the other device {medians[1]:.2g}")
         assert not model.rounded or max(medians) < MOST_ROUNDED
         assert not (reason := excess(ours, theirs)), f"{way}: {reason}"
-        compare(found[way], exact[way], 4 * max(x.max() for x in theirs), routed)
+        compare(found[way], exact[way], 4 * max(x.max() for x in theirs), routed, other[way])
 
 
 def check(trial: Trial, failed: dict[str, str]) -> None:
