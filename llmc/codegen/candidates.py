@@ -23,10 +23,10 @@ MIXED_ROWS = 96  # rows assumed in a step with prompts: a prompt and 64 decoding
 def typical(m: Module, g: Graph, n: Node | None = None) -> dict[str, int]:
     """Return the size of every symbol at which candidates are compared, within its bounds.
 
-    A range that the graph is specialized for is represented by its upper end, the last range by twice the
-    upper end of the one before: an odd token more would look like another tile.
-    For a node of a graph with a token range, the number of rows is that of prompts mixed with decoding rows, because a
-    tile that is too wide costs little.
+    A range that the graph is specialized for is represented by its upper end, and the last range by twice the upper end
+    of the range before it: its lower end, one token more than that, would fill a last tile with a single token. For a
+    node of a graph with a token range, the number of rows is that of prompts mixed with decoding rows, because a tile
+    that is too wide costs little.
     """
     sizes = dict(TYPICAL_SIZES)
     out = {s: max(lo, min(hi, sizes.get(s, hi))) for s, (lo, hi) in m.symbols.items()}

@@ -43,7 +43,7 @@ def applies(config: Any) -> bool:
 
 
 def check_config(config: Any) -> None:
-    """Raise Diagnostic E305 for an MPT whose attn_config has what transformers ignores, so that it computes wrongly."""
+    """Raise Diagnostic E305 for an MPT whose attn_config sets an option that transformers ignores."""
     if config.model_type != "mpt":
         return
     for key, value in MPT_IGNORES.items():
@@ -53,7 +53,7 @@ def check_config(config: Any) -> None:
 
 
 def limit(config: Any) -> int | None:
-    """Return the longest sequence of a config of a family that names it in a way of its own; None for others."""
+    """Return the maximum length of a sequence for families whose configs have a key of their own for it, else None."""
     if config.model_type == "mpt":
         return int(config.max_seq_len)
     if config.model_type == "bloom":

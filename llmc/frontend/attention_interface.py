@@ -27,9 +27,9 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class MaskTag:
-    """Returned instead of an attention mask, to pass the requested window to the attention hook.
+    """A placeholder for an attention mask, which passes the requested window to the attention hook.
 
-    Sparse attention has one instead of the keys that it selects, too: all of them.
+    In sparse attention, it also stands for the selection of keys, which selects all of them.
     """
 
     window: int | None = None
@@ -100,10 +100,10 @@ def _attention_hook(
 
 
 def checked_window(width: int | None) -> int:
-    """Return the tokens of a sliding window, 0 for None: attention without one.
+    """Return the width of a sliding window in tokens; 0 for None, which is attention without a window.
 
-    Raises Diagnostic E305 for a width below 1, in which a token would not even attend to itself; transformers' own
-    attention fails with it.
+    Raises Diagnostic E305 for a width below 1: a token would not even attend to itself, and transformers' own
+    attention fails.
     """
     if width is None:
         return 0

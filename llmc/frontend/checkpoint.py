@@ -30,7 +30,7 @@ from llmc.ir.weight_eval import Blocks, widen
 # their fill value. The latter share names with biases and are recognized by their shapes.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
-HEADS = re.compile(r"^(lm_head|embed_out|cls|qa_outputs|score|classifier)\.")  # that a model that pools may lack
+HEADS = re.compile(r"^(lm_head|embed_out|cls|qa_outputs|score|classifier)\.")  # weights that models that pool may lack
 FLOATS = ("f64", "f32", "bf16", "f16")
 _MAX_EARLY_TENSORS = 5000  # tensors up to which shapes are compared before the trace
 _COMPARED_ROWS = 1024  # rows that are compared at a time
@@ -71,7 +71,7 @@ class WeightDecoder(Protocol):
 
 
 class TiedWeightsDiffer(Diagnostic):
-    """Diagnostic E327: config.json ties weights of which the checkpoint stores different ones.
+    """Diagnostic E327: config.json ties weights that differ in the checkpoint.
 
     `names` are the names that the traced model has replaced. transformers uses each weight as it is stored; a model
     that is traced with `untied=names` does, too.

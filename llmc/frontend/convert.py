@@ -69,7 +69,7 @@ def _needed(nodes: Any) -> set[Any]:
 
 
 def _in_place(n: Any) -> bool:
-    """Whether a node is an in-place op such as aten.div_.Tensor; __and__ and the like are none."""
+    """Whether a node is an in-place op such as aten.div_.Tensor; __and__ and the like are not."""
     space, _, name = str(n.target).partition(".")
     op = name.partition(".")[0]
     return n.op == "call_function" and space == "aten" and op.endswith("_") and not op.endswith("__")
@@ -217,7 +217,7 @@ class _Lowering:
         return False
 
     def _seen_through(self, view: Any, n: Any) -> bool:
-        """Whether a tensor of which `view` is a view is an input, or is read after `n` other than through `view`.
+        """Whether `view` is a view of an input, or of a tensor that is read after `n` other than through `view`.
 
         The pieces of a split tensor are views that do not overlap.
         """

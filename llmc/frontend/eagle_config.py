@@ -30,7 +30,7 @@ class HeadConfig:
     decoder: the config of its decoder layer, a Llama's. draft_vocab: number of tokens that it can draft. aux: numbers
     of the model's layers whose inputs it reads; empty for the usual ones. norm_before_residual: whether the residual
     stream begins after the norm of the hidden state. norm_before_fc, fc_norm: whether the three hidden states are
-    normalized before they are joined, together or each alone. norm_output: whether the hidden state for the next draft
+    normalized before they are joined, together or separately. norm_output: whether the hidden state for the next draft
     is normalized.
     """
 

@@ -39,7 +39,7 @@ FC, FC_BIAS, EMBEDDING, VOCABULARY = "fc.weight", "fc.bias", "embed_tokens.weigh
 INPUT_NORM, FC_NORM = "input_norm.weight", "fc_norm.{}.weight"  # norms before fc, of all three hidden states or of each
 D2T, T2D = "d2t", "t2d"  # draft id -> the model's id, less the draft id; the model's id -> whether it can be drafted
 _MASKED_LOGIT = -1e30  # logit of tokens that the head cannot draft
-# Of training, or of the model itself, as heads made by the library speculators contain them.
+# Tensors of the training, or of the model itself, in the files of heads made by the library speculators.
 _UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", T2D, D2T, EMBEDDING)
 _FLOATS, _INTEGERS = ("f16", "bf16", "f32", "f64"), ("i32", "i64")
 _CHECKED = 1 << 24  # numbers of a weight that are checked at a time

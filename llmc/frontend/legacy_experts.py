@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmc.frontend.attention_interface import GATE
 
-SPARE = "llmc_spare"  # attribute of modules: the full sizes of stacks that are larger than what is read of them
+SPARE = "llmc_spare"  # attribute of modules: the full sizes of stacks of which only the first experts are read
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Experts:
     """How a class computes its experts.
 
     gate(module, gate_up [t, 2i]) -> [t, i] is their activation; None: the class's own `_apply_gate`. forward(module,
-    ...) replaces the class's own forward and calls the op `moe`, with gate rows before up rows. `rows` maps stacks that
-    the class makes too large to the attribute that counts the experts they are read for; publishers store only these.
+    ...) replaces the class's own forward and calls the op `moe`, with gate rows before up rows. `rows` names the stacks
+    that the class makes too large, and for each the attribute with the number of experts that are read; publishers
+    store only these.
     """
 
     gate: Callable[[Any, Tensor], Tensor] | None
@@ -31,7 +32,7 @@ class Experts:
 
 
 def trim(model: torch.nn.Module) -> None:
-    """Make stacks as large as they are read; the modules keep the full sizes as SPARE, name -> experts."""
+    """Reduce stacks to the experts that are read; modules keep the full sizes as SPARE, name -> experts."""
     for module in model.modules():
         rule = TABLE.get(type(module).__name__)
         if rule is None:

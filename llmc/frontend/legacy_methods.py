@@ -1,7 +1,7 @@
-"""Methods of transformers' modules that cannot be traced, and methods that compute the same.
+"""Replacements for methods of transformers' modules that cannot be traced.
 
-They make tensors of Python numbers while they run, which have no values on the meta device; depend on the number of
-tokens; or write attention, or a recurrence, out in products.
+The original methods make tensors of Python numbers, which have no values on the meta device; depend on the number of
+tokens; or compute attention, or a recurrence, in elementary ops.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _reads(part: Any) -> bool:
 
 
 def text_part(name: str) -> str:
-    """Return the key of the part of a type's config that describes a language model; "" if it is not in a part.
+    """Return the key of the part of a type's config that describes a language model; "" for other types.
 
     Models that answer in text and in speech have such parts, for example a thinker and a talker.
     """

@@ -19,11 +19,11 @@ BITS: Mapping[str, tuple[str, int, int]] = MappingProxyType(
 
 
 class NotFinite:
-    """The numbers of each weight that were not finite, counted. Rows may be looked at by several threads at a time."""
+    """Counts the numbers of each weight that are not finite. Several threads may count at a time."""
 
     def __init__(self) -> None:
         """Start with no weights."""
-        self.counts: list[tuple[str, int]] = []  # a weight's name and a number of its values, for each block of rows
+        self.counts: list[tuple[str, int]] = []  # (weight, number of such values) of each block of rows with some
 
     def count(self, name: str, rows: np.ndarray, dtype: str) -> None:
         """Count the numbers of rows of a weight that are not finite; `dtype` is the IR's name of the dtype."""

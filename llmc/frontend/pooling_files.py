@@ -115,7 +115,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def pooling_notes(pooling: Pooling, source: Source) -> Iterator[str]:
-    """Yield notes about the results of the artifact, and about what sentence-transformers does otherwise."""
+    """Yield notes about the results of the artifact, and about what sentence-transformers does differently."""
     yield _describe(pooling)
     if pooling.task == EMBED:
         yield from _embedding_notes(source)

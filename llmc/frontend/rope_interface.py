@@ -100,7 +100,7 @@ def patch(model: torch.nn.Module, max_positions: int) -> dict[str, Tensor]:
 
 
 def _refusal(error: Diagnostic) -> Callable[..., Any]:
-    """Return a forward that raises: modules that do not run for text, such as vision towers, do not matter."""
+    """Return a forward that raises `error`; it never runs in modules that text does not use, such as vision towers."""
 
     def forward(*_: Any, **__: Any) -> Any:
         raise error
@@ -123,7 +123,7 @@ def _forward(module: torch.nn.Module, plans: dict[str | None, Plan]) -> Callable
 def _one_axis(positions: Tensor, name: str) -> Tensor:
     """Return positions [1, T] of positions [axes, 1, T], which are the same on all axes for text.
 
-    They are if the axes are one row in memory; otherwise raises Diagnostic E305.
+    They are the same if all axes share one row of memory; otherwise raises Diagnostic E305.
     """
     if positions.dim() == 2:
         return positions
@@ -167,9 +167,9 @@ def _layout(
 ) -> tuple[str, torch.dtype | None, Tensor | None]:
     """Run the module's forward on a few positions to find how it makes its tables.
 
-    Returns its layout, the dtype of its tables (None: that of x) and the order in which it takes its frequencies (None:
-    that in which it has them). ERNIE 4.5 VL stores those of height and width apart, and alternates them. `freq` are the
-    frequencies of so few positions.
+    Returns the layout, the dtype of the tables (None: that of x), and the order in which the tables use the stored
+    frequencies (None: the stored order). ERNIE 4.5 VL stores the frequencies of height and width separately, and
+    alternates them in its tables. `freq` are the frequencies for these few positions.
     """
     if not len(freq):
         cause = f"{path}: {type(module).__name__} has no frequencies: fewer than 2 columns of a head are rotated"
@@ -205,7 +205,7 @@ def _layout(
 
 
 def _order(known: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-    """Return the number of the frequency from which a table of sines takes each of its own.
+    """Return the index of the stored frequency that each frequency of a table of sines is.
 
     known [1, n, h] are the sines of each frequency; column j of table [1, n, w] has the table's frequency columns[j].
     """

@@ -68,7 +68,7 @@ class TensorFiles:
                 raise Diagnostic("E322", cause, "download the index and the files again, from one revision")
 
     def _collect(self, listed: Mapping[str, Path]) -> tuple[dict[str, Stored], list[Stored]]:
-        """Return the tensors by name, each from the file that `listed`, the index, places it in, and all others.
+        """Return all tensors by name; those in `listed`, the index, are read from the file that it names.
 
         A tensor that the index lacks is taken from the first file that has it.
         """

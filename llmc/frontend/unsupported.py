@@ -83,7 +83,7 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
 
 
 def lfs_pointer(path: Path) -> tuple[str, str]:
-    """Return the cause and the remedy of a file of which only Git LFS's pointer is there."""
+    """Return the cause and the remedy for a file that is only a pointer of Git LFS."""
     return f"{path} is a pointer of Git LFS, not the file", f"run `git lfs install && git lfs pull` in {path.parent}"
 
 
@@ -167,7 +167,7 @@ def refuse_weights(names: Collection[str], where: str) -> Diagnostic:
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Raise Diagnostic E303 (not a text generation model) or E307 (quantised in an unknown way), by config.json."""
+    """Raise Diagnostic E303 (not a text generation model) or E307 (quantised by an unknown method), by config.json."""
     if "quantization" in config and "quantization_config" not in config:
         cause = f"quantization in config.json of {where} has no bits and group_size, as that of MLX has"
         raise Diagnostic("E307", cause, FLOAT)

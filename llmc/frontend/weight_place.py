@@ -1,4 +1,4 @@
-"""Where a model has a stored weight, as the decoders of quantised checkpoints need it."""
+"""The place of a stored weight in a model, for the decoders of quantised checkpoints."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model has a weight.
+    """The place of a weight in a model.
 
-    classes: the names of its module's class and of that one's bases, the most derived first. shape: of the weight, ()
+    classes: the names of its module's class and of its base classes, the most derived first. shape: of the weight, ()
     if it is a part of a larger one, such as an expert of a stack.
     """
 

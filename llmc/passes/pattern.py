@@ -266,7 +266,7 @@ def _parts(p: Pattern) -> tuple[Pattern, ...]:
 def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False) -> None:
     """Raise Diagnostic E424 if no node can match: an unknown op, a wrong number of operands, or a wrong attribute.
 
-    `rule` starts the message. If `partly`, ops that `ops` lacks are passed over: an extension may provide them.
+    `rule` starts the message. If `partly`, ops that `ops` lacks are skipped: an extension may provide them.
     """
     if isinstance(p, Op):
         if p.op in ops:

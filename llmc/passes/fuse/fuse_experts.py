@@ -42,11 +42,11 @@ CAST = Rewrite(
 class FuseExperts(Pass):
     """Replace topk and the row ops around it by topk_map, and the sum of a token's experts by moe_combine.
 
-    Of topk, these are the ops of one operand that compute its operand, those that read its values, sums of them
-    included, and casts of its indices to i32; of one token, topk_route also sorts the pairs. The sum of the experts
-    takes a cast and the addition of a residual. Its terms are then rounded to the dtype of the experts' other
-    activations, which halves the bytes between the two kernels. The pass runs after `split-moe`. route: whether to make
-    topk_route.
+    topk_map includes the ops of one operand that compute the operand of topk, those that read its values (also sums of
+    them), and casts of its indices to i32. In graphs of one token, topk_route also sorts the pairs. moe_combine
+    includes a cast and the addition of a residual; the terms of the sum are then rounded to the dtype of the experts'
+    other activations, which halves the bytes between the two kernels. The pass runs after `split-moe`. route: whether
+    to make topk_route.
     """
 
     route: bool = True

@@ -132,7 +132,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class FuseNorm(Pass):
-    """Replace norms written in elementary ops by the ops rms_norm and layer_norm, divisions by the length among them.
+    """Replace norms written in elementary ops by rms_norm and layer_norm, including divisions by the length.
 
     RMS norms are those of Zhang and Sennrich 2019 (arXiv 1910.07467), layer norms of Ba et al. 2016 (arXiv 1607.06450).
     A gain that is computed from weights remains an expression.

@@ -23,8 +23,8 @@ class NarrowTokens(Pass):
 
     In @step, that is what follows the keys and values of the last layer: its attention, whose queries are then those of
     single tokens, its output projection, its MLP or experts, and the final norm. Every `take` of the tokens that
-    row_last or row_first number moves up as far as each token's result depends on that token alone. Where other nodes
-    read a value, too, as the residual before the last layer, the take stays behind it. The pass runs after
+    row_last or row_first number moves up as far as each token's result depends only on that token. If other nodes
+    also read a value, such as the residual before the last layer, the take stays after it. The pass runs after
     `specialize`. above: graphs of at most that many tokens remain as they are, because reading the weights takes the
     same time for all of their tokens, and each take is a launch of its own.
     """

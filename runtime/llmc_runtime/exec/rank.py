@@ -11,8 +11,8 @@ from llmc_runtime.device.device import group_ended
 from llmc_runtime.exec.rank_messages import Failed, Link, Reply
 from llmc_runtime.format.errors import LlmcError
 
-REPORT_SECONDS = 0.5  # seconds for the reports of ranks that have failed
-_ARRIVED_SECONDS = 0.001  # seconds for a report that has arrived
+REPORT_SECONDS = 0.5  # seconds to wait for the reports of ranks that have failed
+_ARRIVED_SECONDS = 0.001  # seconds to read a report that has arrived
 
 
 class Rank(ABC):

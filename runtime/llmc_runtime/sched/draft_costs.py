@@ -157,7 +157,7 @@ class DraftCount:
 
     def __init__(self, max_drafts: int, together: bool) -> None:
         self.costs, self.together = StepCosts(), together
-        self.drafting = StepCosts()  # what a step takes longer if it drafts, by the number of drafts per row
+        self.drafting = StepCosts()  # of a step that drafts, by the number of drafts per row
         self.entries = StepCosts()  # of a step in which a head computes its entries, but makes no draft
         self._candidates = [0, *(drafts for drafts in (1, 2, 3, 5, 8, 12, 16, 24) if drafts < max_drafts), max_drafts]
         self._tries: dict[tuple[int, int], int] = {}  # plans that were made to measure, by rows and drafts
@@ -248,7 +248,7 @@ class DraftCount:
                 self.costs.record(rows, verified, converted)
 
     def relative_duration(self, rows: int, verified: float, proposed: float) -> float:
-        """Return the duration of a step that verifies and proposes so many drafts per row, relative to one without any.
+        """Return the duration of a step that verifies and proposes these drafts per row, relative to one without any.
 
         It is that of the running means, since a single step may take long for other reasons; 1 if it is not known.
         """

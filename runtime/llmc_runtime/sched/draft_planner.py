@@ -35,7 +35,7 @@ class DraftPlanner:
         self._rows = self.speculation.config.max_rows
 
     def taken(self, pages: Iterable[int]) -> None:
-        """Forget what pages hold that get new content."""
+        """Forget the KV of the draft model in pages that get new content."""
         self._drafted.difference_update(pages)
 
     def forget(self) -> None:

@@ -1,8 +1,8 @@
-"""Where a draft model or head stops drafting: after tokens that are unlikely to be accepted.
+"""Stops a draft model or head after tokens that are unlikely to be accepted.
 
 A device whose calls return after completion returns the probability that the draft model gives to each token that it
-drafts before the next one is drafted. How often drafts of such a probability were accepted lately tells how likely the
-next step accepts all drafts so far. Drafting ends where that is less than what one more draft costs.
+drafts before the next one is drafted. From the recent acceptance of drafts with such probabilities follows the
+probability that the next step accepts all drafts so far. Drafting ends when it is below the cost of one more draft.
 
 The output is not affected. A step samples the tokens from the model's own distribution, with random numbers that depend
 on seed and position only, and accepts a draft only if it equals its sample (see the op row_accept): for any
@@ -63,7 +63,7 @@ class Chances:
             self.record(rate, probability, index < accepted)
 
     def record(self, rate: float, probability: float, accepted: bool) -> None:
-        """Record whether a draft was accepted whose predecessors were."""
+        """Record whether a draft was accepted; all drafts before it were."""
         interval, column = _rate_interval(rate), bisect(_BOUNDS, probability)
         past_drafts, past_accepted = self._counts[interval][column]
         self._counts[interval][column] = (_MEMORY * past_drafts + 1, _MEMORY * past_accepted + accepted)

@@ -1,12 +1,12 @@
-"""What drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
+"""Accounts for what drafting has gained and cost in requests of one kind, so that trials of drafts cost little.
 
 The unit is the duration of a step that decodes without drafts. A step that drafts or verifies drafts gains its tokens
-less its measured duration; a step in which a head computes its entries before a trial loses what it takes longer.
-Drafting is paid from a credit, to which plans and gains add. While it does not suffice, nothing is drafted: drafting in
-vain costs at most _TRIAL_SHARE of the time of plain decoding, and less the longer it is in vain, and once the initial
-credit. Steps of a single row that measure costs are not charged, as they are few. Drafts that prompt lookup finds for a
-head are paid from a second credit. A head's entries of prompts have a credit of their own (see prompt_entries); once
-that is spent, they are paid from the first one.
+less its measured duration; a step in which a head computes its entries before a trial loses the additional time.
+Drafting is paid from a credit, to which plans and gains add. While it does not suffice, nothing is drafted: drafts that
+save no time cost at most _TRIAL_SHARE of the time of plain decoding, less the longer they save none, and the initial
+credit once. Steps of a single row that measure costs are not charged, as they are few. Drafts that prompt lookup finds
+for a head are paid from a second credit. A head's entries of prompts have a credit of their own (see prompt_entries);
+once that is spent, they are paid from the first one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def kind_of(request: Request) -> int:
 
 @dataclass(slots=True)
 class Credit:
-    """What drafts may cost in vain, in steps.
+    """The time that drafts may cost without a gain, in steps.
 
-    balance: what they may cost now; below 0 after a step that has lost more. net_loss: what steps have lost and others
-    have not gained since then, from 0 to _MAX_NET_LOSS; the larger it is, the less each plan adds to the balance.
+    balance: what they may cost now; below 0 after a step that has lost more. net_loss: the losses of
+    steps less later gains, from 0 to _MAX_NET_LOSS; the larger it is, the less each plan adds to the balance.
     """
 
     balance: float
@@ -49,7 +49,7 @@ class Credit:
 
     @property
     def share(self) -> float:
-        """What each plan adds."""
+        """The time that each plan adds to the balance."""
         return _TRIAL_SHARE / (1.0 + self.net_loss / _HALVING_LOSS)
 
     def earn(self, plans: int) -> None:
@@ -68,7 +68,7 @@ class Credit:
 
 @dataclass(slots=True)
 class Trials:
-    """What is known of requests of one kind, over all of them.
+    """The measurements of all requests of one kind.
 
     trials, accepted: drafts verified lately, and accepted. wait: plans from the last trial to the next. credit,
     lookup_credit: see above. chances: how often drafts are accepted by their probabilities.
@@ -117,7 +117,7 @@ class Trials:
         looked_up: it verified drafts that prompt lookup had found for a head. measures: its number of drafts was chosen
         to measure what it costs.
         """
-        self.earn(plan)  # the plans before it are worth what they were before its loss
+        self.earn(plan)  # the plans before it add as much as before its loss
         gain = max(-_MAX_MEASURING_LOSS if measures else -_MAX_LOSS, tokens - steps)
         (self.lookup_credit if looked_up else self.credit).record(gain)
 

@@ -1,4 +1,4 @@
-"""Prompt lookup before a head: where it finds drafts that are likely accepted, the head makes none.
+"""Prompt lookup before a head: if it finds drafts that are likely to be accepted, the head makes none.
 
 Looking up the sequence's last tokens in its history takes almost no time, and where a text repeats itself, the tokens
 that followed are accepted more often than those of a head. The device does both in one step: the model's program looks

@@ -1,4 +1,4 @@
-"""Steps without drafts while drafts seem to pay, so that what these gain is known.
+"""Occasional steps without drafts, which show what drafts gain.
 
 Whether drafts pay depends on the duration of a step without them. While every step drafts, that is not measured. If it
 was measured while other programs slowed the machine down, drafts would seem to pay from then on. So from time to time a
@@ -18,7 +18,7 @@ _PAUSE = 16  # plans for which nothing was to be decided, after which the wait b
 
 
 class PlainChecks:
-    """When plans of a draft model or head draft nothing to measure that, and what these steps took."""
+    """Chooses the plans of a draft model or head that draft nothing, and keeps the durations of their steps."""
 
     def __init__(self) -> None:
         self.active = False  # this plan drafts nothing
@@ -28,7 +28,7 @@ class PlainChecks:
         self._rows, self._seconds = 0, list[float]()
 
     def begin(self, plan: int, rows: int, drafts: bool) -> None:
-        """Begin a plan of so many rows, for which something is to be decided.
+        """Begin a plan of `rows` rows, for which the number of drafts is to be decided.
 
         drafts: it makes drafts, unless it is one of a check.
         """

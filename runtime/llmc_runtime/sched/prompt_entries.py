@@ -1,4 +1,4 @@
-"""Which prompts get a head's keys and values (its entries), and what these cost.
+"""Decides which prompts get a head's keys and values (its entries), and charges their cost.
 
 A head drafts somewhat better with the entries of the prompt than with zeros. Computing them takes a share of the
 prompt's time. It is paid from a credit of its own, which grows by _SHARE_OF_TIME of the time of plain decoding and of

@@ -133,9 +133,12 @@ class DecodeAttention(OptionalCudaKernel):
 
 
 def _stages(node: Node) -> int:
-    """Return the tiles in flight with which an H200 was fastest: one if tiles are large, beside longer rows, whose
-    blocks need shared memory at the same time, and for a single token, since the registers for a second tile are then
-    better left to the blocks of the next product, which load weights meanwhile."""
+    """Return the number of tiles in flight with which an H200 was fastest.
+
+    It is one in three cases: if tiles are large; beside longer rows, whose blocks need shared memory at the same time;
+    and for a single token, because the blocks of the next product, which load weights meanwhile, then need the
+    registers of a second tile.
+    """
     one_token = node.operands[0].type.shape[0].const == 1
     return 1 if one_token or node.op.name == SINGLE or Problem.of(node).tile_bytes >= LARGE_TILE else 2
 

@@ -37,7 +37,7 @@ class FlashinferToolchain(CubinToolchain):
 
     @staticmethod
     def find(target: Target) -> FlashinferToolchain:
-        """Return the toolchain of `target`; raises Diagnostic E501 if NVRTC or a package is missing or another."""
+        """Return the toolchain of `target`; raises Diagnostic E501 for missing packages or other versions."""
         if why := missing():
             raise Diagnostic("E501", f"a kernel for {target.name} includes FlashInfer's headers, but {why}", remedy())
         packages = ", ".join(f"{name} {version(name)}" for name in (DISTRIBUTION, CUDA_HEADERS))

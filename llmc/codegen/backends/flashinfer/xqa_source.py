@@ -73,7 +73,7 @@ CHANGES: Mapping[str, Sequence[Change]] = MappingProxyType(
 
 
 def headers() -> dict[str, str]:
-    """Return name -> text of the headers, with the changes; raises ValueError if the package's text is another."""
+    """Return name -> text of the headers, with the changes; raises ValueError if the package's text differs."""
     folder = Path(str(distribution(DISTRIBUTION).locate_file(FOLDER)))
     texts = {name: (folder / name).read_text() for name in FILES}
     kernel, launcher, _ = texts["mha.cu"].partition(END)

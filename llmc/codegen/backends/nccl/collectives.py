@@ -76,7 +76,7 @@ class AllReduce(Collective):
 class AllGather(Collective):
     """The operands of all ranks, one after the other: the concatenation along the first axis of more than one element.
 
-    The pass `gather-first` makes all others.
+    The pass `gather-first` rewrites all others to this form.
     """
 
     function = GATHER

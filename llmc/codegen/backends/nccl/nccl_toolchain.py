@@ -32,7 +32,7 @@ class NcclToolchain:
         return hashlib.sha256(f"{ABI} {source.text}".encode()).hexdigest()[:_DIGITS]
 
     def cached(self, key: str, cache: Path) -> bool:
-        """Whether nothing is left to do, as always."""
+        """Return True: nothing has to be compiled."""
         return True
 
     def compile(
