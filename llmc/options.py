@@ -126,7 +126,7 @@ class Options:
         None, commands=("compile",),
     )  # fmt: skip
     layers: int | None = _artifact(None, "number of layers to compile, from the first, for a quick build (all)")
-    tuning: Path | None = _path("file of llmc tune by which kernels are chosen (records shipped with llmc)", "FILE")
+    tuning: Path | None = _path("measurements of llmc tune that choose kernels (records shipped with llmc)", "FILE")
     cache: Path | None = _path("cache of kernels and artifacts (~/.cache/llmc)", "DIR")
     reuse: bool = option(
         True, "neither read nor write whole artifacts in the cache, only kernels", read=None,

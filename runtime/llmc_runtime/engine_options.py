@@ -232,7 +232,7 @@ class EngineOptions(metaclass=KeywordChecks):
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "check the weights' hashes at startup; --no-verify skips the check", commands=_RUN,
+        True, "check of the weights' hashes at startup, which --no-verify skips", commands=_RUN,
         flags=("--no-verify",), read=None, check=switch, engine=True,
     )  # fmt: skip
     canary: bool = option(

@@ -142,9 +142,11 @@ class DecodeAttention(TritonKernel):
         smallest = {"keys": p.min_keys, "warps": 4, "stages": 1}
         if p.dot_dtype == "tl.float32":
             return [smallest]  # float32 products use many registers per thread
+        # Triton 3.6 fails to compile deeper pipelines of converted 8-bit floats for AMD GPUs.
+        max_stages = 3 if target.family == "hip" and p.item == 1 else max(stages for _, _, stages in TILES)
         schedules: list[Schedule] = []
         for keys, warps, stages in TILES:
-            if keys < p.min_keys:
+            if keys < p.min_keys or stages > max_stages:
                 continue
             shared = (2 * keys * (stages - 1) * p.item + self.rows(p) * 2) * p.padded_dim
             if shared <= target.limits.shared * 7 // 8 and keys * p.padded_dim <= 1 << 14:
