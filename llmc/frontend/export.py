@@ -121,7 +121,7 @@ def _check_dtype(config: Mapping[str, Any]) -> None:
         name = config.get(key)
         if isinstance(name, str) and not isinstance(getattr(torch, name, None), torch.dtype):
             remedy = 'write "float32", "bfloat16" or "float16", or remove the key'
-            raise Diagnostic("E302", f"config.json: {key} is {name!r:.60}, which is no dtype of torch", remedy)
+            raise Diagnostic("E302", f"config.json: {key} is {name!r:.60}, which is not a dtype of torch", remedy)
 
 
 def accept(model: Any) -> None:

@@ -62,7 +62,7 @@ class ApartHead(PreTrainedModel):
         self.embed_tokens, self.shared_head = main.get_input_embeddings(), main.get_output_embeddings()
         self.rotary_emb = type(main.get_decoder().rotary_emb)(config=config)
         self._keep_in_fp32_modules_strict = main._keep_in_fp32_modules_strict
-        self.main = (main,)  # in a tuple, as it is no part of this module
+        self.main = (main,)  # in a tuple, so that torch does not register it as a submodule
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, hidden_states: Tensor
@@ -90,7 +90,7 @@ class MtpHead(MtpModel):
         super().__init__(main, 1)
         self.rotary_emb = type(main.get_decoder().rotary_emb)(config=self.config)
         self._keep_in_fp32_modules_strict = main._keep_in_fp32_modules_strict
-        self.main = (main,)  # in a tuple, as it is no part of this module
+        self.main = (main,)  # in a tuple, so that torch does not register it as a submodule
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, hidden_states: Tensor

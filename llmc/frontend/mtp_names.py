@@ -10,7 +10,7 @@ from llmc.diagnostics import Diagnostic
 MTP_NAMES = re.compile(r"^mtp\.")  # in addition to the model's; transformers skips them
 OTHER_DRAFTS = "draft with --draft MODEL or --draft eagle:PATH"  # the remedy if a model has no such layer
 FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
-_MOST = 64  # layers; published models have up to three
+_MAX_LAYERS = 64  # published models have up to three
 
 
 def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
@@ -20,9 +20,9 @@ def tensors_of(config: Any, count: int | None = None) -> re.Pattern[str] | None:
     """
     text = config.get_text_config()
     declared, first = getattr(text, "num_mtp_layers", None) or 0, int(text.num_hidden_layers)
-    if not isinstance(declared, int) or not 0 <= declared <= _MOST:
+    if not isinstance(declared, int) or not 0 <= declared <= _MAX_LAYERS:
         cause = f"config.json: num_nextn_predict_layers is {declared!r:.40}"
-        raise Diagnostic("E302", cause, f"use the number of multi-token-prediction layers, 0 to {_MOST}")
+        raise Diagnostic("E302", cause, f"use the number of multi-token-prediction layers, 0 to {_MAX_LAYERS}")
     numbers = "|".join(str(first + i) for i in range(min(declared, declared if count is None else count)))
     return re.compile(rf"(^|\.)layers\.({numbers})\.") if declared else None
 

@@ -25,7 +25,7 @@ _MODES = MappingProxyType(
     }
 )  # fmt: skip
 SETTINGS = "config_sentence_transformers.json"
-_LEAST_UNLIMITED = 1_000_000  # tokenizers without a limit say 10^30
+_MIN_UNLIMITED = 1_000_000  # tokenizers without a limit say 10^30
 _ACTIVATIONS = MappingProxyType({"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"})
 
 
@@ -178,7 +178,7 @@ def _max_length(folder: Path) -> int | None:
     length = config.get("max_seq_length")
     if length is None and (folder / "tokenizer_config.json").is_file():  # as transformers' tokenizers limit it
         length = read_json(folder / "tokenizer_config.json").get("model_max_length")
-    return length if isinstance(length, int) and 0 < length < _LEAST_UNLIMITED else None
+    return length if isinstance(length, int) and 0 < length < _MIN_UNLIMITED else None
 
 
 def _classifier(source: Source, encoder: bool) -> PooledModel:

@@ -70,7 +70,7 @@ def gemma(config: Mapping[str, Any]) -> Gemma:
     rules, bits = [], integer(config, "num_bits", METHOD, 4)
     named = config.get("module_quant_configs") or {}
     if not isinstance(named, Mapping) or not all(isinstance(rule, Mapping) for rule in named.values()):
-        raise Diagnostic("E340", f"quantization_config ({METHOD}) has module_quant_configs that are no rules", AGAIN)
+        raise Diagnostic("E340", f"quantization_config ({METHOD}) has module_quant_configs that are not rules", AGAIN)
     for pattern, rule in named.items():
         if unknown := rule.keys() - {"num_bits"}:
             raise refuse(METHOD, f"module_quant_configs of {pattern}", sorted(unknown)[0], ("num_bits",))

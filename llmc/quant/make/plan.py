@@ -121,8 +121,8 @@ class Plan:
         tiles = self.recipe.block[1] if self.recipe.strategy == "block" else 0
         if tiles and (ragged := [name for name in self.weights if source.shape(name)[1] % tiles]):
             lines.append(
-                f"columns that are no multiple of {tiles}: {len(ragged)} weights, which transformers cannot multiply; "
-                f"--scheme fp8 has no such limit"
+                f"columns that are not a multiple of {tiles}: {len(ragged)} weights, which transformers cannot "
+                f"multiply; --scheme fp8 has no such limit"
             )
         if self.kv:
             lines.append(f"KV cache: scales of 8-bit floats for keys and values of each {self.kv}")

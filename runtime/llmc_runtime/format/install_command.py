@@ -45,7 +45,7 @@ def _source(origin: str) -> tuple[str, dict[str, bool] | None]:
 
 
 def _removed(origin: str) -> str:
-    """Return the path of the checkout or file if it is no more, else ""."""
+    """Return the path of the checkout or file if it no longer exists, else ""."""
     path, _ = _source(origin)
     return path if path and not Path(path).exists() else ""
 

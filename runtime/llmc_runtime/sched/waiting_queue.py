@@ -202,7 +202,7 @@ def row_to_share(running: Sequence[Request], waiting: Request) -> Request | None
 
     Of the tenant with the most rows it is the last one in the order of `running`. The tenant keeps at least as many
     rows as the other one then has, so that two tenants never take the same row from each other in turns. Priorities
-    order the requests of a tenant, and are no claim against another one: a client may send any number.
+    order the requests of a tenant, not those of different tenants: a client may send any number.
     """
     rows = Counter(request.tenant for request in running)
     tenant, num_rows = max(rows.items(), key=lambda item: item[1], default=("", 0))

@@ -47,7 +47,7 @@ def _address(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (OSError, OverflowError) as e:
-        cause = f"{host}:{port} cannot be listened on: {getattr(e, 'strerror', None) or e}"
+        cause = f"the server cannot listen on {host}:{port}: {getattr(e, 'strerror', None) or e}"
         raise LlmcError("E646", cause, "choose another --port, or for --host an address of this machine") from e
     return bound
 
@@ -61,7 +61,8 @@ def _unix(path: Path) -> socket.socket:
         bound.bind(str(path))
     except (OSError, ValueError) as e:
         bound.close()
-        raise LlmcError("E646", f"{path} cannot be listened on: {getattr(e, 'strerror', None) or e}", remedy) from e
+        cause = f"the server cannot listen on {path}: {getattr(e, 'strerror', None) or e}"
+        raise LlmcError("E646", cause, remedy) from e
     finally:
         os.umask(before)
     return bound
