@@ -152,7 +152,7 @@ COMMON: tuple[Row, ...] = (
         "{head_seconds} to arrive; at most {heads} are parsed per iteration of the event loop, fewer if iterations are "
         "long, and keys take turns",
         ("server.protocol", "server.http.auth", "server.http.read_turns", "server.http.parser_limits")),
-    Row(("the request target",), "decoded once; fields of a query where a route has them",
+    Row(("the request target",), "decoded once; fields of a query if the route has any",
         "{request_line} of the request's line, {query} of a query",
         "414 if it is too long; 400 unless it is a path, or an absolute URL of this server", NONE,
         ("server.http.parser_limits", "server.http.middleware", "server.http.auth")),

@@ -15,7 +15,7 @@ def token_axes(t: Type) -> list[int]:
 
 
 def mixing_of(n: Node) -> str:
-    """Describe how a node other than attention combines tokens; "" if each token's result depends on it alone.
+    """Describe how a node other than attention combines tokens; "" if each token's result depends only on that token.
 
     Depending on the token's index among the packed tokens counts as combining them.
     """

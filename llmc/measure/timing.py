@@ -181,7 +181,7 @@ class Timer:
 
     def microseconds(self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]]) -> list[float]:
         """Return the time of one launch of each candidate: the median of ROUNDS rounds, or, if `sustained_seconds` is
-        set, the time of `sustained` over so many seconds.
+        set, the time of `sustained` over that many seconds.
 
         Raises Diagnostic E5xx if one does not compile, and LlmcError for errors of the device.
         """
@@ -192,7 +192,7 @@ class Timer:
     def sustained(
         self, candidates: Sequence[Trial], symbols: Mapping[str, tuple[int, int]], seconds: float
     ) -> list[Sustained]:
-        """Run each candidate for so many seconds without a pause, one after the other, and time its second half.
+        """Run each candidate for `seconds` without a pause, one after the other, and time its second half.
 
         A GPU that is at its power limit lowers its clock, which takes some tenths of a second. Errors: as microseconds.
         """
@@ -288,7 +288,7 @@ class Timer:
 
 
 def _sustained(seconds: float, device: Device, run: Run, launches: int) -> Sustained:
-    """Run for so many seconds in pieces, of which two are under way so that the device always has work."""
+    """Run for `seconds` in pieces, of which two are under way so that the device always has work."""
 
     def once() -> int:
         begin = time.perf_counter_ns()

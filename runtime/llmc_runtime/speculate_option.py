@@ -203,7 +203,7 @@ def _check_keys(name: str, method: str, mapping: Mapping[str, Any]) -> None:
 
 
 def _check_model(name: str, mapping: Mapping[str, Any]) -> None:
-    """Raise LlmcError E201 if the model is no text, or its number of ranks no number."""
+    """Raise LlmcError E201 if the model is not a text, or its number of ranks is not a number."""
     model = mapping.get(MODEL)
     if model is not None and not isinstance(model, str):
         cause = f"{name}: {MODEL} = {model!r:.40} is not allowed"

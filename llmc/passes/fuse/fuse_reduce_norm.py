@@ -49,7 +49,7 @@ class FuseReduceNorm(Pass):
         if norm is None:
             return "no rms_norm reads it"
         if norm.operands[1] not in weights:
-            return "the norm's gain is not computed from weights alone"
+            return "the norm's gain does not depend only on weights"
         ranks = n.attrs["ranks"]
         nbytes = (ranks - 1) * n.result.type.nbytes.bounds(m.bounds(g))[1]
         if ranks > 2 and nbytes > self.sent:

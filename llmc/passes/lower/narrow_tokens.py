@@ -19,7 +19,7 @@ _PAGED = ("paged_attention", "paged_alibi_attention", "paged_latent_attention")
 
 @dataclass(frozen=True)
 class NarrowTokens(Pass):
-    """Compute values of which a graph reads only one token per entry for these tokens alone.
+    """Compute values only for the tokens that a graph reads, if these are one per entry.
 
     In @step, that is what follows the keys and values of the last layer: its attention, whose queries are then those of
     single tokens, its output projection, its MLP or experts, and the final norm. Every `take` of the tokens that

@@ -31,7 +31,7 @@ class SplitSingle(NodePass):
 
     Graphs of at most `above` tokens remain as they are, unless heads are large: there, one launch computes both kinds
     of rows at the same time (`triton/mixed_attention`). Where a kernel leads for the remaining rows, as FlashAttention
-    does from 512 tokens on, they are separated there, too: on a hot H200, steps of 412 to 640 tokens beside 15 to 64
+    does from 512 tokens on, they are separated there, too: on a hot H200, steps of 412 to 640 tokens with 15 to 64
     decoding rows then took 5 to 15 % less.
     """
 
