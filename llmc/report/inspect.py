@@ -88,7 +88,7 @@ def facts_of(m: Manifest) -> dict[str, Any]:
     part = {"quick_build": f"{m.source.part} only, not the model"} if m.source.part else {}
     return {
         **part,
-        "target": f"{m.target.name} ({m.target.arch}, {len(m.target.features)} features)",
+        "target": f"{m.target.name} ({', '.join([m.target.arch, *_num_features(m.target.features)])})",
         "size": f"{size_text(size)}, weights {size_text(sum(w.bytes for w in m.weights.files))}",
         "kernels": len(m.kernels),
         "limits": f"{m.limits.max_model_len} tokens per sequence, {m.limits.max_num_seqs} sequences, "
@@ -156,6 +156,12 @@ def render(data: Mapping[str, Any]) -> str:
     return "\n".join([*_summary_lines(data), *_optional_lines(data), *_kernel_lines(data)])
 
 
+def _num_features(features: Sequence[str]) -> list[str]:
+    """Return the number of features as text; an empty list for none."""
+    noun = "feature" if len(features) == 1 else "features"
+    return [f"{len(features)} {noun}"] if features else []
+
+
 def _summary_lines(data: Mapping[str, Any]) -> list[str]:
     """Return the lines that every artifact has: origin, limits, sizes and KV pool."""
     source, target, limits, kv, mem = (data[k] for k in ("source", "target", "limits", "kv", "memory"))
@@ -164,7 +170,7 @@ def _summary_lines(data: Mapping[str, Any]) -> list[str]:
     noun = "file" if files == 1 else "files"
     revision = f" @ {source['revision'][:12]}" if source["revision"] else ""
     part = f", ONLY {source['part']}" if source["part"] else ""
-    features = f" ({len(target['features'])} features)" if target["features"] else ""
+    features = "".join(f" ({n})" for n in _num_features(target["features"]))
     arena, snapshot = max(mem["arena_bytes"].values(), default=0), mem["bytes_per_snapshot"]
     return [
         f"{data['artifact']}: {source['name']}{revision}{part}, {size_text(data['bytes'])}, "

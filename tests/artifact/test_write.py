@@ -20,7 +20,7 @@ from llmc.artifact.files import check_writable
 from llmc.artifact.write import write_artifact
 from llmc.diagnostics import Diagnostic
 from llmc.driver import compile_model
-from llmc.report.inspect import inspect_artifact, render
+from llmc.report.inspect import facts_of, inspect_artifact, render
 
 
 class Killed(BaseException):
@@ -215,3 +215,15 @@ def test_no_kernel_is_written_without_its_licence(tmp_path: Path) -> None:
     with pytest.raises(Diagnostic, match=r"E506.*no-such-package-1234"):
         write_artifact(tmp_path / "a.llmc", replace(plain, kernels=kernels))
     assert not (tmp_path / "a.llmc").exists()
+
+
+@pytest.mark.parametrize(
+    ("features", "shown"), [((), ""), (("avx2",), " (1 feature)"), (("avx2", "fma"), " (2 features)")]
+)
+def test_inspect_counts_the_features_of_the_target(features: tuple[str, ...], shown: str, tmp_path: Path) -> None:
+    """In `llmc inspect`, and in the summary of a compile, which also has the architecture."""
+    manifest = write_artifact(tmp_path / "a.llmc", tiny.parts(tmp_path, features))
+    line = render(inspect_artifact(tmp_path / "a.llmc")).splitlines()[1]
+    assert line.endswith(f"for cpu:test{shown}")
+    count = f", {shown[2:-1]}" if shown else ""
+    assert facts_of(manifest)["target"] == f"cpu:test ({manifest.target.arch}{count})"
