@@ -13,8 +13,8 @@ from llmc.codegen.launch_plan import Placed
 class Binary:
     """A compiled unit: key, source text, binary, entry point, and launch parameters.
 
-    `abi` is the calling convention, `boxes` are the boxes of its tensor maps.
-    `suffix` and `language` are the extensions of its two files. `license`: see Source.
+    `abi` is the calling convention, `boxes` are the boxes of its tensor maps. `suffix` and `language` are the
+    extensions of its two files. `license`: see Source.
     """
 
     hash: str

@@ -64,11 +64,11 @@ def candidates(
 ) -> list[Candidate]:  # fmt: skip
     """Return all pairs of kernel and schedule that can run the node, best first.
 
-    Order: kernels of `prefer`, kernels that lead, measured pairs, and the others by predicted time.
-    Kernels with `opt_in` are included only if they are in `prefer`, lead or were measured. For deterministic targets,
-    only kernels that name the order of their sums are included. The measured ones among these may be slow: a pair that
-    is much slower than the fastest measured pair of the node ranks with the pairs that were not measured. Raises
-    Diagnostic E430 with every kernel's reason if there is none.
+    Order: kernels of `prefer`, kernels that lead, measured pairs, and the others by predicted time. Kernels with
+    `opt_in` are included only if they are in `prefer`, lead or were measured. For deterministic targets, only kernels
+    that name the order of their sums are included. The measured ones among these may be slow: a pair that is much
+    slower than the fastest measured pair of the node ranks with the pairs that were not measured. Raises Diagnostic
+    E430 with every kernel's reason if there is none.
     """
     out: list[Candidate] = []
     reasons: list[str] = []

@@ -51,9 +51,8 @@ class Param:
     """One parameter that a launch passes.
 
     kind: "arg" (the address of operand or result `index`, plus `offset` bytes, evaluated at the symbols' upper bounds),
-    "tensor" (16 bytes: the same address, then `size` as i32),
-    "map" (tensor map `index` of `Source.maps`), "size" (`size`, as `type` i32 or i64) or "value" (`value`, as `type`
-    i32, i64, f32 or u8).
+    "tensor" (16 bytes: the same address, then `size` as i32), "map" (tensor map `index` of `Source.maps`), "size"
+    (`size`, as `type` i32 or i64) or "value" (`value`, as `type` i32, i64, f32 or u8).
     """
 
     kind: str
@@ -91,11 +90,11 @@ class Source:
     grid: programs along x, y and z. params: types of all parameters of a Triton kernel in order ("*bf16", "i32").
     options: of the compiler (num_warps, num_stages). pdl: whether the kernel uses programmatic dependent launch, and
     waits for the previous kernel itself. maps: see Map. passes: the parameters that a launch passes; empty means
-    operands and results, then `sizes` as i32.
-    cluster: blocks of a cluster along x, y and z (at most 8 in total); empty without clusters. group: whether launches
-    pass the memory of a group of ranks (`llmc_runtime.format.group_memory`) after operands and results. package: the
-    top-level module of an extension that the kernel is from, for errors; empty for llmc's own. license: the
-    distribution whose licence applies to the binary, if it contains another project's code.
+    operands and results, then `sizes` as i32. cluster: blocks of a cluster along x, y and z (at most 8 in total); empty
+    without clusters. group: whether launches pass the memory of a group of ranks (`llmc_runtime.format.group_memory`)
+    after operands and results. package: the top-level module of an extension that the kernel is from, for errors; empty
+    for llmc's own. license: the distribution whose licence applies to the binary, if it contains another project's
+    code.
     """
 
     entry: str

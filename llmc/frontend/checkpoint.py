@@ -51,8 +51,8 @@ class WeightDecoder(Protocol):
         """Return the float weights by the names that an unquantised checkpoint gives them.
 
         `tensors` are the stored tensors, `build` adds nodes to their graph, `read` returns a stored tensor. `place`
-        returns where the model has a weight, by the weight's name in the checkpoint.
-        `metadata` returns the `__metadata__` of the files' headers.
+        returns where the model has a weight, by the weight's name in the checkpoint. `metadata` returns the
+        `__metadata__` of the files' headers.
         """
 
     def kv_scales(

@@ -1,7 +1,7 @@
 """Downloads a model from the Hugging Face hub into a local folder, pinned to one commit.
 
-Only files on an allow-list are fetched, never code: configurations, tokenizer, chat templates,
-safetensors and their index, from the top level of the repository. Requests and the cache layout are huggingface_hub's.
+Only files on an allow-list are fetched, never code: configurations, tokenizer, chat templates, safetensors and their
+index, from the top level of the repository. Requests and the cache layout are huggingface_hub's.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def locate(
     """Return the folder of a model: a local path, or a hub id `owner/name[@revision]` (or `name@revision`) to download.
 
     An existing path takes precedence over a hub id. weights: whether weights are needed. `check` is called with
-    config.json before weights are downloaded, and may raise. Raises Diagnostic E330
-    (no such repository), E331 (gated or private), E332 (no connection, or not downloaded and offline), E333 (no such
-    revision), E334 (unusable answer), and E301-E304, E307, E320 if the folder is not a model that can be compiled.
+    config.json before weights are downloaded, and may raise. Raises Diagnostic E330 (no such repository), E331 (gated
+    or private), E332 (no connection, or not downloaded and offline), E333 (no such revision), E334 (unusable answer),
+    and E301-E304, E307, E320 if the folder is not a model that can be compiled.
     """
     m = ID.fullmatch(str(model)) if isinstance(model, str) else None
     if m is None or Path(model).exists() or not ("/" in m["name"] or m["revision"]):

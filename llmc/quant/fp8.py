@@ -1,12 +1,12 @@
 """FP8 checkpoints of transformers, DeepSeek and Qwen (`fp8`, `mxfp8`), GPTQModel (`fp8`) and FBGEMM (`fbgemm_fp8`).
 
 Tensors of a weight [n, k]: weight float8_e4m3 [n, k] and its scale, named weight_scale_inv or weight_scale. Both are
-multipliers, despite the former's name, except with `weight_scale_semantics` "inverse" (GPTQModel), where the scale is
-a divisor; a scale is of the tensor, of rows [n] or [n, 1], or of tiles
-(`weight_block_size`; the last ones may be cut). Experts may be one stack NAME [experts, n, k], as transformers 5 holds
-them, with NAME_scale_inv [experts, ...]; without tiles, a stack of gate and up has a scale for each half of its rows.
-Products may round activations to float8 (`Codes.act`). Their scales are computed at run time: `activation_scheme` and
-stored scales (input_scale, activation_scale) are not used.
+multipliers, despite the former's name, except with `weight_scale_semantics` "inverse" (GPTQModel), where the scale is a
+divisor; a scale is of the tensor, of rows [n] or [n, 1], or of tiles (`weight_block_size`; the last ones may be cut).
+Experts may be one stack NAME [experts, n, k], as transformers 5 holds them, with NAME_scale_inv [experts, ...]; without
+tiles, a stack of gate and up has a scale for each half of its rows. Products may round activations to float8
+(`Codes.act`). Their scales are computed at run time: `activation_scheme` and stored scales (input_scale,
+activation_scale) are not used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Mixture of experts, as one op (`moe`) or as several (`moe_route`, `moe_up`, `moe_down`, `moe_combine`).
 
 The first three of these work on (token, expert) pairs sorted by expert. `moe_gather_up` and `moe_gather_down` replace
-all four for few tokens, whose pairs need no sorting. Ordinary ops before them select the experts.
-The attribute `body` is the activation between an expert's two products: a scalar expression of the gate value a0 and
-the up value a1. Biases have one row per expert; either both products have one or neither.
+all four for few tokens, whose pairs need no sorting. Ordinary ops before them select the experts. The attribute `body`
+is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1. Biases
+have one row per expert; either both products have one or neither.
 """
 
 from __future__ import annotations

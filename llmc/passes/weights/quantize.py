@@ -23,9 +23,9 @@ class Quantize(Pass):
     """Quantise the weights of matrix products and the experts of mixtures, rounding to nearest.
 
     weights: the recipe of the weights' format (int8, int4, fp8, ...: `llmc quantize --help` lists them), or none.
-    group: columns that share a scale; 0 for the recipe's number. head: the recipe of the output
-    projection, which is the last product of a graph.
-    Router products, which choose experts, and weights that are quantised already are left unchanged.
+    group: columns that share a scale; 0 for the recipe's number. head: the recipe of the output projection, which is
+    the last product of a graph. Router products, which choose experts, and weights that are quantised already are left
+    unchanged.
     """
 
     name: ClassVar[str] = "quantize"

@@ -183,8 +183,8 @@ class LLM(PoolingAPI):
 
         `template` holds the chat template's variables: tools, add_generation_prompt, continue_final_message,
         chat_template (a name or a text) and the model's own, which may also be in chat_template_kwargs. Without
-        sampling_params an answer may fill the context.
-        Raises LlmcError as `generate`, and E630 to E634 from the template.
+        sampling_params an answer may fill the context. Raises LlmcError as `generate`, and E630 to E634 from the
+        template.
         """
         refuse_adapter(lora_request)
         several = isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)

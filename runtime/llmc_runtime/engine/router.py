@@ -2,9 +2,9 @@
 
 A request goes to the engine with the least cost: the prompt tokens that it would have to compute, those that are queued
 there, and OPEN_SEQUENCE_TOKENS for each open sequence. Engines with more than their share of the open sequences are
-left out, and so are engines whose rows are all in use while another has a free one.
-What an engine has cached is estimated: the pages of the prompts that it got last. If there are too many, those of the
-tenant that has most are forgotten, as its prefix cache does.
+left out, and so are engines whose rows are all in use while another has a free one. What an engine has cached is
+estimated: the pages of the prompts that it got last. If there are too many, those of the tenant that has most are
+forgotten, as its prefix cache does.
 
 Pages are compared by `hash` of their bytes and of the page before, which takes a quarter of the time of the prefix
 cache's SHA-256: two different pages with one hash, which a client cannot find as the function has a secret key in each

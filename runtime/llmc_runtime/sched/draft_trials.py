@@ -40,8 +40,8 @@ def kind_of(request: Request) -> int:
 class Credit:
     """The time that drafts may cost without a gain, in steps.
 
-    balance: what they may cost now; below 0 after a step that has lost more. net_loss: the losses of
-    steps less later gains, from 0 to _MAX_NET_LOSS; the larger it is, the less each plan adds to the balance.
+    balance: what they may cost now; below 0 after a step that has lost more. net_loss: the losses of steps less later
+    gains, from 0 to _MAX_NET_LOSS; the larger it is, the less each plan adds to the balance.
     """
 
     balance: float

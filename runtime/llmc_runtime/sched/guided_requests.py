@@ -196,8 +196,8 @@ def take_drafts(
     """Store the tokens that a step drafted after the `count` tokens that it gave a request with a guide.
 
     lookup_drafts: see GuidedRequests.fill. While a later step is in flight, it is not known how many of the tokens are
-    drafts, and the largest possible number is stored.
-    whole: all tokens that the step sampled were sampled with their masks; otherwise the row is rebuilt.
+    drafts, and the largest possible number is stored. whole: all tokens that the step sampled were sampled with their
+    masks; otherwise the row is rebuilt.
     """
     request.num_masked = None
     if request.guide is None or request.status is not Status.RUNNING:

@@ -47,9 +47,8 @@ def step_unit(steps: Sequence[StepTable]) -> str:
 
     It exports `llmc_open(nthreads)`, `llmc_close(pool)` and, for each program, `int llmc_run_NAME(pool, kernels,
     buffers, symbols)`, where kernels has one function per launch, in order; `llmc_room` and `llmc_open_room` are for
-    pools that several units share. `llmc_profile_NAME` takes one more pointer,
-    to which it writes the nanoseconds of each launch. If a program has collectives, it also exports the functions of
-    llmc_join.h.
+    pools that several units share. `llmc_profile_NAME` takes one more pointer, to which it writes the nanoseconds of
+    each launch. If a program has collectives, it also exports the functions of llmc_join.h.
     """
     plans = [_Plan(s) for s in steps]
     head = [

@@ -1,10 +1,10 @@
 """Renders template kernels: modules under `kernels/`, read as text, become part of self-contained kernel texts.
 
 A template module holds `@triton.jit` functions, constants, and classes of NamedTuple, which group values that functions
-pass to each other. It may import names from other template modules, one by
-one and without `as`, and constants of the runtime (`CONSTANTS`), which are printed as their values. A package outside
-llmc may have template modules of its own. Rendering a function yields the definitions that it needs, its own and
-imported, in an order in which Python can execute them. Comments and docstrings are kept.
+pass to each other. It may import names from other template modules, one by one and without `as`, and constants of the
+runtime (`CONSTANTS`), which are printed as their values. A package outside llmc may have template modules of its own.
+Rendering a function yields the definitions that it needs, its own and imported, in an order in which Python can execute
+them. Comments and docstrings are kept.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ class TextProcessConfig(msgspec.Struct):
     """The configuration of a text process.
 
     `tokenizer` is the text of a tokenizer.json (None if there is none). `template`, `tool_calls` and `reasoning` are
-    options of llmc-serve. `max_prompt_tokens` is the maximum of one request. `generation` has the
-    sampling defaults. `stores`: responses may be stored. `pooling`: None if the model generates.
-    `variables` are the default variables of chat templates.
+    options of llmc-serve. `max_prompt_tokens` is the maximum of one request. `generation` has the sampling defaults.
+    `stores`: responses may be stored. `pooling`: None if the model generates. `variables` are the default variables of
+    chat templates.
     """
 
     tokenizer: str | None
