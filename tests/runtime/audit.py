@@ -54,6 +54,11 @@ def audit_prefixes(scheduler: Scheduler) -> None:
     )
     assert {digest for digest, _ in held.values()} == set(scheduler.prefix._page), "digests"
     assert all(pool.refs[page] <= 1 or page in held for page in range(pool.num_pages)), "an unpublished page is shared"
+    for match in scheduler.prefix._matches:
+        known = [scheduler.prefix._page.get(digest) for digest in match.chain[1 : len(match.pages) + 1]]
+        assert match.pages == known, "pages of a request that waits"
+        in_use = sum(pool.refs[page] > 0 for page in match.pages)
+        assert in_use <= match.max_in_use(len(match.pages), pool), "its pages that are in use"
     size = scheduler.config.page_size
     for request in scheduler.running:
         assert request.num_published * size <= request.num_computed, f"{request.id} published what is not computed"

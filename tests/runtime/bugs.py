@@ -9,6 +9,7 @@ from typing import Any
 
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.kv.prefix_match import PrefixMatch
 from llmc_runtime.sched import scheduler as scheduler_module
 from llmc_runtime.sched.request import Request, Status
 from llmc_runtime.sched.scheduler import Scheduler
@@ -21,8 +22,8 @@ from tests.runtime.guides import Wandering
 
 
 def hit_of_the_whole_prompt(right: Any) -> Any:
-    def match(self: PrefixCache, chain: list[bytes], tokens: list[int]) -> list[int]:
-        return right(self, chain, [*tokens, 0])
+    def match(self: PrefixCache, chain: list[bytes], tokens: list[int], length: int) -> PrefixMatch:
+        return right(self, chain, [*tokens, 0], length + 1)
 
     return match
 
@@ -38,11 +39,20 @@ def hit_that_ignores_the_parent(right: Any) -> Any:
 
 
 def hit_on_the_page_beside(right: Any) -> Any:
-    def match(self: PrefixCache, chain: list[bytes], tokens: list[int]) -> list[int]:
-        hits = right(self, chain, tokens)
-        return hits and [page + 1 if page + 1 < self.pool.num_pages else 0 for page in hits]
+    def match(self: PrefixCache, chain: list[bytes], tokens: list[int], length: int) -> PrefixMatch:
+        hits = right(self, chain, tokens, length)
+        hits.pages[:] = [page + 1 if page + 1 < self.pool.num_pages else 0 for page in hits.pages]
+        return hits
 
     return match
+
+
+def match_that_keeps_evicted_pages(right: Any) -> Any:
+    return lambda self, digest: None
+
+
+def match_that_misses_new_references(right: Any) -> Any:
+    return lambda self, count, pool: min(count, self._in_use)
 
 
 def published_before_it_is_full(right: Any) -> Any:
@@ -345,6 +355,8 @@ BUGS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (PrefixCache, "match", hit_of_the_whole_prompt),
     (PrefixCache, "extend", hit_that_ignores_the_parent),
     (PrefixCache, "match", hit_on_the_page_beside),
+    (PrefixMatch, "forget", match_that_keeps_evicted_pages),
+    (PrefixMatch, "max_in_use", match_that_misses_new_references),
     (PrefixCache, "publish", published_before_it_is_full),
     (PrefixCache, "_forget", eviction_that_is_forgotten),
     (PagePool, "release", freed_twice),

@@ -25,10 +25,15 @@ def cache(num_pages: int, size: int = SIZE) -> tuple[PagePool, PrefixCache]:
     return pool, PrefixCache(pool, size, "model")
 
 
+def match(prefix: PrefixCache, chain: list[bytes], tokens: list[int]) -> list[int]:
+    """The cached pages of the longest prefix of `tokens`."""
+    return prefix.match(chain, tokens).pages
+
+
 def table(pool: PagePool, prefix: PrefixCache, tokens: list[int], tenant: str = "") -> list[int]:
     """A computed table of all full pages of `tokens`, published."""
     chain = [prefix.root(tenant)]
-    hits = prefix.match(chain, [*tokens, 0])
+    hits = match(prefix, chain, [*tokens, 0])
     for page in hits:
         pool.share(page)
     full = len(tokens) // prefix.page_size
@@ -76,25 +81,25 @@ def test_kept_pages_are_given_out_last_and_the_end_of_a_sequence_first() -> None
     pool.release(reversed(new))
     assert pool.free_list() == [4, 5, old[1], old[0], new[1], new[0]]
     pool.take(3)
-    assert prefix.match([prefix.root()], [1, 2, 3, 4, 9]) == [old[0]], "the first page outlives the second"
+    assert match(prefix, [prefix.root()], [1, 2, 3, 4, 9]) == [old[0]], "the first page outlives the second"
 
 
 def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     pool, prefix = cache(4)
     pages = table(pool, prefix, [1, 2, 3, 4])
     root = prefix.root()
-    assert prefix.match([root], [1, 2, 3, 4]) == pages[:1]
-    assert prefix.match([root], [1, 2, 3, 4, 5]) == pages
-    assert prefix.match([root], [1, 2, 3]) == pages[:1]
-    assert prefix.match([root], [1, 2]) == []
-    assert prefix.match([root], [3, 4, 1, 2, 0]) == [], "the same pages in another order are another prefix"
-    assert prefix.match([root], [9, 9, 3, 4, 0]) == [], "a page counts only after its parent"
+    assert match(prefix, [root], [1, 2, 3, 4]) == pages[:1]
+    assert match(prefix, [root], [1, 2, 3, 4, 5]) == pages
+    assert match(prefix, [root], [1, 2, 3]) == pages[:1]
+    assert match(prefix, [root], [1, 2]) == []
+    assert match(prefix, [root], [3, 4, 1, 2, 0]) == [], "the same pages in another order are another prefix"
+    assert match(prefix, [root], [9, 9, 3, 4, 0]) == [], "a page counts only after its parent"
 
 
 def test_salt_and_context_separate() -> None:
     pool, prefix = cache(4)
     table(pool, prefix, [1, 2])
-    assert prefix.match([prefix.root("salt")], [1, 2, 3]) == []
+    assert match(prefix, [prefix.root("salt")], [1, 2, 3]) == []
     pairs = [("", ""), ("a", "b"), ("ab", ""), ("", "ab"), ("b", "a")]
     assert len({PrefixCache(PagePool(1), 2, context).root(salt) for context, salt in pairs}) == 5
 
@@ -104,8 +109,8 @@ def test_tokens_are_compared_so_a_forged_digest_hits_nothing() -> None:
     table(pool, prefix, [1, 2])
     chain = [prefix.root()]
     prefix.extend(chain, [1, 2], 1)
-    assert prefix.match(chain, [1, 2, 3])
-    assert prefix.match(chain, [7, 8, 3]) == [], "this chain claims the digest of other tokens"
+    assert match(prefix, chain, [1, 2, 3])
+    assert match(prefix, list(chain), [7, 8, 3]) == [], "this chain claims the digest of other tokens"
 
 
 def test_the_second_copy_of_a_prefix_stays_private() -> None:
@@ -114,7 +119,7 @@ def test_the_second_copy_of_a_prefix_stays_private() -> None:
     one, two = pool.take(1), pool.take(1)
     prefix.publish(chains[0], [1, 2], one, 0, 1)
     prefix.publish(chains[1], [1, 2], two, 0, 1)
-    assert prefix.match([prefix.root()], [1, 2, 3]) == one and len(prefix) == 1
+    assert match(prefix, [prefix.root()], [1, 2, 3]) == one and len(prefix) == 1
     pool.release(two)
     pool.release(one)
     assert pool.free_list()[0] == two[0] and pool.free_list()[-1] == one[0]
@@ -179,10 +184,10 @@ def test_reset_only_when_idle() -> None:
     pages = table(pool, prefix, [1, 2])
     with pytest.raises(PageError, match="1 pages are in use"):
         prefix.reset()
-    assert prefix.match([prefix.root()], [1, 2, 3]) == pages
+    assert match(prefix, [prefix.root()], [1, 2, 3]) == pages
     pool.release(pages)
     prefix.reset()
-    assert not len(prefix) and prefix.match([prefix.root()], [1, 2, 3]) == []
+    assert not len(prefix) and match(prefix, [prefix.root()], [1, 2, 3]) == []
     assert pool.take(2) and not len(prefix)
 
 
@@ -190,7 +195,7 @@ def test_disabled_hits_nothing() -> None:
     pool = PagePool(2)
     prefix = PrefixCache(pool, SIZE, enabled=False)
     prefix.publish([prefix.root()], [1, 2], pool.take(1), 0, 1)
-    assert prefix.match([prefix.root()], [1, 2, 3]) == [] and not any(pool.cached)
+    assert match(prefix, [prefix.root()], [1, 2, 3]) == [] and not any(pool.cached)
 
 
 class Sharing(RuleBasedStateMachine):
@@ -210,7 +215,7 @@ class Sharing(RuleBasedStateMachine):
     )
     def start(self, tokens: list[int], salt: str, publish: bool) -> None:
         chain = [self.prefix.root(salt)]
-        hits = self.prefix.match(chain, tokens)
+        hits = match(self.prefix, chain, tokens)
         wanted = []
         for stop in range(SIZE, len(tokens), SIZE):
             if (salt, tuple(tokens[:stop])) not in self.public:

@@ -43,6 +43,7 @@ class PagePool:
             raise PageError(f"a pool needs at least one page, not {num_pages}")
         self.num_pages = num_pages
         self.num_free = num_pages
+        self.num_revived = 0  # calls of `share` for free pages so far
         self.forget = forget
         self.refs = [0] * num_pages
         self.cached = bytearray(num_pages)  # 1 if the page's content belongs to a cached prefix
@@ -84,6 +85,7 @@ class PagePool:
         if not self.refs[page]:
             self._unlink(page)
             self.num_free -= 1
+            self.num_revived += 1
         self.refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:

@@ -12,6 +12,9 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from llmc_runtime.kv.pages import PageError, PagePool
+from llmc_runtime.kv.prefix_match import PrefixMatch
+
+MAX_MATCHES = 8  # requests that wait, one for each tenant, whose cached pages are kept track of
 
 
 class PrefixCache:
@@ -21,7 +24,8 @@ class PrefixCache:
         self.pool, self.page_size, self.enabled = pool, page_size, enabled
         self._context = context
         self._page: dict[bytes, int] = {}  # digest -> the page that holds it
-        self._content: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # page -> its digest and tokens
+        self._content: dict[int, tuple[bytes, bytes]] = {}  # page -> its digest and tokens, 4 bytes each
+        self._matches: list[PrefixMatch] = []  # kept up to date, the last one that was requested at the end
         self.forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that is evicted
         pool.forget = self._forget
 
@@ -35,29 +39,33 @@ class PrefixCache:
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], upto: int) -> None:
         """Extend `chain` (the root, then one digest per page) to the first `upto` pages of `tokens`."""
-        size = self.page_size
-        for page in range(len(chain) - 1, upto):
-            page_tokens = array("Q", tokens[page * size : (page + 1) * size]).tobytes()
-            chain.append(hashlib.sha256(chain[page] + page_tokens).digest())
+        start = len(chain) - 1
+        chain_digest = chain[-1]
+        for page_tokens in self._pages_of(tokens, start, upto):
+            chain_digest = hashlib.sha256(chain_digest + page_tokens).digest()
+            chain.append(chain_digest)
 
-    def match(self, chain: list[bytes], tokens: Sequence[int]) -> list[int]:
-        """Return the pages of the longest cached prefix of `tokens`, without taking references.
+    def match(self, chain: list[bytes], tokens: Sequence[int], length: int | None = None) -> PrefixMatch:
+        """Return the pages of the longest cached prefix of the first `length` tokens, by default all, without taking
+        references. `chain` belongs to this sequence only, and is extended as needed.
 
-        At most len(tokens) - 1 tokens are covered, as the last one must be computed for its logits. `chain` is extended
-        as needed.
+        At most length - 1 tokens are covered, as the last one must be computed for its logits. The last MAX_MATCHES
+        results are kept up to date, so a request that waits is not matched again in each step.
         """
-        size = self.page_size
-        pages: list[int] = []
-        if not self.enabled:
-            return pages
-        for index in range((len(tokens) - 1) // size):  # full pages without the last token
-            if len(chain) - 1 <= index:
-                self.extend(chain, tokens, index + 1)
-            page = self._page.get(chain[index + 1])
-            if page is None or self._content[page][1] != tuple(tokens[index * size : (index + 1) * size]):
-                break
-            pages.append(page)
-        return pages
+        max_pages = ((len(tokens) if length is None else length) - 1) // self.page_size if self.enabled else 0
+        match = next((m for m in self._matches if m.chain is chain and m.max_pages == max_pages), None)
+        if match is None:
+            match = PrefixMatch(chain, max_pages)
+        else:
+            self._matches.remove(match)
+        self._matches.append(match)
+        del self._matches[:-MAX_MATCHES]
+        self._grow(match, tokens)
+        return match
+
+    def end_match(self, match: PrefixMatch) -> None:
+        """Stop keeping a match up to date, whose request no longer waits."""
+        self._matches.remove(match)
 
     def publish(
         self, chain: list[bytes], tokens: Sequence[int], pages: Sequence[int], start: int, stop: int, tenant: str = ""
@@ -68,28 +76,52 @@ class PrefixCache:
         """
         if not self.enabled:
             return
-        size = self.page_size
         self.extend(chain, tokens, stop)
-        for index in range(start, stop):
+        for index, page_tokens in zip(range(start, stop), self._pages_of(tokens, start, stop)):
             digest, page = chain[index + 1], pages[index]
             if digest not in self._page and page not in self._content:
                 self.pool.mark_cached(page, tenant)
                 self._page[digest] = page
-                self._content[page] = (digest, tuple(tokens[index * size : (index + 1) * size]))
+                self._content[page] = (digest, page_tokens)
 
     def reset(self) -> None:
         """Empty the cache. Raises PageError if a page is in use, as its table may still be shared."""
         self.pool.drop_all()
         self._page.clear()
         self._content.clear()
+        self._matches.clear()
 
     def _forget(self, page: int) -> None:
         digest, _ = self._content.pop(page)
         if self._page.pop(digest) != page:
             raise PageError(f"page {page} held a prefix that was published elsewhere")
+        for match in self._matches:
+            match.forget(digest)
         if self.forgotten is not None:
             self.forgotten(digest)
 
+    def _grow(self, match: PrefixMatch, tokens: Sequence[int]) -> None:
+        """Add the pages to a match that were published since it was made."""
+        chain, start, content = match.chain, len(match.pages), self._content
+        pages: list[int] = []
+        for index in range(start, match.max_pages):
+            if len(chain) - 1 <= index:
+                self.extend(chain, tokens, index + 1)
+            page = self._page.get(chain[index + 1])
+            if page is None:
+                break
+            pages.append(page)
+        wanted = self._pages_of(tokens, start, start + len(pages))
+        if pages and [content[page][1] for page in pages] != wanted:
+            del pages[next(i for i, page in enumerate(pages) if content[page][1] != wanted[i]) :]
+        match.extend(pages)
+
+    def _pages_of(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
+        """Return the tokens of the pages `start` to `stop`, 4 bytes each."""
+        size = self.page_size
+        data, step = array("I", tokens[start * size : stop * size]).tobytes(), 4 * size
+        return [data[at : at + step] for at in range(0, len(data), step)]
+
     def content(self) -> dict[int, tuple[bytes, tuple[int, ...]]]:
-        """Return a copy of the cache's content, page -> (digest, tokens); for audits."""
-        return dict(self._content)
+        """Return the cache's content, page -> (digest, tokens); for audits."""
+        return {page: (digest, tuple(array("I", data))) for page, (digest, data) in self._content.items()}

@@ -9,6 +9,7 @@ free, the tenant with the most kept ones loses the one that was used least recen
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 
 from llmc_runtime.kv.pages import PageError
 
@@ -32,6 +33,10 @@ class SnapshotPool:
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._tenant
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the digests under which entries are kept."""
+        return iter(self._tenant)
 
     def use(self, digest: bytes) -> int:
         """Return the entry that is kept under a digest, and note that it is used now."""

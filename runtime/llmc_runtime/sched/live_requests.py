@@ -144,19 +144,21 @@ class LiveRequests:
 
         Returns None, and allocates nothing, unless `reserve` pages would remain free.
         """
-        pool, known = self.pool, request.tokens
-        if request.scores is not None:
-            known = known[: len(request.scores) + 1]
-        hits = self.prefix.match(request.chain, known)
-        if self.snapshots is not None:
-            hits = self.snapshots.usable(request, hits)
-        fresh = self.config.pages_for(len(request.tokens)) - len(hits)
-        idle = sum(1 for page in hits if not pool.refs[page])
-        if fresh + idle + reserve > pool.num_free:
+        pool, tokens = self.pool, request.tokens
+        length = len(tokens) if request.scores is None else len(request.scores) + 1
+        match = self.prefix.match(request.chain, tokens, length)
+        num_hits = len(match.pages) if self.snapshots is None else self.snapshots.usable(request, match)
+        num_pages = self.config.pages_for(len(tokens))
+        max_needed = pool.num_free - reserve  # besides cached pages that are in use
+        if num_pages - match.max_in_use(num_hits, pool) > max_needed:
             return None
+        if num_pages - match.in_use(num_hits, pool) > max_needed:
+            return None
+        hits = match.pages[:num_hits]
+        self.prefix.end_match(match)
         for page in hits:
             pool.share(page)
-        return hits + self._take_pages(fresh), len(hits)
+        return hits + self._take_pages(num_pages - num_hits), num_hits
 
     def _start(self, request: Request, pages: list[int], hits: int) -> None:
         """Make a waiting request a running one. The first `hits` of its pages are computed already."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc_runtime.kv.prefix import PrefixCache
+from llmc_runtime.kv.prefix_match import PrefixMatch
 from llmc_runtime.kv.snapshots import SnapshotPool
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.request import Request, Status
@@ -35,14 +36,10 @@ class RowSnapshots:
         )  # tokens between two snapshots of a request that decodes
         prefix.forgotten = self.pool.drop
 
-    def usable(self, request: Request, pages: list[int]) -> list[int]:
-        """Return the cached pages of a waiting request that it can reuse: those up to the last one with a snapshot."""
-        request.num_cached_pages = len(pages)
-        chain = request.chain
-        for count in range(len(pages), 0, -1):
-            if chain[count] in self.pool:
-                return pages[:count]
-        return []
+    def usable(self, request: Request, match: PrefixMatch) -> int:
+        """Return how many cached pages of a waiting request it can reuse: those up to the last one with a snapshot."""
+        request.num_cached_pages = len(match.pages)
+        return max(map(match.length_to, self.pool), default=0)
 
     def start(self, request: Request, hits: int) -> None:
         """Let a request that was admitted with `hits` cached pages start from the snapshot at their end."""

@@ -1,0 +1,118 @@
+"""Steps do not repeat work for requests that wait: their cached pages are found once, and then kept up to date."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from draw import of_test
+from llmc_runtime.kv.pages import PagePool
+from llmc_runtime.kv.prefix import MAX_MATCHES, PrefixCache
+from llmc_runtime.kv.prefix_match import PrefixMatch
+
+from tests.runtime.rig import Rig
+
+PAGES = 100  # of the prompt that is cached
+
+
+@pytest.mark.parametrize("sizes", [{}, {"snapshots": 8}], ids=["attention", "recurrent"])
+def test_steps_do_not_match_a_request_again_that_does_not_fit(
+    sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a request waits for pages, a step looks at none of its cached pages, unless they change."""
+    work = Counter[str]()
+
+    def counting(owner: Any, name: str) -> None:
+        right = getattr(owner, name)
+
+        def method(self: Any, *arguments: Any) -> Any:
+            result = right(self, *arguments)
+            work[name] += len(result) if isinstance(result, list) else arguments[0]
+            return result
+
+        monkeypatch.setattr(owner, name, method)
+
+    rig = Rig(num_pages=2 * PAGES, max_model_len=2000, max_num_batched_tokens=500, max_num_seqs=8, **sizes)
+    prompt = [3 * i % 1000 for i in range(4 * PAGES + 1)]
+    rig.add("first", prompt, max_tokens=1)
+    rig.drain()
+    rig.add("second", prompt, max_tokens=60)
+    for name in "ab":
+        rig.add(name, 120, max_tokens=1 + 100)
+    while rig.scheduler.waiting:
+        rig.step()
+    rig.add("late", [*prompt, *range(200)])
+    rig.step()
+    assert "late" in rig.waiting()
+    counting(PrefixCache, "_pages_of")
+    counting(PrefixMatch, "in_use")
+    for _ in range(25):
+        rig.step()
+        assert "late" in rig.waiting()
+    published = 3 * 25 // 4 + 3
+    assert work["_pages_of"] <= 2 * published and not work["in_use"], work
+    monkeypatch.undo()
+    rig.drain()
+
+
+def test_matches_that_are_kept_are_those_that_a_search_finds() -> None:
+    """Under random publications, evictions and shares, a match kept has the pages of a new one, and its bound holds."""
+    rng = random.Random(of_test())
+    pool, size = PagePool(40), 2
+    prefix = PrefixCache(pool, size, "model")
+    sequences = [[rng.randrange(2) for _ in range(20)] for _ in range(MAX_MATCHES)]
+    chains = [[prefix.root()] for _ in sequences]
+    tables: list[list[int]] = []
+    lengths = Counter[int]()
+    for _ in range(3000):
+        if tables and rng.random() < 0.5:
+            pool.release(reversed(tables.pop(rng.randrange(len(tables)))))
+        else:
+            start_table(pool, prefix, rng.choice(sequences)[: rng.randrange(2, 21)], tables)
+        for tokens, chain in zip(sequences, chains):
+            kept = next((match for match in prefix._matches if match.chain is chain), None)
+            match = prefix.match(chain, tokens)
+            assert kept is None or match is kept
+            fresh = prefix.match([prefix.root()], tokens)
+            prefix.end_match(fresh)
+            assert match.pages == fresh.pages
+            count = len(match.pages) if rng.random() < 0.5 else rng.randrange(len(match.pages) + 1)
+            in_use = sum(pool.refs[page] > 0 for page in match.pages[:count])
+            assert match.max_in_use(count, pool) >= in_use
+            if rng.random() < 0.1:
+                assert match.in_use(count, pool) == in_use == match.max_in_use(count, pool)
+            lengths[len(match.pages)] += 1
+    assert len(lengths) > 5, lengths
+
+
+def test_the_bound_holds_for_pages_that_are_computed_again() -> None:
+    """A page that was free when counted is evicted; another one, in use, takes its place in the match."""
+    pool = PagePool(1)
+    prefix = PrefixCache(pool, 2, "model")
+    tokens, chain, tables = [1, 2, 3], [prefix.root()], list[list[int]]()
+    start_table(pool, prefix, tokens, tables)
+    pool.release(tables.pop())
+    assert prefix.match(chain, tokens).in_use(1, pool) == 0
+    pool.release(pool.take(1))
+    assert not prefix.match(chain, tokens).pages
+    start_table(pool, prefix, tokens, tables)
+    assert prefix.match(chain, tokens).max_in_use(1, pool) == 1
+
+
+def start_table(pool: PagePool, prefix: PrefixCache, tokens: Sequence[int], tables: list[list[int]]) -> None:
+    """Add a computed table of all full pages of `tokens`, published, if there are pages for it."""
+    chain = [prefix.root()]
+    match = prefix.match(chain, tokens)
+    hits = list(match.pages)
+    prefix.end_match(match)
+    full = len(tokens) // prefix.page_size
+    if full - len(hits) + sum(not pool.refs[page] for page in hits) > pool.num_free:
+        return
+    for page in hits:
+        pool.share(page)
+    pages = hits + pool.take(full - len(hits))
+    prefix.publish(chain, tokens, pages, len(hits), full)
+    tables.append(pages)
