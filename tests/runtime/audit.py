@@ -17,7 +17,7 @@ from tests.runtime.oracle import Expected
 
 def audit(scheduler: Scheduler, device: FakeExecutor, expected: dict[str, Expected]) -> None:
     """Raise AssertionError if pages, rows, queues or the device's state do not follow from the live requests."""
-    audit_pages(scheduler.pool, [request.pages for request in scheduler.running])
+    audit_pages(scheduler.pool, [*(request.pages for request in scheduler.running), *scheduler.pool._retired])
     audit_prefixes(scheduler)
     audit_snapshots(scheduler)
     audit_queues(scheduler, expected)
@@ -29,6 +29,7 @@ def audit_pages(pool: PagePool, tables: list[list[int]]) -> None:
     used = Counter(page for table in tables for page in table)
     assert all(len(set(table)) == len(table) for table in tables), "a table lists a page twice"
     assert pool.refs == [used[page] for page in range(pool.num_pages)], f"references {pool.refs}, tables {tables}"
+    assert pool._num_retired == sum(map(len, pool._retired)), "retired pages"
     free = pool.free_list()
     assert sorted(free) == [page for page in range(pool.num_pages) if not used[page]], f"free list {free}"
     assert len(free) == pool.num_free, f"{len(free)} free pages, counted {pool.num_free}"

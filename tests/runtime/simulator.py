@@ -125,9 +125,8 @@ class Episode:
         self.deadline: dict[str, int] = {}
         self.backlog = 0  # tokens that live requests may still require
         self.backlogs: Counter[str] = Counter()  # the same by tenant
-        self.shares = Shares()
+        self.shares, self.ended = Shares(), Counter[str]()
         self.steps = self.submitted = 0
-        self.ended: Counter[str] = Counter()
         self.generated = self.guided = self.scored = 0
         self.device = make_device(config, self.depth, random.Random(seed))
         executor: Any = self.device
@@ -142,6 +141,7 @@ class Episode:
         clock = accumulate(iter(random.Random(seed).random, None)).__next__
         self.draft = draft_of(config, seed)
         scheduler = Scheduler(config, lambda: rng.randrange(1 << 64), clock, self.draft)
+        scheduler.pool.released_per_step = random.Random(seed).choice((1, 8, 1024))
         if self.draft is not None:
             self.draft.requests = scheduler.requests
         self.engine = Engine(scheduler, Watch(self, executor), grace=0.0)
@@ -305,7 +305,7 @@ class Episode:
         """Check that everything is released and counted when there are no requests."""
         scheduler = self.engine.scheduler
         assert not self.engine.has_work() and not self.expected and not self.backlog
-        assert scheduler.pool.num_used == 0 and idle(self.engine), self.engine.stats()
+        assert scheduler.pool.reclaim(scheduler.pool.num_pages) and idle(self.engine), self.engine.stats()
         audit(scheduler, self.device, self.expected)
         if self.draft is not None and self.engine.error is None:
             assert not self.draft.known, "outputs that ended unnoticed by their Draft, or it failed"

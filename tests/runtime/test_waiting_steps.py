@@ -1,4 +1,7 @@
-"""Steps do not repeat work for requests that wait: their cached pages are found once, and then kept up to date."""
+"""Steps take no time for requests that wait, and little for long ones that have ended.
+
+The cached pages of a waiting request are found once and kept up to date; those of ended requests are released in parts.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 from draw import of_test
-from llmc_runtime.kv.pages import PagePool
+from llmc_runtime.kv.pages import RELEASED_SHARE, PagePool
 from llmc_runtime.kv.prefix import MAX_MATCHES, PrefixCache
 from llmc_runtime.kv.prefix_match import PrefixMatch
 
@@ -116,3 +119,51 @@ def start_table(pool: PagePool, prefix: PrefixCache, tokens: Sequence[int], tabl
     pages = hits + pool.take(full - len(hits))
     prefix.publish(chain, tokens, pages, len(hits), full)
     tables.append(pages)
+
+
+def test_pages_of_long_requests_that_end_are_released_over_several_steps() -> None:
+    """Neither a step nor an abort releases all pages at once; a request that needs them gets them at once."""
+    rig = Rig(num_pages=340, max_model_len=500, max_num_batched_tokens=500, max_num_seqs=5)
+    pool = rig.scheduler.pool
+    pool.released_per_step = 8
+    for name in "abc":
+        rig.add(name, 390, max_tokens=8)
+    rig.add("short", 4, max_tokens=100)
+    while rig.waiting():
+        rig.step()
+    rig.abort("a")
+    assert pool._num_retired >= 80 and rig.engine.stats()["kv_cache_usage_perc"] > 0.7
+    while len(rig.running()) > 1:
+        rig.step()
+    before = pool._num_retired
+    assert before > 200
+    rig.step()
+    assert pool._num_retired == before - 8
+    rig.add("next", 390, max_tokens=1)
+    assert rig.step()["next"].finish_reason == "length", "its pages were retired ones"
+    rig.abort("short")
+    assert not rig.engine.has_work() and rig.engine.stats()["kv_cache_usage_perc"] == 0 < pool.num_used
+    assert rig.scheduler.reset_prefix_cache() and pool.num_used == 0
+
+
+def test_retired_pages_are_released_before_a_running_request_is_preempted() -> None:
+    rig = Rig(num_pages=20, max_model_len=200, max_num_batched_tokens=200)
+    rig.scheduler.pool.released_per_step = 0
+    rig.add("grows", 4, max_tokens=70)
+    rig.add("long", 60, max_tokens=2)
+    while rig.engine.has_work():
+        rig.step()
+    assert rig.scheduler.counters.num_preemptions == 0
+
+
+def test_a_share_of_many_retired_pages_is_released_in_a_step() -> None:
+    """So that steps which retire more pages than RELEASED_PER_STEP do not do so without end."""
+    pool = PagePool(1)
+    pool.take(1)
+    pool.released_per_step, pool.refs[0] = 1, 10_000
+    for _ in range(9):
+        pool.retire([0] * 1000)
+    pool.begin_step()
+    retired = pool._num_retired
+    pool.begin_step()
+    assert pool._num_retired == retired - int(retired * RELEASED_SHARE)

@@ -209,7 +209,7 @@ class Engine:
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": len(scheduler.waiting),
-            "kv_cache_usage_perc": scheduler.pool.num_used / scheduler.pool.num_pages,
+            "kv_cache_usage_perc": scheduler.page_usage,
             "step_token_budget": budget.latest if budget else scheduler.config.max_num_batched_tokens,
             "num_state_snapshots": snapshots.pool.num_used if snapshots else 0,
         }

@@ -6,16 +6,23 @@ the tenant with the most free ones, least recently used first, so that one tenan
 prefixes of others. A tenant that has left keeps nothing: once MAX_AGE times as many pages as the pool has were evicted
 since a page was last used, it goes before all others.
 
+The pages of long tables are not released at once when their requests end: `retire` leaves most of them to later steps
+(`begin_step`), or until free pages run short (`reclaim`). Until then they count as used.
+
 With one tenant, this is the order of last use. Every operation takes O(1) time per page; to choose the tenant whose
 pages are taken takes O(n log n) for n tenants with such pages.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+RELEASED_PER_STEP = 1024  # retired pages that a step releases
+RELEASED_SHARE = 1 / 128  # or this share of all of them, if that is more
 MAX_AGE = 4  # evictions since a cached page was last used, in sizes of the pool, after which it goes first
 
 
@@ -47,6 +54,10 @@ class PagePool:
         self.forget = forget
         self.refs = [0] * num_pages
         self.cached = bytearray(num_pages)  # 1 if the page's content belongs to a cached prefix
+        self._retired: deque[list[int]] = deque()  # tables whose pages are still to be released, from the last one on
+        self._num_retired = 0  # pages in these
+        self.released_per_step = RELEASED_PER_STEP
+        self._max_released = RELEASED_PER_STEP  # pages that `retire` releases at once until the next step
         self._tenants = [""] * num_pages  # whose prefix a cached page belongs to
         self._evictions = 0
         self._last_used = [0] * num_pages  # number of evictions when a cached page became free
@@ -113,6 +124,27 @@ class PagePool:
             previous[page], following[page] = before, after
             self.num_free += 1
 
+    def retire(self, table: list[int]) -> None:
+        """Drop one reference to each page of a table, last to first, at once or in later steps. `table` becomes the
+        pool's.
+        """
+        self._retired.append(table)
+        self._num_retired += len(table)
+        self._max_released -= self._release_retired(self._max_released)
+
+    def begin_step(self) -> None:
+        """Release some of the pages of tables that were retired."""
+        count = max(self.released_per_step, int(RELEASED_SHARE * self._num_retired))
+        self._max_released = count - self._release_retired(count)
+
+    def reclaim(self, count: int, max_released: float = math.inf) -> bool:
+        """Return whether `count` pages are free, after releasing the retired pages that this takes, up to
+        `max_released` of them.
+        """
+        while self.num_free < count and self._num_retired and max_released > 0:
+            max_released -= self._release_retired(max(count - self.num_free, self.released_per_step))
+        return self.num_free >= count
+
     def mark_cached(self, page: int, tenant: str = "") -> None:
         """Mark the content of a page in use as cached: once free, it goes to the tail of the tenant's list."""
         if not self.refs[page]:
@@ -147,6 +179,20 @@ class PagePool:
                 pages.append(page)
                 page = self._next[page]
         return lists
+
+    def _release_retired(self, count: int) -> int:
+        """Release up to `count` pages of retired tables. Return their number."""
+        released = 0
+        while self._retired and released < count:
+            table = self._retired[0]
+            last = table[released - count :]
+            del table[released - count :]
+            self.release(reversed(last))
+            released += len(last)
+            if not table:
+                self._retired.popleft()
+        self._num_retired -= released
+        return released
 
     def _evict(self, count: int) -> list[int]:
         """Take up to `count` pages of cached prefixes from a tenant's list, at least one."""

@@ -26,6 +26,7 @@ from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, ROW_WAIT_SECONDS, Wa
 
 # A step is planned at least AHEAD seconds, and AHEAD_SHARE of the running step's duration, before that step ends.
 AHEAD, AHEAD_SHARE = 0.002, 0.25
+MAX_RELEASED = 1 << 13  # retired pages that an admission releases at once while other requests run
 _KEY = attrgetter("key")
 
 
@@ -87,6 +88,13 @@ class LiveRequests:
         expected = self.step_budget.expected(self._in_flight[0][0].work)
         return expected - max(AHEAD, AHEAD_SHARE * expected) - self.timer.running(now)
 
+    @property
+    def page_usage(self) -> float:
+        """The share of the KV cache's pages in use, from 0 to 1; pages of ended requests count until they are released,
+        as long as others run.
+        """
+        return self.pool.num_used / self.pool.num_pages if self.running else 0.0
+
     def take_notices(self) -> list[RequestDelta]:
         """Return the deltas of requests that ended between two steps."""
         notices, self._notices = self._notices, []
@@ -110,6 +118,7 @@ class LiveRequests:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. Returns False, and does nothing, while a page is in use."""
+        self.pool.reclaim(self.pool.num_pages)
         if self.pool.num_used:
             return False
         self.prefix.reset()
@@ -149,10 +158,13 @@ class LiveRequests:
         match = self.prefix.match(request.chain, tokens, length)
         num_hits = len(match.pages) if self.snapshots is None else self.snapshots.usable(request, match)
         num_pages = self.config.pages_for(len(tokens))
-        max_needed = pool.num_free - reserve  # besides cached pages that are in use
-        if num_pages - match.max_in_use(num_hits, pool) > max_needed:
-            return None
-        if num_pages - match.in_use(num_hits, pool) > max_needed:
+        max_released = MAX_RELEASED if self.running else math.inf
+        needed = num_pages - match.max_in_use(num_hits, pool) + reserve
+        while pool.reclaim(needed, max_released):
+            needed = num_pages - match.in_use(num_hits, pool) + reserve
+            if needed <= pool.num_free:
+                break
+        else:
             return None
         hits = match.pages[:num_hits]
         self.prefix.end_match(match)
@@ -258,7 +270,7 @@ class LiveRequests:
             self.snapshots.stop(request)
         if self.planner is not None:
             self.planner.speculation.wake()
-        self.pool.release(reversed(request.pages))
+        self.pool.retire(request.pages)
         request.pages = []
         request.num_planned = request.num_computed = request.num_published = 0
         self.free_rows.append(request.row)

@@ -114,6 +114,7 @@ class Scheduler(LiveRequests):
         if self._in_flight and (needs_all_tokens or self._in_flight[-1][0].open):
             return step
         began = self.clock()
+        self.pool.begin_step()
         self._end_guided()
         planned: list[Request] = []
         if self.waiting and (self._lacked_pages or not self.free_rows):
@@ -279,7 +280,7 @@ class Scheduler(LiveRequests):
         """Preempt requests that are not in the plan yet, from the one before `index`, until `need` pages are free for
         `request`. Return False if it was preempted itself.
         """
-        while need > self.pool.num_free and request.status is _RUNNING:
+        while not self.pool.reclaim(need) and request.status is _RUNNING:
             self._preempt(last_of_most_served(self.running[index - 1 :]), self.clock())
             self.counters.num_preemptions += 1
         return request.status is _RUNNING
