@@ -15,6 +15,7 @@ from draw import of_test
 from llmc_runtime.kv.pages import RELEASED_SHARE, PagePool
 from llmc_runtime.kv.prefix import MAX_MATCHES, PrefixCache
 from llmc_runtime.kv.prefix_match import PrefixMatch
+from llmc_runtime.sched.discarded_tokens import FREED_PER_STEP, FREED_SHARE, DiscardedTokens
 
 from tests.runtime.rig import Rig
 
@@ -167,3 +168,31 @@ def test_a_share_of_many_retired_pages_is_released_in_a_step() -> None:
     retired = pool._num_retired
     pool.begin_step()
     assert pool._num_retired == retired - int(retired * RELEASED_SHARE)
+
+
+def test_token_ids_of_long_requests_are_freed_over_several_steps() -> None:
+    """The ids of ten long lists leave by a share of all, then by FREED_PER_STEP; a short list is left alone."""
+    discarded = DiscardedTokens()
+    short, lists = [0] * FREED_PER_STEP, [[0] * (3 * FREED_PER_STEP + index) for index in range(10)]
+    for tokens in (short, *lists):
+        discarded.add(tokens)
+    left, freed = sum(map(len, lists)), list[int]()
+    while left:
+        assert discarded.num_tokens == left
+        discarded.free_some()
+        freed.append(left - sum(map(len, lists)))
+        left -= freed[-1]
+    assert freed[0] == int(FREED_SHARE * sum(freed)) > FREED_PER_STEP == freed[-2] >= freed[-1] > 0
+    assert not discarded.num_tokens and len(short) == FREED_PER_STEP
+    discarded.free_some()
+
+
+def test_a_long_request_that_ends_is_freed_by_later_steps() -> None:
+    rig = Rig(num_pages=400, page_size=64, max_model_len=20_000, max_num_batched_tokens=20_000)
+    request = rig.add("long", FREED_PER_STEP + 100, max_tokens=2)
+    rig.drain()
+    assert len(request.tokens) == FREED_PER_STEP + 102
+    for count in (102, 0):
+        rig.add("short", 4, max_tokens=1)
+        rig.drain()
+        assert len(request.tokens) == count

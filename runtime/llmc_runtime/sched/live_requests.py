@@ -12,6 +12,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
+from llmc_runtime.sched.discarded_tokens import DiscardedTokens
 from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.guided_requests import GuidedRequests, follow
 from llmc_runtime.sched.host_draft import Draft
@@ -40,6 +41,7 @@ class LiveRequests:
         self.config, self.clock = config, clock
         self.counters = Counters()
         self.requests: dict[str, Request] = {}  # live requests by id
+        self.discarded = DiscardedTokens()
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.guided = GuidedRequests()
@@ -259,6 +261,7 @@ class LiveRequests:
             self.waiting.remove(request)
         self.waiting.leave(request)
         request.status = Status.FINISHED
+        self.discarded.add(request.tokens)
         del self.requests[request.id]
         self.guided.remove(request)
         if self.host_drafts is not None:

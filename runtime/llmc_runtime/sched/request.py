@@ -59,7 +59,8 @@ class Request:
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # order in queues: the policy's value, then arrival
-    tokens: list[int] = field(default_factory=list, init=False)  # prompt and output as known to the host
+    # Prompt and output as known to the host; those of a long request that has ended are freed (see discarded_tokens).
+    tokens: list[int] = field(default_factory=list, init=False)
     num_prompt: int = field(default=0, init=False)
     num_total: int = field(default=0, init=False)  # while running: len(tokens) plus those that steps in flight sample
     num_planned: int = field(default=0, init=False)  # tokens whose KV is in `pages` after the steps in flight

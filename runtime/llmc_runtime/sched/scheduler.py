@@ -115,6 +115,7 @@ class Scheduler(LiveRequests):
             return step
         began = self.clock()
         self.pool.begin_step()
+        self.discarded.free_some()
         self._end_guided()
         planned: list[Request] = []
         if self.waiting and (self._lacked_pages or not self.free_rows):
