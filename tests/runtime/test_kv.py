@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections import Counter
@@ -261,3 +262,13 @@ class Sharing(RuleBasedStateMachine):
 
 Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSharing = Sharing.TestCase
+
+
+def test_cached_pages_are_not_objects_of_the_garbage_collector() -> None:
+    """A collection visits each container, and would delay a step if each of a million cached pages had one."""
+    pool, prefix = cache(500)
+    tokens = list(range(1000))
+    pages, chain = pool.take(500), [prefix.root()]
+    before = len(gc.get_objects())
+    prefix.publish(chain, tokens, pages, 0, 500)
+    assert len(prefix) == 500 and len(gc.get_objects()) < before + 50

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from llmc_runtime.kv.pages import PageError, PagePool
 from llmc_runtime.kv.prefix_match import PrefixMatch
 
+_HASHED_PAGES = 64  # pages of which a search computes digests at a time
 MAX_MATCHES = 8  # requests that wait, one for each tenant, whose cached pages are kept track of
 
 
@@ -24,7 +25,9 @@ class PrefixCache:
         self.pool, self.page_size, self.enabled = pool, page_size, enabled
         self._context = context
         self._page: dict[bytes, int] = {}  # digest -> the page that holds it
-        self._content: dict[int, tuple[bytes, bytes]] = {}  # page -> its digest and tokens, 4 bytes each
+        # By page: its digest, and its tokens, 4 bytes each. The garbage collector does not visit such dictionaries.
+        self._digest: dict[int, bytes] = {}
+        self._tokens: dict[int, bytes] = {}
         self._matches: list[PrefixMatch] = []  # kept up to date, the last one that was requested at the end
         self.forgotten: Callable[[bytes], None] | None = None  # called with the digest of a page that is evicted
         pool.forget = self._forget
@@ -79,20 +82,22 @@ class PrefixCache:
         self.extend(chain, tokens, stop)
         for index, page_tokens in zip(range(start, stop), self._pages_of(tokens, start, stop)):
             digest, page = chain[index + 1], pages[index]
-            if digest not in self._page and page not in self._content:
+            if digest not in self._page and page not in self._digest:
                 self.pool.mark_cached(page, tenant)
                 self._page[digest] = page
-                self._content[page] = (digest, page_tokens)
+                self._digest[page], self._tokens[page] = digest, page_tokens
 
     def reset(self) -> None:
         """Empty the cache. Raises PageError if a page is in use, as its table may still be shared."""
         self.pool.drop_all()
         self._page.clear()
-        self._content.clear()
+        self._digest.clear()
+        self._tokens.clear()
         self._matches.clear()
 
     def _forget(self, page: int) -> None:
-        digest, _ = self._content.pop(page)
+        digest = self._digest.pop(page)
+        del self._tokens[page]
         if self._page.pop(digest) != page:
             raise PageError(f"page {page} held a prefix that was published elsewhere")
         for match in self._matches:
@@ -102,18 +107,18 @@ class PrefixCache:
 
     def _grow(self, match: PrefixMatch, tokens: Sequence[int]) -> None:
         """Add the pages to a match that were published since it was made."""
-        chain, start, content = match.chain, len(match.pages), self._content
+        chain, start = match.chain, len(match.pages)
         pages: list[int] = []
         for index in range(start, match.max_pages):
             if len(chain) - 1 <= index:
-                self.extend(chain, tokens, index + 1)
+                self.extend(chain, tokens, min(index + _HASHED_PAGES, match.max_pages))
             page = self._page.get(chain[index + 1])
             if page is None:
                 break
             pages.append(page)
         wanted = self._pages_of(tokens, start, start + len(pages))
-        if pages and [content[page][1] for page in pages] != wanted:
-            del pages[next(i for i, page in enumerate(pages) if content[page][1] != wanted[i]) :]
+        if (cached := [self._tokens[page] for page in pages]) != wanted:
+            del pages[next(i for i, tokens_of_page in enumerate(cached) if tokens_of_page != wanted[i]) :]
         match.extend(pages)
 
     def _pages_of(self, tokens: Sequence[int], start: int, stop: int) -> list[bytes]:
@@ -124,4 +129,4 @@ class PrefixCache:
 
     def content(self) -> dict[int, tuple[bytes, tuple[int, ...]]]:
         """Return the cache's content, page -> (digest, tokens); for audits."""
-        return {page: (digest, tuple(array("I", data))) for page, (digest, data) in self._content.items()}
+        return {page: (digest, tuple(array("I", self._tokens[page]))) for page, digest in self._digest.items()}
