@@ -23,6 +23,7 @@ _TRIAL_SHARE = 0.002  # of the decoding time that trials may cost
 _INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 6.0, 4.0, 32.0
 _HALVING_LOSS, _MAX_NET_LOSS = 32.0, 96.0  # net loss at which that share is halved, and the largest that counts
 _MEMORY = 0.98  # weight of the past acceptance at each verification
+_PRIOR_WEIGHT = 2.0  # weight of the acceptance of all requests in the estimate of one, in verifications
 TRIAL_COST = 1.0  # what a trial is expected to cost
 _MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted
 _MAX_MEASURING_LOSS = 1.0  # the same while costs are measured: first steps load programs and weights
@@ -86,6 +87,11 @@ class Trials:
     def acceptance(self) -> float:
         """The estimated probability that a draft is accepted."""
         return (self.accepted + 1) / (self.trials + 2)
+
+    def rate_of(self, request: Request) -> float:
+        """Return the estimated probability that a draft of the request is accepted."""
+        trials, accepted = request.draft_trials
+        return (accepted + _PRIOR_WEIGHT * self.acceptance) / (trials + _PRIOR_WEIGHT)
 
     def record_drafts(self, trials: int, accepted: int) -> None:
         """Record how many of the drafts that were compared were accepted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmc_runtime.metrics import Counters
-from llmc_runtime.sched.draft_costs import MIN_SINGLE_GAIN, Choice, DraftCount, expected_tokens
+from llmc_runtime.sched.draft_costs import Choice, DraftCount, expected_tokens
 from llmc_runtime.sched.draft_stops import Stop, worth_verifying
 from llmc_runtime.sched.draft_trials import Trials, TrialsByKind, kind_of
 from llmc_runtime.sched.lookup_first import NEVER, LookupFirst
@@ -16,6 +16,7 @@ from llmc_runtime.sched.plain_checks import PlainChecks
 from llmc_runtime.sched.prompt_entries import PromptEntries
 from llmc_runtime.sched.recent_steps import STEPS, RecentSteps
 from llmc_runtime.sched.request import Request
+from llmc_runtime.sched.single_row import SingleRow
 from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from llmc_runtime.sched.step_drafts import StepDrafts
@@ -37,7 +38,6 @@ _MEASURING_PERIOD = 16384  # plans after which costs are measured again
 _PLAIN_PERIOD = 4  # one plan in so many is measured if it has no drafts and its cost is known
 _IDLE_PERIOD = 32  # the same while prompt lookup finds nothing
 _LONGEST_IDLE = 64  # plans of several rows after which the number of drafts is chosen anew although nothing was learned
-_PRIOR_WEIGHT = 2.0  # weight of the acceptance of all rows in the estimate of one row, in verifications
 
 
 class Speculation:
@@ -59,13 +59,11 @@ class Speculation:
         self._has_model = config.max_rows > 0
         self._memory = _BRIEF_MEMORY if config.stops else _HEAD_MEMORY if config.head else _MEMORY
         self._costs_changed = False  # since these were computed:
-        self._choice_by_rate: dict[float, Choice] = {}  # for a single row, by its rounded acceptance
         self._draft_cost, self._verification_costs = 0.0, list[float]()  # empty: not computed yet
-        self._single_id, self._known_trials = "", (0.0, 0.0)  # of the single row's request: id, last draft_trials
         self._first_wait, self._last_wait = HEAD_WAITS if config.head else MODEL_WAITS
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait, Trials(MODEL_PROBE_PERIOD))
         self._batch_trials = self._trials_by_kind.batch  # where the number of drafts is chosen for all rows
-        self._single_trials = self._trials_by_kind[0]  # of the single row's kind
+        self._single = SingleRow(self.draft_count, self._trials_by_kind, bool(config.head))
         self._probe_plan = 0  # the plan of the next probe of a draft model or head
         self._promising = False  # the last step has verified drafts and was faster than one without
         self._warms_up = False  # a head computes its entries in this plan, for the next probe
@@ -107,7 +105,7 @@ class Speculation:
             self._next_choice = self.plans + _CHOICE_PERIOD
             if self._costs_changed or len(running) != self._rows:
                 self._draft_cost, self._verification_costs, self._costs_changed = 0.0, [], False
-                self._choice_by_rate.clear()
+                self._single.forget_choices()
         if self._looks_up:
             self._idle = not any(request.num_drafts for request in running)
             if self._idle:
@@ -143,22 +141,20 @@ class Speculation:
 
     def _choose_single(self, request: Request, room: int) -> None:
         """Choose the number of drafts of a draft model's only row, or whether to try them."""
-        if self._rows != 1 or request.id != self._single_id:
-            if self._rows == 1:
-                self._single_trials.earn(self.plans)
-            self._rows, self._single_id, self._choice = 1, request.id, Choice(0, measures=True)
-            self._single_trials, self._warms_up = self._trials_by_kind[kind_of(request)], False
-            self._single_trials.begin(self.plans)
+        single = self._single
+        if self._rows != 1 or request.id != single.request_id:
+            single.begin(request, self.plans, alone=self._rows == 1)
+            self._rows, self._choice, self._warms_up = 1, Choice(0, measures=True), False
             if self.config.head:
                 # It may differ from those before it.
-                self._wait_for_probe(max(self._first_wait, self._single_trials.wait // 16))
-        self._choose_rate(request, room)
+                self._wait_for_probe(max(self._first_wait, single.trials.wait // 16))
+        self._choice = single.choose(request, self._choice, self.plans, room, self._refreshes)
         if self._choice.max_drafts and not self._choice.measures:
             self._wait_for_probe(self._first_wait)
         if self._choice.max_drafts or self._choice.measures:
             self._warms_up = False
         else:
-            self._wait_or_probe(self._single_trials, MODEL_PROBE_PERIOD)
+            self._wait_or_probe(self._single.trials, MODEL_PROBE_PERIOD)
 
     def _wait_or_probe(self, trials: Trials, longest: int) -> None:
         """Probe the rows, whose drafts do not pay, or let them wait for that.
@@ -190,27 +186,7 @@ class Speculation:
 
     def _wait_for_probe(self, wait: int) -> None:
         """Let this many plans pass before the next probe of the single row."""
-        self._single_trials.wait, self._probe_plan = wait, self.plans + wait
-
-    def _choose_rate(self, request: Request, room: int) -> None:
-        """Choose the number of drafts of the only row: with a head in every plan, as its acceptance changes fast; with
-        a draft model in every plan while it does not draft.
-        """
-        trials, choice = request.draft_trials, self._choice
-        settled = trials is self._known_trials or (choice.max_drafts > 0 and not self.config.head)
-        if settled and not self._refreshes and not choice.measures:
-            return  # nothing was learned since the last plan
-        self._known_trials = trials
-        if self._single_trials.credit.balance < 0 and self._single_trials.wait_for_credit(self.plans):
-            self._choice = Choice(0)
-            return
-        rate = round(self._rate(request), 2)
-        known = self._choice_by_rate.get(rate)
-        if known is None:
-            known = self.draft_count.choose([rate], room, MIN_SINGLE_GAIN)
-            if not known.measures:
-                self._choice_by_rate[rate] = known
-        self._choice = known
+        self._single.trials.wait, self._probe_plan = wait, self.plans + wait
 
     @property
     def wants(self) -> bool:
@@ -242,7 +218,7 @@ class Speculation:
     def prefers_lookup(self, request: Request) -> bool:
         """Whether the head makes no drafts for a request if prompt lookup finds some."""
         lookup = self._lookup
-        if lookup is None or not self._alone or self._choice.measures or self._single_trials.lookup_credit.balance < 0:
+        if lookup is None or not self._alone or self._choice.measures or self._single.trials.lookup_credit.balance < 0:
             return False
         if lookup.probes(self.plans):
             return True
@@ -278,7 +254,7 @@ class Speculation:
         return self.config.stops and self._choice.max_drafts > 0 and not self._choice.measures
 
     def _trials_of(self, request: Request) -> Trials:
-        return self._single_trials if request.id == self._single_id else self._trials_by_kind[kind_of(request)]
+        return self._single.trials if request.id == self._single.request_id else self._trials_by_kind[kind_of(request)]
 
     def _num_worthwhile(self, request: Request, room: int) -> int:
         """Return how many of the drafts of a request to verify, by the probabilities that the draft model gives."""
@@ -327,9 +303,7 @@ class Speculation:
         return min(room, 1)
 
     def _rate(self, request: Request) -> float:
-        """The estimated probability that a draft of the request is accepted."""
-        trials, accepted = request.draft_trials
-        return (accepted + _PRIOR_WEIGHT * self._trials_of(request).acceptance) / (trials + _PRIOR_WEIGHT)
+        return self._trials_of(request).rate_of(request)
 
     def learn(
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
@@ -358,7 +332,7 @@ class Speculation:
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
         if self._lookup is not None and found:
-            trials = self._single_trials if self._alone and len(work) == 1 else None
+            trials = self._single.trials if self._alone and len(work) == 1 else None
             self._ignores_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
@@ -384,7 +358,7 @@ class Speculation:
             return
         measured = None if prompt else seconds
         steps = self.draft_count.gross_duration(rows, verified / rows, proposed / rows, measured, fill > 0)
-        trials = self._single_trials if self._has_model and rows == 1 else self._batch_trials
+        trials = self._single.trials if self._has_model and rows == 1 else self._batch_trials
         tokens = 1 + sum(map(len, output.accepted.values())) / rows
         looked_up = verified > 0 and requests[0].verifies_lookup
         if trials is self._batch_trials or looked_up or not self._choice.measures:  # a single row measures few steps
