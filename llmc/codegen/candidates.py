@@ -147,8 +147,14 @@ def refusals(
     return {k.name: k.reject(node, target) or k.missing() or (opt_in if k.opt_in else not_same_order) for k in rest}
 
 
-def is_fastest(kernel: Kernel, n: Node, target: Target, env: Mapping[str, int], tuning: Tuning) -> bool:
-    """Return whether a schedule of the kernel is the fastest measured one of a node at the sizes `env`."""
+def precedes(kernel: Kernel, n: Node, target: Target, env: Mapping[str, int], tuning: Tuning, best: Candidate) -> bool:
+    """Return whether a kernel that is not installed would precede `best`, the first candidate of a node at the sizes
+    `env`: one of its schedules is the fastest measured one, or nothing was measured and it is predicted to be faster.
+    """
     times = tuning.lookup(n, kernel.name, kernel.schedules(n, target), target, env)
     fastest = min((us for us in times if us is not None), default=math.inf)
-    return fastest < math.inf and fastest <= tuning.fastest(n, target, env)
+    if fastest < math.inf and fastest <= tuning.fastest(n, target, env):
+        return True
+    if kernel.opt_in or best.measured or best.leads:
+        return False
+    return any(c.us < best.us for c in _scheduled(kernel, n, target, env, tuning, measured_only=False))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from llmc_runtime.format.nearest import did_you_mean
 
-from llmc.codegen.candidates import Candidate, candidates, is_fastest, refusals, typical
+from llmc.codegen.candidates import Candidate, candidates, precedes, refusals, typical
 from llmc.codegen.fixed_order import agreed_orders, key_of
 from llmc.codegen.tuning_records import Tuning, node_text
 from llmc.diagnostics import Diagnostic
@@ -168,11 +168,12 @@ class Select(Pass):
             kernel = ctx.kernels[name]
             if kernel.language not in target.languages or not kernel.missing():
                 continue
-            for r in ranked:
+            distinct = {id(r.candidates): r for r in ranked}  # equal nodes of a graph share their candidates
+            for r in distinct.values():
                 if not kernel.claims(r.node) or kernel.reject(r.node, target) is not None:
                     continue
                 leads = name in self.prefer or kernel.leads(r.node, target, r.sizes)
-                if leads or is_fastest(kernel, r.node, target, r.sizes, tuning):
+                if leads or precedes(kernel, r.node, target, r.sizes, tuning, r.candidates[0]):
                     yield f"compiled without the kernel {name}: {kernel.missing()}"
                     break
 

@@ -121,14 +121,15 @@ def claiming(n: Node, kernels: Mapping[str, Any], target: Any) -> Iterator[Any]:
 def rejections(n: Node, ctx: Ctx) -> list[str] | None:
     """Return why each kernel of the target rejects the node; None if one supports it, or if there is no target.
 
-    A kernel with `opt_in` does not count: `select` uses it only for nodes for which it was measured.
+    A kernel whose compiler is not installed rejects every node. A kernel with `opt_in` does not count: `select` uses it
+    only for nodes for which it was measured.
     """
     if ctx.target is None:
         return None
     reasons = []
     for kernel in claiming(n, ctx.kernels, ctx.target):
         with extension_code(f"kernel {kernel.name!r}", type(kernel), n):
-            why = kernel.reject(n, ctx.target)
+            why = kernel.reject(n, ctx.target) or kernel.missing() or None
         if why is None and not kernel.opt_in:
             return None
         reasons.append(f"{kernel.name}: {why or 'opt-in'}")

@@ -16,6 +16,7 @@ import pytest
 import triton
 from draw import generator
 
+from llmc.codegen.backends.cuda import nvrtc_toolchain
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue
 from llmc.codegen.backends.cuda.cuda_kernel import _text
 from llmc.codegen.backends.cuda.quantized_wgmma import QUANTIZED_WGMMA, WIDTH, TiledProduct, slices
@@ -222,10 +223,7 @@ def test_ways_for_few_tokens_become_binaries_of_sm_90(kernel: SkinnyGemm, tmp_pa
         assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 4)
 
 
-def test_a_product_of_normed_tokens_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
-    """The norm is fused, the codes are packed as for the plain product, and the gain is a parameter of the binary."""
-    target = sm_90()
-    text = """
+NORMED_TEXT = """
 graph @one(
   %x: bf16[1, 512], %g: weight bf16[512], %w: weight u8[256, 512], %s: weight bf16[256, 4], %z: weight u8[256, 4]
 ) {
@@ -234,7 +232,12 @@ graph @one(
   return %y
 }
 """
-    m = parse(text, OPS)
+
+
+def test_a_product_of_normed_tokens_becomes_a_binary_of_sm_90(tmp_path: Path) -> None:
+    """The norm is fused, the codes are packed as for the plain product, and the gain is a parameter of the binary."""
+    target = sm_90()
+    m = parse(NORMED_TEXT, OPS)
     ctx = Ctx(OPS, target, load().kernels)
     for p in (FuseNormQuantized(), Select(), Pack()):
         p.run(m, ctx)
@@ -247,6 +250,44 @@ graph @one(
         made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
         assert made.shared <= target.limits.shared
         assert read_entry(made.binary, source.entry).sizes == (8, 8, 8, 8, 8, 8, 4)
+
+
+@pytest.fixture
+def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> str:
+        raise ModuleNotFoundError("NVRTC is not installed")
+
+    monkeypatch.setattr(nvrtc_toolchain, "nvrtc_version", absent)
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+def test_without_nvrtc_triton_multiplies_and_notes_say_why() -> None:
+    """The kernels that would have been chosen are named with what installs their compiler, and so are the choices."""
+    large = [
+        ("[256, 512]", "[28672, 4096]"), ("512]", "4096]"), ("[256, 4]", "[28672, 32]"),
+        (" : bf16[T, 128]", " : bf16[T, 14336]"), (" : bf16[1, 128]", " : bf16[1, 14336]"),
+    ]  # fmt: skip
+    m, ctx = module(*large), Ctx(OPS, sm_90(), load().kernels)
+    Select().run(m, ctx)
+    assert all(the_product(g).choice["kernel"].startswith("triton/") for g in m.graphs.values())
+    notes = [note for note in ctx.notes if "without the kernel" in note]
+    for name in ("cuda/quantized_tiles", "cuda/skinny_fixed"):
+        (note,) = [note for note in notes if f" {name}: " in note]
+        assert "NVRTC is not installed; " in note and "[nvrtc]" in note
+    for choice in ctx.choices:
+        assert "NVRTC is not installed; " in choice["refused"]["cuda/quantized_wgmma"]
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+def test_without_nvrtc_no_norm_is_fused_that_only_cuda_kernels_compute() -> None:
+    m = parse(NORMED_TEXT, OPS)
+    ctx = Ctx(OPS, sm_90(), load().kernels)
+    for p in (FuseNormQuantized(), Select()):
+        p.run(m, ctx)
+    g = m.graphs["one"]
+    assert any("NVRTC is not installed" in str(miss) for miss in ctx.misses)
+    assert [n.op.name for n in g.nodes] == ["rms_norm", "quantized_linear"]
+    assert the_product(g).choice["kernel"].startswith("triton/")
 
 
 def test_rejected_nodes_of_few_tokens() -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Self
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
-from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, CudaKernel
+from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import lacks_wgmma
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.packed_product import pack_product, product_layouts, tables
@@ -85,8 +85,11 @@ class FragmentProduct(ProductNode):
 
 
 @dataclass(frozen=True)
-class FragmentKernel(CudaKernel):
-    """A kernel of quantized_linear over codes of 4 bits, which it packs into fragments at compile time, on sm_90."""
+class FragmentKernel(OptionalCudaKernel):
+    """A kernel of quantized_linear over codes of 4 bits, which it packs into fragments at compile time, on sm_90.
+
+    Triton implements quantized_linear, too, but not the product of normed tokens, which is not fused without NVRTC.
+    """
 
     def reject(self, node: Node, target: Target) -> str | None:
         return lacks_wgmma(target) or _reject_types(node) or _reject_sizes(node) or _reject_weights(node)
