@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 import httpx
+from llmc_runtime.server.messages_api.messages_response import ContentBlocks
+from llmc_runtime.server.tool_calls.message import Delta
 
 from tests.runtime.families import CALL, DUMPED, FAMILIES, WRITTEN
 from tests.runtime.parrots import Servers, events, parrots, say
@@ -90,6 +92,21 @@ def test_blocks_of_each_family_whole_and_streamed(servers: Servers, name: str) -
         assert not text or whole["content"][bool(thought)]["text"] == "Let me see."
         streamed = message_of(events(post(servers, {**body, "stream": True}, name).text))
         assert plain(streamed) == plain(whole)
+
+
+def test_arguments_of_calls_are_sent_as_they_arrive_and_decoded_for_whole_responses_only() -> None:
+    """Each part of the text becomes an event at once; decoding all of it at the end would hold the event loop."""
+    head = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    parts = ['{"a": ', "[1, ", "2]}"]
+    for decodes in (False, True):
+        blocks = ContentBlocks(decodes)
+        (start,) = blocks.take(Delta(calls=[head]))
+        assert start["content_block"] == {"type": "tool_use", "id": "call_1", "name": "f", "input": {}}
+        for part in parts:
+            (event,) = blocks.take(Delta(calls=[{"index": 0, "function": {"arguments": part}}]))
+            assert event["delta"] == {"type": "input_json_delta", "partial_json": part}
+        assert list(blocks.close()) == [{"type": "content_block_stop", "index": 0}]
+        assert blocks.blocks[0]["input"] == ({"a": [1, 2]} if decodes else {})
 
 
 def test_stop_reasons_and_usage(servers: Servers) -> None:

@@ -24,9 +24,14 @@ Event = dict[str, Any]
 
 
 class ContentBlocks:
-    """The blocks of one output: thinking, text and tool_use."""
+    """The blocks of one output: thinking, text and tool_use.
 
-    def __init__(self) -> None:
+    decodes: whether the input of a tool_use block is decoded at its end. In a stream it is sent as text, as it arrives,
+             and stays {}, so that long arguments do not hold the event loop.
+    """
+
+    def __init__(self, decodes: bool) -> None:
+        self._decodes = decodes
         self.blocks: list[dict[str, Any]] = []  # complete, except for the last one while it is open
         self._texts: list[str] | None = None  # of the last block, while it is open
 
@@ -52,7 +57,7 @@ class ContentBlocks:
         text = "".join(self._texts)
         self._texts = None
         if block["type"] == "tool_use":
-            block["input"] = _input(text)
+            block["input"] = _input(text) if self._decodes else {}
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":
@@ -96,7 +101,7 @@ class MessagesResponse(NamedEventsResponse):
     def __init__(self, serving: Serving, request: MessagesRequest, call: Call, job: OffloadedJob | None) -> None:
         super().__init__(serving, to_chat(request), call, job)
         self._max_tokens = request.max_tokens
-        self._output = ContentBlocks()
+        self._output = ContentBlocks(decodes=not request.stream)
 
     def _sampling(self) -> SamplingParams:
         """Return the parameters. A `max_tokens` that exceeds the context is lowered, as the API has no error for it."""
