@@ -93,8 +93,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "torch_chunk_gated_delta_rule": _delta_rule,
     }
 )
-# Arguments that do not change results. Zamba2 passes the rotary tables of its attention on to its recurrent layers.
-IGNORED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan", "position_embeddings"})
+IGNORED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"})  # arguments that do not change results
+# The same of single modelling modules. Zamba2 passes its attention's rotary tables on to layers that do not read them.
+IGNORED_IN: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"transformers.models.zamba2.modeling_zamba2": frozenset({"position_embeddings"})}
+)
 
 
 @contextmanager
@@ -103,12 +106,15 @@ def llmc_recurrence(model: torch.nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in {sys.modules[type(m).__module__] for m in model.modules()}:
             for name in FUNCTIONS.keys() & vars(module).keys():
-                stack.enter_context(replaced(vars(module), name, _checked(name, vars(module)[name])))
+                ignored = IGNORED | IGNORED_IN.get(module.__name__, frozenset())
+                stack.enter_context(replaced(vars(module), name, _checked(name, vars(module)[name], ignored)))
         yield
 
 
-def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return our replacement of a modelling module's function; it raises Diagnostic E305 for unsupported arguments."""
+def _checked(name: str, original: Callable[..., Any], ignored: frozenset[str] = IGNORED) -> Callable[..., Any]:
+    """Return our replacement of a modelling module's function; it raises Diagnostic E305 for arguments that are neither
+    supported nor `ignored`.
+    """
     ours = FUNCTIONS[name]
     known = {p for p, x in inspect.signature(ours).parameters.items() if x.kind is not x.VAR_KEYWORD}
     expected = inspect.signature(original)
@@ -118,7 +124,7 @@ def _checked(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = dict(expected.bind(*args, **kwargs).arguments)
         arguments |= arguments.pop(rest, {})
         if surplus := sorted(
-            k for k, x in arguments.items() if k not in known | IGNORED and x is not None and x is not False
+            k for k, x in arguments.items() if k not in known | ignored and x is not None and x is not False
         ):
             cause = f"{name} is called with {', '.join(surplus)}"
             raise Diagnostic("E305", cause, "only recurrent layers over whole prompts, without a cache, are supported")
