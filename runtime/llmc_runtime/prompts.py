@@ -157,7 +157,7 @@ def numbered(error: LlmcError, index: int, count: int) -> LlmcError:
     """Return the error with the number of the prompt that it is about."""
     if count == 1:
         return error
-    return LlmcError(error.code, f"prompt {index} of {count}: {error.cause}", error.remedy)
+    return LlmcError(error.code, f"prompt {index} of {count}: {error.cause}", error.remedy, error.param)
 
 
 def refuse_tokenization(tokenization_kwargs: Any) -> None:

@@ -52,7 +52,8 @@ def test_nonsense_is_refused(field: str, value: object) -> None:
     with pytest.raises(LlmcError) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     error = caught.value
-    assert error.code == "E601" and error.cause.startswith(f"{field} = ") and error.remedy.startswith(f"{field}: ")
+    assert (error.code, error.param) == ("E601", field)
+    assert error.cause.startswith(f"{field} = ") and error.remedy.startswith(f"{field}: ")
     assert len(str(error).splitlines()) <= 5 and len(str(error)) < 400
 
 
@@ -88,7 +89,8 @@ def test_structured_outputs_are_one_form_within_limits(fields: dict[str, Any]) -
     with pytest.raises(LlmcError) as caught:
         StructuredOutputsParams(**fields)
     error = caught.value
-    assert error.code == "E601" and error.cause.startswith("structured_outputs = ") and len(str(error)) < 400
+    assert (error.code, error.param) == ("E601", "structured_outputs")
+    assert error.cause.startswith("structured_outputs = ") and len(str(error)) < 400
 
 
 def test_structured_outputs_in_one_form() -> None:

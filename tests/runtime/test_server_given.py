@@ -165,9 +165,10 @@ def test_requests_beyond_the_context_are_refused_whatever_their_size(server: Ser
     most = server.llm.config.max_model_len
     for tokens in (most, random.randrange(most, 10**5), 10**6, 10**9, 2**31 - 1):
         for path, prompt in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": CHAT})):
-            error = ask(server, path, **prompt, max_tokens=tokens)
-            assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens"), (tokens, error)
-            assert str(tokens) in error["message"] and str(most) in error["message"]
+            for name in ("max_tokens", "max_completion_tokens")[: 1 + ("chat" in path)]:
+                error = ask(server, path, **prompt, **{name: tokens})
+                assert (error["code"], error["param"]) == ("context_length_exceeded", name), (tokens, error)
+                assert f": {name} ({tokens}) " in error["message"] and str(most) in error["message"]
     for length in (most, 10**5, 10**6):
         error = ask(server, prompt=[9] * length, max_tokens=1)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt"), (length, error)

@@ -87,7 +87,7 @@ def token_mask(ids: Sequence[int], vocab_size: int) -> TokenMask:
     if not len(allowed) or allowed.max() >= vocab_size:
         cause = f"allowed_token_ids has {len(ids)} ids, or one that is not in the vocabulary"
         remedy = f"allowed_token_ids: 1 to {MAX_ALLOWED} ids of the vocabulary, 0 to {vocab_size - 1}"
-        raise LlmcError("E601", cause, remedy)
+        raise LlmcError("E601", cause, remedy, "allowed_token_ids")
     flags = np.zeros(8 * mask_size(vocab_size), np.bool_)
     flags[allowed] = True
     return TokenMask(np.packbits(flags, bitorder="little").tobytes())

@@ -38,6 +38,7 @@ class ErrorMessage(msgspec.Struct, array_like=True, gc=False):
     code: str
     cause: str
     remedy: str
+    param: str = ""
 
 
 class Add(_Message):
@@ -179,12 +180,12 @@ Report = Progress | Ready | Failed | Outputs | Heartbeat | ControlReply
 
 def error_message(error: LlmcError) -> ErrorMessage:
     """Return the error as it is sent."""
-    return ErrorMessage(error.code, error.cause, error.remedy)
+    return ErrorMessage(error.code, error.cause, error.remedy, error.param)
 
 
 def error_of(message: ErrorMessage) -> LlmcError:
     """Return the error that was sent."""
-    return LlmcError(message.code, message.cause, message.remedy)
+    return LlmcError(message.code, message.cause, message.remedy, message.param)
 
 
 def add_message(request: EngineRequest) -> Add:

@@ -31,11 +31,12 @@ class LlmcError(Exception):
 
     `code` is "E" and three digits: E1xx artifact, E2xx memory and limits, E3xx model and checkpoint, E4xx IR and
     passes, E5xx toolchain, E6xx request. The printed form has at most five lines and contains no control characters.
+    `param` is the name of the request's parameter whose value is the cause; "" if there is none.
     """
 
-    def __init__(self, code: str, cause: str, remedy: str = "") -> None:
+    def __init__(self, code: str, cause: str, remedy: str = "", param: str = "") -> None:
         super().__init__(code, cause, remedy)
-        self.code = code
+        self.code, self.param = code, param
         self.cause = brief(cause, 4)
         self.remedy = brief(" ".join(remedy.split()), 1)
 

@@ -247,7 +247,7 @@ def refused(name: str, value: object, allowed: str) -> LlmcError:
     except Exception as error:  # an integer of thousands of digits, a hostile __repr__
         shown = f"<{type(value).__name__}: {type(error).__name__}>"
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return LlmcError("E601", f"{name} = {shown} is not allowed", f"{name}: {allowed}")
+    return LlmcError("E601", f"{name} = {shown} is not allowed", f"{name}: {allowed}", name)
 
 
 def _schema(**schema: Any) -> Any:

@@ -108,4 +108,5 @@ def _texts(value: Any) -> tuple[Any, ...]:
 
 
 def _refused(value: str, allowed: str) -> LlmcError:
-    return LlmcError("E601", f"structured_outputs = {value} is not allowed", f"structured_outputs: {allowed}")
+    name = "structured_outputs"
+    return LlmcError("E601", f"{name} = {value} is not allowed", f"{name}: {allowed}", name)

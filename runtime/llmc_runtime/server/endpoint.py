@@ -22,6 +22,7 @@ from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, catc
 from llmc_runtime.server.openai.generation_response import GenerationResponse
 from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
+from llmc_runtime.server.requests.sampling_fields import names_of_limit
 from llmc_runtime.server.serving import Serving
 from llmc_runtime.server.text_pool.pool import OffloadedJob
 
@@ -57,9 +58,9 @@ class Endpoint:
                 async with self._read(request, route, is_long) as (fields, job):
                     call = self._call(request, route)
                     stream = route.generates and bool(fields.stream)
-                    return await self._reply(
-                        request, make_response(self.serving, fields, call, job), call, stream=stream
-                    )
+                    with renamed(names_of_limit(fields)):
+                        response = make_response(self.serving, fields, call, job)
+                        return await self._reply(request, response, call, stream=stream)
 
         return partial(handle, self)
 

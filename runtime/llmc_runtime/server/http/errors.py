@@ -81,7 +81,7 @@ def to_api_error(error: LlmcError, prompt_param: str) -> ApiError:
     """Convert an error of the runtime for the client; `prompt_param` is the field that contained the prompt."""
     message = f"{error.cause}. Try: {error.remedy}" if error.remedy else error.cause
     if error.code == "E601":
-        return ApiError(message, param=error.remedy.partition(":")[0] or None)
+        return ApiError(message, param=error.param or None)
     if error.code in _TOO_LONG:
         param = "max_tokens" if error.code == "E603" else prompt_param
         message = f"this model's maximum context length is exceeded: {message}"  # clients search for this phrase

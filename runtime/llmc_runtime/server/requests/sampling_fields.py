@@ -6,7 +6,7 @@ The default of a field is the operator's override, else the value in the model's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from llmc_runtime.defaults import of_model
@@ -97,12 +97,14 @@ def of_chat(request: ChatRequest, llm: Defaults) -> SamplingParams:
         mapped["logprobs"] = request.top_logprobs or 0
         if not 0 <= mapped["logprobs"] <= TOP_LOGPROBS:
             raise ApiError(f"top_logprobs: 0 to {TOP_LOGPROBS}", param="top_logprobs")
-    try:
-        return _params(request, llm, default, mapped)
-    except ApiError as e:
-        if e.param == "max_tokens" and request.max_completion_tokens is not None:
-            e.param = "max_completion_tokens"
-        raise
+    return _params(request, llm, default, mapped)
+
+
+def names_of_limit(request: object) -> Sequence[tuple[str, str]]:
+    """Return how errors name the maximum number of tokens, for `renamed`: as the request does."""
+    if isinstance(request, ChatRequest) and request.max_tokens is None and request.max_completion_tokens is not None:
+        return (("max_tokens", "max_completion_tokens"),)
+    return ()
 
 
 def _params(request: Generation, llm: Defaults, default: SamplingParams, mapped: dict[str, Any]) -> SamplingParams:

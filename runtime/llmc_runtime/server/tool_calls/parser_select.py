@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar.lark_text import lark, with_special
+from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.server.tool_calls.call_format import CallFormat
 from llmc_runtime.server.tool_calls.reasoning import ANALYSIS, ANSWER, BRACKETS, GRANITE, SEED, THINK, ReasoningFormat
 from llmc_runtime.server.tool_calls.reasoning import FORMATS as REASONING_FORMATS
@@ -110,7 +111,7 @@ def _named(field: str, name: str, known: Mapping[str, T], fitting: T | None) -> 
         return fitting if name == AUTO else None
     if name not in known:
         allowed = ", ".join([AUTO, *known, NONE])
-        raise LlmcError("E601", f"{field} = {name[:60]!r} is not allowed", f"{field}: one of {allowed}")
+        raise refused(field, name[:60], f"one of {allowed}")
     return known[name]
 
 
