@@ -16,7 +16,7 @@ from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
 from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL
-from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_COMBINE_NORM, MOE_DOWN, MOE_ROUTE, MOE_UP
+from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_DOWN, MOE_ROUTE, MOE_UP
 from llmc.codegen.backends.triton.quantized_gemm import QUANTIZED_GEMM
 from llmc.codegen.backends.triton.quantized_gemv import QUANTIZED_GEMV
 from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP
@@ -97,10 +97,6 @@ NODES: dict[str, tuple[Kernel, str, str]] = {
         "moe_gather_down(%x, %i, %w, %a, %r, %b) : bf16[1, 2880]",
     ),
     "moe_combine": (MOE_COMBINE, "%x: bf16[T, 8, 2048], %r: bf16[T, 2048]", "moe_combine(%x, %r) : bf16[T, 2048]"),
-    "moe_combine_norm": (
-        MOE_COMBINE_NORM, "%x: bf16[T, 8, 2048], %w: weight bf16[2048], %r: bf16[T, 2048]",
-        "moe_combine_norm(%x, %w, %r) {eps=1e-06} : bf16[T, 2048], bf16[T, 2048]",
-    ),
     "topk_map": (
         TOPK_MAP, "%x: f32[T, 128]",
         'topk_map(%x) {k=8, before="div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))", '

@@ -95,7 +95,6 @@ def test_every_float_op_has_an_oracle_or_a_reason() -> None:
         "moe_up",
         "moe_down",
         "moe_combine",
-        "moe_combine_norm",
         "moe_gather_up",
         "norm_moe_gather_up",
         "moe_gather_down",

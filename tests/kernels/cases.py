@@ -55,7 +55,7 @@ GPU_ONLY = (
     "attention_combine", "norm_linear", "row_begin", "all_reduce_add", "all_reduce_norm",
     "row_block_max",
     "row_sample_blocks", "row_finish", "linear_split", "linear_combine", "block_scaled_linear", "round_groups",
-    "scaled_moe_up", "scaled_moe_down", "moe_combine", "moe_combine_norm", "topk_map", "topk_route", "moe_gather_up",
+    "scaled_moe_up", "scaled_moe_down", "moe_combine", "topk_map", "topk_route", "moe_gather_up",
     "norm_moe_gather_up", "moe_gather_down", "chunk_factors", "chunk_recurrence", "chunk_recurrence_draft",
 )  # fmt: skip
 

@@ -264,16 +264,6 @@ _PRODUCTS = {
         Text("bf16[T, 8, 2048]; bf16[T, 2048]", "moe_combine", "bf16[T, 2048]"),
         Text("f32[T, 4, 2880]", 'moe_combine {dtype="bf16"}', "bf16[T, 2880]"),
     ),
-    "moe_combine_norm": (
-        Text(
-            "bf16[T, 8, 2048]; weight bf16[2048]; bf16[T, 2048]", "moe_combine_norm {eps=1e-06}",
-            "bf16[T, 2048], bf16[T, 2048]",
-        ),
-        Text(
-            "bf16[T, 4, 2880]; weight bf16[2880]", 'moe_combine_norm {eps=1e-05, dtype="bf16"}',
-            "bf16[T, 2880], bf16[T, 2880]",
-        ),
-    ),
     "moe_route": (Text("i32[T, 8]", "moe_route {experts=128}", "i32[8*T], i32[129]"),),
     "moe_up": (Text(f"bf16[T, 2048]; i32[8*T]; i32[129]; {EXPERTS}", "moe_up {k=8}", "bf16[8*T, 768]"),),
     "moe_down": (

@@ -12,7 +12,7 @@ from kernels.cases import CLAMPED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
-from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_COMBINE_NORM, MOE_DOWN, MOE_ROUTE, MOE_UP
+from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_DOWN, MOE_ROUTE, MOE_UP
 from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel
@@ -154,20 +154,6 @@ def test_sums_of_choices(choices: int, columns: int, residual: str, dtype: str, 
     drawn = [generator().standard_normal([int(d.subs({"T": 7})) for d in t.shape]).astype(np.float32) for t in types]
     for s in MOE_COMBINE.schedules(node, sm_90()):
         run_case(Case(f"combine {choices} {columns} {s}", g, MOE_COMBINE, s, drawn, sizes={"T": 7}))
-
-
-@pytest.mark.parametrize(("choices", "columns", "residual", "dtype"), COMBINED)
-@pytest.mark.parametrize("y", ("f32", "bf16"))
-def test_sums_of_choices_and_their_norms(choices: int, columns: int, residual: str, dtype: str, y: str) -> None:
-    types = [tensor(y, "T", choices, columns), tensor("bf16", columns)]
-    types += [tensor(residual, "T", columns)] if residual else []
-    g = graph("moe_combine_norm", types, {"dtype": dtype, "eps": 1e-5})
-    (node,) = g.nodes
-    drawn = [generator().standard_normal([int(d.subs({"T": 7})) for d in t.shape]).astype(np.float32) for t in types]
-    schedules = MOE_COMBINE_NORM.schedules(node, sm_90())
-    assert schedules
-    for s in schedules:
-        run_case(Case(f"combine and norm {choices} {columns} {s}", g, MOE_COMBINE_NORM, s, drawn, sizes={"T": 7}))
 
 
 SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"

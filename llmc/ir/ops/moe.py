@@ -1,10 +1,9 @@
 """Mixture of experts, as one op (`moe`) or as several (`moe_route`, `moe_up`, `moe_down`, `moe_combine`).
 
-The first three of these work on (token, expert) pairs sorted by expert. `moe_combine_norm` is the last one with the
-norm of its result. `moe_gather_up` and `moe_gather_down` replace all four for few tokens, whose pairs need no
-sorting. Ordinary ops before them select the experts. The attribute `body` is the activation between an expert's two
-products: a scalar expression of the gate value a0 and the up value a1. Biases have one row per expert; either both
-products have one or neither.
+The first three of these work on (token, expert) pairs sorted by expert. `moe_gather_up` and `moe_gather_down` replace
+all four for few tokens, whose pairs need no sorting. Ordinary ops before them select the experts. The attribute `body`
+is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1. Biases
+have one row per expert; either both products have one or neither.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
 from llmc.ir.opdef import op
 from llmc.ir.ops.common import NUMPY
-from llmc.ir.ops.norm import rms_norm
 from llmc.ir.ops.reduce import row_expr, topk_map
 from llmc.ir.scalar import E, evaluate, parse_expr, walk
 from llmc.ir.signature import Mismatch
@@ -200,21 +198,6 @@ def moe_combine(y: Any, residual: Any = None, *, dtype: str = "") -> Any:
     dtype: of the result; by default that of `residual`, else that of y.
     """
     return y.sum(1) + (0 if residual is None else residual)
-
-
-def _combined_norm_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    """Return the types of moe_combine_norm's results, which are the same."""
-    return _combined_type(env, attrs) * 2
-
-
-@op(
-    "(y: f[t, k, d], w: f[d], residual?: f[t, d]) -> (total: y[t, d], normed: y[t, d])", infer=_combined_norm_types,
-    flops="t*k*d + 5*t*d", example={"t": 7, "k": 3, "d": 8, "eps": 1e-5},
-)  # fmt: skip
-def moe_combine_norm(y: Any, w: Any, residual: Any = None, *, eps: float, dtype: str = "") -> Any:
-    """The result of moe_combine, and its rms_norm with the gain w."""
-    total = moe_combine.ref(y, residual, dtype=dtype)
-    return total, rms_norm.ref(total, w, eps=eps)
 
 
 def _gather_up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:

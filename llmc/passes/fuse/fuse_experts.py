@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.scalar import E, arg, call, substitute
-from llmc.passes.analysis import const_value, weight_only
+from llmc.passes.analysis import const_value
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.fuse.fuse_pointwise import expression
-from llmc.passes.fuse.fuse_reduce_norm import norm_of, replace_sum_and_norm
 from llmc.passes.rewrite import Match, Pat, Rewrite, apply, through
 
 NAME = "fuse-experts"
@@ -43,8 +42,6 @@ CAST = Rewrite(
 class FuseExperts(Pass):
     """Replace topk and the row ops around it by topk_map, and the sum of a token's experts by moe_combine.
 
-    If an rms_norm reads the sum, moe_combine_norm computes both.
-
     topk_map includes the ops of one operand that compute the operand of topk, those that read its values (also sums of
     them), and casts of its indices to i32. In graphs of one token, topk_route also sorts the pairs. moe_combine
     includes a cast and the addition of a residual; the terms of the sum are then rounded to the dtype of the experts'
@@ -64,21 +61,7 @@ class FuseExperts(Pass):
         done += apply(g, (ADD,), ctx) + apply(g, (CAST,), ctx)
         for n in [n for n in g.nodes if n.op.name == "moe_down"]:
             _round(g, n, ctx)
-        weights = weight_only(g)
-        for n in [n for n in g.nodes if n.op.name == "moe_combine" and ctx.allows(n)]:
-            done += _fuse_norm(g, n, weights, ctx)
         return done
-
-
-def _fuse_norm(g: Graph, n: Node, weights: set[Value], ctx: Ctx) -> bool:
-    """Replace a moe_combine and an rms_norm of its result by moe_combine_norm; return whether they were replaced."""
-    norm = norm_of(n)
-    if norm is None or norm.operands[1] not in weights or not ctx.spend():
-        return False
-    y, *residual = n.operands
-    b = Builder(g, ctx.opset, before=n, loc=norm.loc or n.loc)
-    results = b.moe_combine_norm(y, norm.operands[1], *residual, eps=norm.attrs["eps"], dtype=n.attrs["dtype"])
-    return replace_sum_and_norm(g, n, norm, results, NAME, ctx)
 
 
 def _round(g: Graph, n: Node, ctx: Ctx) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,7 +38,7 @@ class FuseReduceNorm(Pass):
         for n in list(g.nodes):
             if n.op.name not in SUMS or not ctx.allows(n):
                 continue
-            norm = norm_of(n)
+            norm = next((u for u in n.result.uses if u.op.name == "rms_norm" and u.operands[0] is n.result), None)
             if why := self._why_not(m, g, n, norm, weights):
                 ctx.miss(NAME, n, why)
             elif norm is not None and ctx.spend():
@@ -59,30 +58,16 @@ class FuseReduceNorm(Pass):
 
 
 def _fuse(g: Graph, n: Node, norm: Node, ctx: Ctx) -> bool:
+    """Replace both nodes; leave them if no kernel of the target supports the new one."""
     x, *residual = n.operands
-    b = Builder(g, ctx.opset, before=n, loc=norm.loc or n.loc)
     attrs = {"eps": norm.attrs["eps"], "ranks": n.attrs["ranks"]}
-    return replace_sum_and_norm(g, n, norm, b.all_reduce_norm(x, norm.operands[1], *residual, **attrs), NAME, ctx)
-
-
-def norm_of(n: Node) -> Node | None:
-    """Return an rms_norm of the result of a node, or None."""
-    return next((u for u in n.result.uses if u.op.name == "rms_norm" and u.operands[0] is n.result), None)
-
-
-def replace_sum_and_norm(g: Graph, n: Node, norm: Node, results: Sequence[Value], name: str, ctx: Ctx) -> bool:
-    """Replace a sum and its norm by the two results of a new node; return whether they were replaced.
-
-    If no kernel of the target supports the new node, it is erased, and the reason is a near miss of the pass `name`.
-    """
-    total, out = results
-    new = total.node
-    assert new is not None
-    if why := rejected(new, ctx):
-        g.erase(new)
-        ctx.miss(name, n, why)
+    b = Builder(g, ctx.opset, before=n, loc=norm.loc or n.loc)
+    total, out = b.all_reduce_norm(x, norm.operands[1], *residual, **attrs)
+    if why := rejected(total.node, ctx):
+        g.erase(total.node)
+        ctx.miss(NAME, n, why)
         return False
-    hoist(g, [norm.operands[1]], new)
+    hoist(g, [norm.operands[1]], total.node)
     g.replace_node(n, total)
     g.replace_node(norm, out)
     return True

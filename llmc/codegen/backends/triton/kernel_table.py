@@ -15,7 +15,7 @@ KERNELS = kernel_table(
         "logprobs": "row_logprobs",
         "gemm_tma": "gemm_tma gemm_tma_splitk",
         "matmul": "matmul head_matmul",
-        "moe": "moe_route moe_combine moe_combine_norm moe_up moe_down",
+        "moe": "moe_route moe_combine moe_up moe_down",
         "gathered_moe": "moe_gather_up moe_gather_down",
         "quantized_moe": "quantized_moe_up quantized_moe_down",
         "scaled_moe": "scaled_moe_up scaled_moe_down",

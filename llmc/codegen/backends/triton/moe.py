@@ -5,7 +5,6 @@ The kernels are in `kernels/moe.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,8 +28,6 @@ from llmc.targets.target import Target
 
 CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, and its warps
 COMBINED = ((512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
-NORM_COLUMNS = 16384  # of a program that also computes the norm of the sum
-NORM_WARPS = (1, 2, 4, 8, 16)
 MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 # bn, bk, warps, stages
@@ -303,7 +300,12 @@ class Combine(TritonKernel):
     constant_reduction_order = BY_SCHEDULE
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return _reject_choices(node) or unsupported(node, FLOATS)
+        _, choices, columns = node.operands[0].type.shape
+        if choices.const is None or columns.const is None:
+            return f"the sizes {choices} and {columns} are not constant"
+        if choices.const > MAX_CHOICES:
+            return f"{choices} choices; the maximum is {MAX_CHOICES}"
+        return unsupported(node, FLOATS)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         columns = next_power_of_2(int(node.result.type.shape[-1]))
@@ -331,60 +333,7 @@ class Combine(TritonKernel):
         )
 
 
-class CombineNorm(TritonKernel):
-    """moe_combine_norm: a program adds up the choices of one token, and computes the norm of the sum."""
-
-    constant_reduction_order = BY_SCHEDULE
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        if why := _reject_choices(node):
-            return why
-        columns = int(node.results[0].type.shape[-1])
-        return (
-            f"{columns} columns; the maximum is {NORM_COLUMNS}" if columns > NORM_COLUMNS else unsupported(node, FLOATS)
-        )
-
-    def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        ideal = _norm_warps(node)
-        return [{"warps": warps} for warps in NORM_WARPS if ideal <= 2 * warps <= 4 * ideal]
-
-    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        tokens = int(node.results[0].type.shape[0].subs(env))
-        busy = min(1.0, tokens * schedule["warps"] / (8 * target.limits.units))  # share of the bandwidth
-        moved = int(node_cost(node)[1].subs(env)) / target.bandwidth / busy * 1e6
-        return moved + 0.1 * abs(math.log2(schedule["warps"] / _norm_warps(node))) + target.launch_us
-
-    def code(self, u: Unit) -> Code:
-        tokens, columns = u.node.results[0].type.shape
-        return u.launch(
-            Template("moe", "moe_combine_norm"),
-            (tokens,),
-            0,
-            1,
-            **u.pointers("y_ptr gain_ptr residual_ptr", "total_ptr normed_ptr"),
-            EPS=u.node.attrs["eps"],
-            CHOICES=int(u.node.operands[0].type.shape[1]),
-            N=int(columns),
-            BLOCK_N=next_power_of_2(int(columns)),
-        )
-
-
-def _norm_warps(node: Node) -> int:
-    """Return the warps with which a thread loads 16 bytes of each row of bf16."""
-    columns = next_power_of_2(int(node.results[0].type.shape[-1]))
-    return max(NORM_WARPS[0], min(NORM_WARPS[-1], columns // 256))
-
-
-def _reject_choices(node: Node) -> str | None:
-    """Return why the sizes of a token's choices are not supported, or None."""
-    _, choices, columns = node.operands[0].type.shape
-    if choices.const is None or columns.const is None:
-        return f"the sizes {choices} and {columns} are not constant"
-    return f"{choices} choices; the maximum is {MAX_CHOICES}" if choices.const > MAX_CHOICES else None
-
-
 MOE_ROUTE = Route("triton/moe_route", ("moe_route",))
 MOE_UP = FloatGrouped("triton/moe_up", ("moe_up",))
 MOE_DOWN = FloatGrouped("triton/moe_down", ("moe_down",))
 MOE_COMBINE = Combine("triton/moe_combine", ("moe_combine",))
-MOE_COMBINE_NORM = CombineNorm("triton/moe_combine_norm", ("moe_combine_norm",))

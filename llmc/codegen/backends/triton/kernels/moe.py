@@ -194,17 +194,6 @@ def moe_product(
 
 
 @triton.jit
-def sum_of_choices(y_ptr, residual_ptr, token, column, mask, CHOICES: tl.constexpr, N: tl.constexpr):
-    """Return the sum of a token's choices in order, and of the residual, in float32, of some columns."""
-    total = tl.zeros(column.shape, tl.float32)
-    for choice in tl.static_range(CHOICES):
-        total += tl.load(y_ptr + (token * CHOICES + choice) * N + column, mask=mask, other=0).to(tl.float32)
-    if residual_ptr is not None:
-        total += tl.load(residual_ptr + token * N + column, mask=mask, other=0).to(tl.float32)
-    return total
-
-
-@triton.jit
 def moe_combine(
     y_ptr,  # [tokens, CHOICES, N]
     residual_ptr,  # [tokens, N], or None
@@ -219,31 +208,9 @@ def moe_combine(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = column < N
     wait_for_previous(DEPENDENT_LAUNCH)
-    total = sum_of_choices(y_ptr, residual_ptr, token, column, mask, CHOICES, N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        total += tl.load(y_ptr + (token * CHOICES + choice) * N + column, mask=mask, other=0).to(tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + token * N + column, mask=mask, other=0).to(tl.float32)
     tl.store(out_ptr + token * N + column, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def moe_combine_norm(
-    y_ptr,  # [tokens, CHOICES, N]
-    gain_ptr,  # [N]
-    residual_ptr,  # [tokens, N], or None
-    total_ptr,  # [tokens, N]
-    normed_ptr,  # [tokens, N]
-    EPS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # at least N
-    DEPENDENT_LAUNCH: tl.constexpr,
-):
-    """The sum of a token's choices and of the residual, and the RMS norm of the sum as it is stored."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_N)
-    mask = column < N
-    gain = tl.load(gain_ptr + column, mask=mask, other=0).to(tl.float32)
-    wait_for_previous(DEPENDENT_LAUNCH)
-    total = sum_of_choices(y_ptr, residual_ptr, token, column, mask, CHOICES, N).to(total_ptr.dtype.element_ty)
-    tl.store(total_ptr + token * N + column, total, mask=mask)
-    x = total.to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / N + EPS) * gain
-    tl.store(normed_ptr + token * N + column, normed.to(normed_ptr.dtype.element_ty), mask=mask)
