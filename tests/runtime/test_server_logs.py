@@ -23,7 +23,9 @@ from llmc_runtime.server.http.request_log import (
     JsonFormatter,
     TextFormatter,
     ThreadedHandler,
+    configure_logging,
     startup_printer,
+    written_log,
 )
 
 from tests.runtime.test_server_load import LONG, Command, until
@@ -107,6 +109,37 @@ def test_a_stalled_reader_delays_no_others_and_lost_lines_are_counted() -> None:
     stream.close()
     lines.emit(logging.LogRecord("llmc.x", logging.INFO, "x.py", 1, "to nobody", None, None))
     lines.flush()
+
+
+@pytest.fixture
+def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test configure the logs; afterwards, they are as before."""
+    for name in ("llmc", "uvicorn", "asyncio", "opentelemetry"):
+        logger = logging.getLogger(name)
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+        monkeypatch.setattr(logger, "handlers", [])
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.usefixtures("no_handlers")
+def test_messages_about_the_engine_do_not_wait_for_a_stalled_reader(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine is replaced while nobody reads stderr: the event loop prints that, and must not wait."""
+    stream = Stuck()
+    monkeypatch.setattr(sys, "stderr", stream)
+    say = startup_printer(form)
+    configure_logging("info", form)
+    with written_log():
+        began = time.monotonic()
+        say("the engine process was killed")
+        say("the engine process was replaced")
+        assert time.monotonic() - began < 5
+        stream.go.set()
+    until(lambda: stream.getvalue().count("\n") == 2)
+    first, second = stream.getvalue().splitlines()
+    if form == "json":
+        first, second = (f"llmc: {json.loads(line)['message']}" for line in (first, second))
+    assert (first, second) == ("llmc: the engine process was killed", "llmc: the engine process was replaced")
 
 
 class Full(io.StringIO):

@@ -37,7 +37,13 @@ from llmc_runtime.server.http.errors import closing_response, head_timeout, too_
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.light_connections import LightConnections, Refuse
 from llmc_runtime.server.http.listen import listening, name_of
-from llmc_runtime.server.http.request_log import RefusalLog, RequestLog, configure_logging, startup_printer
+from llmc_runtime.server.http.request_log import (
+    RefusalLog,
+    RequestLog,
+    configure_logging,
+    startup_printer,
+    written_log,
+)
 from llmc_runtime.server.http.tls import ReloadingContext, context_of
 from llmc_runtime.server.load_shedding import LoadShedder
 from llmc_runtime.server.openapi import prepare_checks
@@ -108,7 +114,7 @@ def serve(options: Options) -> int:
             say(note)
         llm = AsyncLLM(options.model, say=say, **options.engine)
         llm.compile()
-        with asyncio.Runner(loop_factory=ServerLoop) as runner:
+        with asyncio.Runner(loop_factory=ServerLoop) as runner, written_log():
             return runner.run(serve_over(llm, options, bound, tls, tracer))
 
 

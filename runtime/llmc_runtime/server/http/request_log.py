@@ -12,14 +12,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Protocol, TextIO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmc_runtime.api.llm import to_stderr as print_to_stderr
 from llmc_runtime.format.errors import printable
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
@@ -46,16 +45,35 @@ def configure_logging(level: str, form: str) -> None:
 
 
 def startup_printer(form: str) -> Callable[[str], None]:
-    """Return a function that prints startup messages to stderr, regardless of the log level."""
-    if form != "json":
-        return print_to_stderr
+    """Return a function that prints startup messages to stderr, regardless of the log level.
 
-    def print_json(line: str) -> None:
-        if sys.stderr is not None:
+    After `configure_logging`, the log's thread prints them: engines end and are replaced while stderr may not be read.
+    """
+
+    def say(line: str) -> None:
+        text = JsonFormatter().format(_message(line)) if form == "json" else f"llmc: {line}"
+        if (handler := _log_handler()) is not None:
+            handler.put(text)
+        elif sys.stderr is not None:
             with contextlib.suppress(OSError, ValueError):  # stderr closed or full: not an error of the server
-                print(JsonFormatter().format(_message(line)), file=sys.stderr, flush=True)
+                print(text, file=sys.stderr, flush=True)
 
-    return print_json
+    return say
+
+
+@contextlib.contextmanager
+def written_log() -> Iterator[None]:
+    """Context manager that waits at its end until the lines of the log are written, for at most a second."""
+    try:
+        yield
+    finally:
+        if (handler := _log_handler()) is not None:
+            handler.flush()
+
+
+def _log_handler() -> ThreadedHandler | None:
+    """Return the handler that `configure_logging` has installed; None before."""
+    return next((h for h in logging.getLogger("llmc").handlers if isinstance(h, ThreadedHandler)), None)
 
 
 def _message(line: str) -> logging.LogRecord:
@@ -76,9 +94,13 @@ class ThreadedHandler(logging.Handler):
         threading.Thread(target=self._run, name="llmc-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue the line."""
+        """Queue the line of a record."""
+        self.put(self.format(record))
+
+    def put(self, line: str) -> None:
+        """Queue a line."""
         try:
-            self._waiting.put_nowait(self.format(record))
+            self._waiting.put_nowait(line)
         except queue.Full:
             self._lost += 1
 
