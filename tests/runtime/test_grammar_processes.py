@@ -306,15 +306,6 @@ def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch:
     assert Followed.of(grammars, regex("c+")).mask() and first.mask()
 
 
-def test_the_memory_of_a_tenant_is_bounded(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "FREE_BYTES", 0)
-    monkeypatch.setattr(worker_pool, "TENANT_BYTES", 0)
-    error = refused(grammars, regex("a+"))
-    assert error.code == "E653" and "memory" in error.cause
-    monkeypatch.setattr(worker_pool, "TENANT_BYTES", 1 << 30)
-    assert Followed.of(grammars, regex("a+")).mask()
-
-
 def test_everything_ends_with_the_engine() -> None:
     made = Grammars(TOK, TOK.vocab_size, [END])
     Followed.of(made, regex())

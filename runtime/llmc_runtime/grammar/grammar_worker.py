@@ -19,9 +19,11 @@ from llmc_runtime.grammar import wire
 from llmc_runtime.grammar.definition import Definition, Refused, compile_matcher, first_line
 from llmc_runtime.grammar.limits import (
     COMPILE_CPU_SECONDS,
+    GROWTH_BYTES,
     GUIDE_CPU_SECONDS,
     LOOK_CPU_SECONDS,
     LOOK_TOKEN_CPU_SECONDS,
+    MEASURED_OPERATIONS,
     MEMORY_BYTES,
     OPERATION_CPU_SECONDS,
     TOKEN_CPU_SECONDS,
@@ -49,6 +51,8 @@ class Worker:
     def __init__(self, link: socket.socket, vocabulary: Any, size: int) -> None:
         self._link, self._vocabulary, self._size = link, vocabulary, size
         self._followers: dict[int, _Follower] = {}
+        self._inherited = _resident_bytes()  # the vocabulary's, shared with the host
+        self._reported = self._operations = 0  # bytes of private memory last reported, and all operations
 
     def run(self, definition: bytes) -> None:
         """Compile the grammar, then process operations until the engine closes the link."""
@@ -61,13 +65,14 @@ class Worker:
             self._send(0, wire.REFUSED, 0, str(e).encode())
             return
         _limit_cpu(0.0)
-        self._send(0, wire.COMPILED, 0, str(_private_bytes()).encode())
+        self._report(wire.COMPILED, self._private_bytes())
         while data := self._link.recv(wire.MAX_DATAGRAM_BYTES):
             number, kind, serial = wire.OPERATION.unpack_from(data)
             tokens = wire.unpack_tokens(data[wire.OPERATION.size :])
             if kind == wire.CLOSE:
                 self._followers.pop(number, None)
                 continue
+            self._report_growth()
             if kind == wire.LOOK:
                 self._look(number, serial, tokens)
                 continue
@@ -76,6 +81,22 @@ class Worker:
                 self._followers[number] = _Follower(matcher.deep_copy())
             self._advance(number, serial, tokens)
             _limit_cpu(0.0)
+
+    def _private_bytes(self) -> int:
+        """Return approximately the memory that is not shared with the host, in bytes."""
+        return max(0, _resident_bytes() - self._inherited)
+
+    def _report(self, kind: int, private_bytes: int) -> None:
+        self._reported = private_bytes
+        self._send(0, kind, 0, str(private_bytes).encode())
+
+    def _report_growth(self) -> None:
+        """Report the private memory if it has grown by GROWTH_BYTES: a parser keeps its states of all tokens."""
+        self._operations += 1
+        if self._operations % MEASURED_OPERATIONS == 0:
+            private_bytes = self._private_bytes()
+            if private_bytes >= self._reported + GROWTH_BYTES:
+                self._report(wire.GREW, private_bytes)
 
     def _advance(self, number: int, serial: int, tokens: Sequence[int]) -> None:
         """Accept tokens and send the next mask."""
@@ -187,8 +208,9 @@ def _limit_cpu(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _private_bytes() -> int:
-    """Return approximately the resident memory that is not shared with the host, in bytes."""
+def _resident_bytes() -> int:
+    """Return the resident memory without that of files, in bytes. In a forked process, it includes the pages that it
+    shares with its parent."""
     resident, shared = _read("/proc/self/statm").split()[1:3]
     return (int(resident) - int(shared)) * resource.getpagesize()
 

@@ -5,10 +5,11 @@
 - Host to engine: READY or FAILED (with a text) for the vocabulary, and ENDED for a worker.
 - Engine to worker: OPEN, ACCEPT (with tokens), LOOK (with drafted tokens) and CLOSE, with the guide's number and the
   number of the operation.
-- Worker to engine: COMPILED or REFUSED, then for each OPEN and ACCEPT one of MASK, SAME (the mask is the one sent
-  before), STOPPED and BROKEN (with a text). For each LOOK the masks after the drafts, AHEAD or SAME_AHEAD, up to the
-  first draft that is not allowed, or is the last of the text (AHEAD without a mask), then AHEAD_END. A result has the
-  number of the operation.
+- Worker to engine: COMPILED (with the bytes of its private memory) or REFUSED, then for each OPEN and ACCEPT one of
+  MASK, SAME (the mask is the one sent before), STOPPED and BROKEN (with a text). For each LOOK the masks after the
+  drafts, AHEAD or SAME_AHEAD, up to the first draft that is not allowed, or is the last of the text (AHEAD without a
+  mask), then AHEAD_END. A result has the number of the operation. GREW has the bytes of private memory once they have
+  grown.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 SPAWN, KILL = b"S", b"K"
 READY, FAILED, ENDED = b"R", b"F", b"E"
 OPEN, ACCEPT, CLOSE, LOOK = range(4)
-COMPILED, REFUSED, MASK, SAME, STOPPED, BROKEN, AHEAD, SAME_AHEAD, AHEAD_END = range(9)
+COMPILED, REFUSED, MASK, SAME, STOPPED, BROKEN, AHEAD, SAME_AHEAD, AHEAD_END, GREW = range(10)
 
 ORDER = struct.Struct("<cI")  # to the host: type, worker number
 END = struct.Struct("<cIi")  # from the host: ENDED, worker number, wait status

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from llmc_runtime.fair_queue import FairQueue
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.grammar import wire
+from llmc_runtime.grammar import failures, wire
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
-from llmc_runtime.grammar.host_process import HostProcess, exceeded_limit
+from llmc_runtime.grammar.host_process import HostProcess
 from llmc_runtime.grammar.limits import (
     COMPILE_SECONDS,
     FREE_BYTES,
@@ -34,19 +34,6 @@ from llmc_runtime.grammar.limits import (
 from llmc_runtime.text.tokenizer import Tokenizer
 
 
-def _unavailable(cause: str, remedy: str = "send the request again in a moment") -> LlmcError:
-    """Return E653: there is no capacity now."""
-    return LlmcError("E653", cause, remedy)
-
-
-def _failed(cause: str) -> LlmcError:
-    """Return E652: an output cannot continue."""
-    return LlmcError("E652", cause, "use a simpler grammar, or other prompts")
-
-
-_GONE = _unavailable("the process that compiles grammars has ended")
-
-
 class Grammar:
     """A grammar of one tenant, with its workers and the openings that wait for one."""
 
@@ -60,10 +47,6 @@ class Grammar:
         while self.openings:
             self.openings.popleft().fail(error)
 
-    def refusal(self, reason: str) -> LlmcError:
-        """Return E651: the grammar is invalid or too large."""
-        return LlmcError("E651", f"structured_outputs: {self.kind} is refused: {reason}", "correct or simplify it")
-
 
 class Worker:
     """A process of one grammar: queued until it is forked, then compiling until `compiled` is set."""
@@ -75,7 +58,7 @@ class Worker:
         self.link: socket.socket | None = None
         self.guides: dict[int, GrammarGuide] = {}
         self.unsent: deque[bytes] = deque()  # operations for which the link had no room
-        self.private = 0  # bytes of private memory after compilation
+        self.private = 0  # bytes of private memory at its last report
 
     def flush(self) -> None:
         """Send the operations for which the link had no room, as far as it has now. Raises OSError if it is closed."""
@@ -164,7 +147,7 @@ class WorkerPool:
                 self._queue.end(tenant)
                 worker.grammar.workers.remove(worker)
                 cause = f"the system cannot create a process for the grammar: {e.strerror}"
-                self._changed(worker.grammar, _unavailable(cause))
+                self._changed(worker.grammar, failures.unavailable(cause))
                 continue
             worker.queued, worker.began = False, time.monotonic()
             self._workers[number] = worker
@@ -199,7 +182,7 @@ class WorkerPool:
         if self._host is None:
             return
         if not self._host.ready and now > self._started + VOCABULARY_SECONDS:
-            self.broken = _unavailable(f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s")
+            self.broken = failures.unavailable(f"the vocabulary was not built within {VOCABULARY_SECONDS:g} s")
         for number, worker in self._workers.items():
             since = worker.began if not worker.compiled else _oldest(worker)
             limit = OPERATION_SECONDS if worker.compiled else COMPILE_SECONDS
@@ -229,7 +212,7 @@ class WorkerPool:
         self, worker: Worker, number: int, guide: GrammarGuide, kind: int, tokens: Sequence[int], serial: int
     ) -> None:
         if len(worker.unsent) >= MAX_UNSENT:  # it does not read
-            guide.fail(_GONE)
+            guide.fail(failures.gone())
             return
         worker.unsent.append(wire.OPERATION.pack(number, kind, serial) + wire.pack_tokens(tokens))
         with contextlib.suppress(OSError):  # it has ended; the guide fails when the host reports how
@@ -289,19 +272,20 @@ class WorkerPool:
         number, kind, serial = result
         if kind == wire.COMPILED:
             self._compiled(worker, int(payload))
+        elif kind == wire.GREW:
+            self._grown(worker, int(payload))
         elif kind == wire.REFUSED:
-            self._refuse(worker, worker.grammar.refusal(payload.decode()))
+            self._refuse(worker, failures.refused(worker.grammar.kind, payload.decode()))
         elif (guide := worker.guides.get(number)) is not None:
             if kind == wire.BROKEN:
-                guide.fail(_failed(f"the grammar cannot continue: {payload.decode()}"))
+                guide.fail(failures.failed(f"the grammar cannot continue: {payload.decode()}"))
             else:
                 guide.receive(kind, serial, payload)
 
     def _compiled(self, worker: Worker, private_bytes: int) -> None:
         """Mark a worker's grammar as compiled, or refuse it if its tenant's grammars use too much memory."""
         if self._too_large(worker, private_bytes):
-            cause = f"the grammars of this tenant use {TENANT_BYTES >> 20} MiB of memory already"
-            self._refuse(worker, _unavailable(cause, "send the request again when others have ended"))
+            self._refuse(worker, failures.too_much_memory())
             self._unlink(worker)  # this ends the worker
             return
         worker.compiled, worker.private = True, private_bytes
@@ -310,11 +294,31 @@ class WorkerPool:
         if not worker.guides and worker.link is not None:
             self._keep_idle(worker)
 
+    def _grown(self, worker: Worker, private_bytes: int) -> None:
+        """Note the memory of a worker that has grown, and end it if its tenant's grammars use too much."""
+        worker.private = private_bytes
+        if self._too_large(worker, private_bytes):
+            self._fail_outputs(worker, failures.too_much_memory())
+            self._unlink(worker)  # this ends the worker
+            self._remove(worker)
+        elif not worker.guides:
+            self._keep_idle(worker)
+
     def _too_large(self, worker: Worker, private: int) -> bool:
-        """Return whether a newly compiled worker exceeds its tenant's memory limit."""
+        """Return whether a worker with `private` bytes of memory exceeds the limit of its tenant."""
         tenant = worker.grammar.tenant
-        used = sum(other.private for other in self._workers.values() if other.grammar.tenant == tenant)
-        return private > FREE_BYTES and used + private > TENANT_BYTES
+        others = [w.private for w in self._workers.values() if w.grammar.tenant == tenant and w is not worker]
+        return private > FREE_BYTES and sum(others) + private > TENANT_BYTES
+
+    def _fail_outputs(self, worker: Worker, error: LlmcError) -> None:
+        self.guides -= len(worker.guides)
+        worker.fail(error)
+
+    def _remove(self, worker: Worker) -> None:
+        """Remove a compiled worker from its grammar, if it is not yet; its process has ended, or will."""
+        if worker in worker.grammar.workers:
+            worker.grammar.workers.remove(worker)
+            self._changed(worker.grammar, None)
 
     def _refuse(self, worker: Worker, error: LlmcError) -> None:
         """Record a failed compilation and remove the worker from its grammar."""
@@ -331,7 +335,7 @@ class WorkerPool:
                 _, number, status = wire.END.unpack(data)
                 self._ended(number, status)
             else:
-                self.broken = self.broken or (_unusable(data[1:].decode()) if data else _GONE)
+                self.broken = self.broken or (failures.unusable(data[1:].decode()) if data else failures.gone())
                 return
 
     def _ended(self, number: int, status: int) -> None:
@@ -344,12 +348,10 @@ class WorkerPool:
         del self._workers[number]
         self._idle.pop(number, None)
         if not worker.compiled:
-            self._refuse(worker, _compile_error(worker, status))
+            self._refuse(worker, failures.compile_error(worker.grammar.kind, worker.killed, status))
             return
-        self.guides -= len(worker.guides)
-        worker.fail(_output_error(worker, status))
-        worker.grammar.workers.remove(worker)
-        self._changed(worker.grammar, None)
+        self._fail_outputs(worker, failures.output_error(worker.killed, status))
+        self._remove(worker)
 
 
 def _datagrams(link: socket.socket | None) -> Iterator[bytes]:
@@ -366,27 +368,6 @@ def _datagrams(link: socket.socket | None) -> Iterator[bytes]:
             return
 
 
-def _compile_error(worker: Worker, status: int) -> LlmcError:
-    if worker.killed:
-        cause = f"the grammar was not compiled within {COMPILE_SECONDS:g} s"
-        return _unavailable(cause, "send the request again when the server has less to do")
-    limit = exceeded_limit(status, compiled=False)
-    return _GONE if limit is None else worker.grammar.refusal(f"it needs more than {limit}")
-
-
-def _output_error(worker: Worker, status: int) -> LlmcError:
-    if worker.killed:  # below its limit of CPU time, so others kept the processors
-        cause = f"the grammar process got too little CPU time for a token within {OPERATION_SECONDS:g} s"
-        return _unavailable(cause, "send the request again when the server has less to do")
-    limit = exceeded_limit(status, compiled=True)
-    return _failed("the grammar process has ended" if limit is None else f"the grammar needs more than {limit}")
-
-
 def _oldest(worker: Worker) -> float:
     """Return the time of the worker's oldest unanswered request; 0 if there is none."""
     return min((guide.sent for guide in worker.guides.values() if guide.sent), default=0.0)
-
-
-def _unusable(reason: str) -> LlmcError:
-    cause = f"llguidance cannot use the model's tokenizer: {reason}"
-    return LlmcError("E651", cause, "use another model for structured outputs")
