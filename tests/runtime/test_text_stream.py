@@ -16,8 +16,17 @@ from hypothesis import strategies as st
 from llmc_runtime.text.detokenizer import detokenizer, token_bytes
 from llmc_runtime.text.tokenizer import Tokenizer
 
+
+def byte_level_in_steps() -> tokenizers.Tokenizer:
+    """Return a byte-level tokenizer whose decoder has another step, as it is after some conversions."""
+    made = textkit.byte_level()
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel(), tokenizers.decoders.Fuse()])
+    return made
+
+
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "byte-level": textkit.byte_level,
+    "byte-level-in-steps": byte_level_in_steps,
     "sentencepiece": textkit.sentencepiece,
     "gemma": lambda: textkit.sentencepiece(prefix_space=False),
     "strips-two-spaces": lambda: textkit.sentencepiece(strip=2),
@@ -26,7 +35,7 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "no-decoder": textkit.bare,
 }
 # In these every text is the text of any prefix of the ids plus more: what follows a prompt is well defined.
-SEPARABLE = ("byte-level", "sentencepiece", "gemma", "metaspace", "wordpiece", "no-decoder")
+SEPARABLE = ("byte-level", "byte-level-in-steps", "sentencepiece", "gemma", "metaspace", "wordpiece", "no-decoder")
 
 
 @cache
@@ -129,6 +138,25 @@ def test_long_runs_of_spaces_are_decoded_in_short_windows(kind: str, monkeypatch
             patch.setattr(tok, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
             assert "".join(stream(tok, ids, [], skip=False)) == expected
     assert max(lengths) <= 24
+
+
+def test_bytes_that_form_no_characters_are_decoded_in_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of a decoder that replaces incomplete characters does not grow while ids form none."""
+    tok, draw, lengths = tokenizer("byte-level-in-steps"), Random(of_test()), list[int]()
+    half = tok.encode("東", add_special_tokens=False)[:-1]
+    lone, text = tok.encode("é", add_special_tokens=False)[-1:], tok.encode("of 東京", add_special_tokens=False)
+    assert "\ufffd" in tok.decode(half) and "\ufffd" in tok.decode(lone)
+    decode = tok.decode
+    for _ in range(8):
+        parts = [half] * draw.randrange(1, 5) + [lone] * draw.randrange(3) + [text] * draw.randrange(2)
+        ids = [*chain.from_iterable(draw.choice(parts) for _ in range(300))]
+        expected = decode(ids, skip_special_tokens=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(tok, "decode", lambda ids, **how: lengths.append(len(ids)) or decode(ids, **how))
+            pieces = stream(tok, ids, [], skip=False)
+        assert "".join(pieces) == expected
+        assert all(any(pieces[i : i + 40]) for i in range(len(pieces) - 40)), "text is held back"
+    assert max(lengths) <= 40
 
 
 def test_text_comes_without_delay_where_it_is_certain() -> None:

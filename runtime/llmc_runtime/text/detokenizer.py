@@ -18,6 +18,7 @@ from llmc_runtime.text.tokenizer import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRIMED_TOKENS = 8  # prompt tokens to examine: a character has at most 4 bytes
 _PRIME_MAX = 64
+_MAX_HELD = 16  # ids of a lossy decoder that are held while the text ends with U+FFFD
 
 
 class Detokenizer(Protocol):
@@ -130,8 +131,10 @@ class _WindowDetokenizer:
         if self._fallback and self._byte(token_id) is not None:
             return ""  # a run of byte tokens is decoded as a whole: one invalid byte affects all of it
         text = self._decode(self._ids)
-        if (self._lossy and text.endswith("\ufffd")) or not text.startswith(self._text):
+        if not text.startswith(self._text):
             return ""
+        if self._lossy and text.endswith("\ufffd"):
+            return self._settled(text) if len(self._ids) - self._done > _MAX_HELD else ""
         piece = text[len(self._text) :]
         for context in (self._ids[self._done :], self._ids[-_PRIMED_TOKENS:]):
             if tail := self._decode(context):  # enough context: the decoder strips at most the start of a text
@@ -142,6 +145,18 @@ class _WindowDetokenizer:
 
     def flush(self) -> str:
         return self._decode(self._ids)[len(self._text) :]
+
+    def _settled(self, text: str) -> str:
+        """Return the new text but for its last character, the only one that further ids can change, and keep a short
+        window: while ids form no characters, the window would grow with each of them.
+        """
+        ids = self._ids[-_PRIMED_TOKENS:]  # an incomplete character has at most 3 bytes
+        tail = self._decode(ids)
+        if not tail.endswith("\ufffd"):
+            return ""
+        piece = text[len(self._text) : -1]
+        self._ids, self._done, self._text = ids, 0, tail[:-1]
+        return piece
 
     def _visible(self, token_id: int) -> bool:
         return token_id not in self._skip and self._tokenizer.token(token_id) is not None
