@@ -49,6 +49,30 @@ def test_a_banned_sequence_needs_its_beginning() -> None:
     assert result == [[], [6, 7], [], [7], [], [], [6, 7]]
 
 
+@pytest.mark.parametrize("lists_ids", [False, True])
+def test_bans_are_the_same_with_and_without_operations_on_whole_masks(lists_ids: bool) -> None:
+    """Bans on their own and within a grammar's mask equal those of sets, also where they leave no needed id."""
+    rng, ended = random.Random(of_test()), 0
+    for _ in range(300):
+        vocab = rng.randint(6, 40)
+        allowed = set(rng.sample(range(vocab), rng.randint(1, vocab))) if lists_ids else set(range(vocab))
+        needed = set(range(vocab)) - (set(rng.sample(range(vocab), 2)) if rng.random() < 0.5 else set())
+        words = [rng.choices(range(min(vocab, 8)), k=rng.randint(1, 3)) for _ in range(rng.randint(0, 12))]
+        bans = Bans(bits(allowed, vocab), words, bits(needed, vocab), allows_all=not lists_ids)
+        past = rng.choices(range(8), k=4)
+        banned = {w[-1] for w in words if len(w) == 1 or past[-len(w) + 1 :] == w[:-1]}
+        rest, start = allowed - banned, allowed - {w[-1] for w in words if len(w) == 1}
+        assert bans.leave_none == (not start & needed)
+        inner = set(rng.sample(range(vocab), rng.randint(1, 4)))
+        last = past[-bans.window :] if bans.window else []
+        if not bans.leave_none:
+            assert bans.after(last) == (bits(rest, vocab) if rest & needed else None)
+        want = bits(rest & inner, vocab) if rest & inner & needed else None
+        assert bans.within(bits(inner, vocab), last) == want
+        ended += want is None
+    assert ended, "no case excludes all ids"
+
+
 def test_bans_behind_drafts() -> None:
     """The bans after drafts equal those after the same accepted tokens, up to the first banned draft."""
     whole, rng = mask_of(None, 8), random.Random(of_test())

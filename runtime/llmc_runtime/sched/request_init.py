@@ -12,7 +12,7 @@ from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import RowParams
-from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, both, empty, mask_of, mask_size, without_ids
+from llmc_runtime.sched.token_guide import Banned, Bans, TokenMask, mask_of, mask_size, without_ids
 
 
 def init_request(request: Request, config: SchedulerConfig, seed: int) -> None:
@@ -109,8 +109,8 @@ def _bans(request: Request, early_stops: frozenset[int], config: SchedulerConfig
         raise refused("bad_words", request.params.bad_words, f"words that are tokens of the vocabulary, 0 to {max_id}")
     needed = without_ids(mask_of(None, config.vocab_size), early_stops)
     allowed = ids.mask if isinstance(ids, TokenMask) else mask_of(ids, config.vocab_size)
-    bans = Bans(allowed, request.bad_words, needed)
-    if empty(both(bans.mask, needed)):
+    bans = Bans(allowed, request.bad_words, needed, allows_all=ids is None)
+    if bans.leave_none:
         raise refused("allowed_token_ids", ids, "at least one id that neither bad_words nor min_tokens excludes")
     return bans
 
