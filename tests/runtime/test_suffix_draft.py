@@ -79,7 +79,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         draft.end(one)
         kept = list(draft._ended)
         assert draft._kept == sum(len(text.tokens) for text in kept) <= 300 and not draft._live
-        places = [p for index in draft._scopes.values() for found in index._places.values() for p in found]
+        assert draft._reserved == 0
+        places = [p for index in draft._scopes.values() for seed in index._places for p in index._of(seed)]
         assert len(places) <= 300 and {id(tokens) for tokens, _ in places} <= {id(text.tokens) for text in kept}
         assert set(draft._scopes) == {text.scope for text in kept}
 
@@ -99,3 +100,56 @@ def test_an_output_of_its_own_scope_is_forgotten_without_reading_the_others(monk
         draft.propose(one, 1)
         draft.end(one)
     assert len(draft._ended) == len(draft._scopes) == 100
+
+
+def num_places(draft: SuffixDraft) -> int:
+    """Return the number of entries of the indexes of live texts."""
+    return sum(len(text.index._of(seed)) for text in draft._live.values() for seed in text.index._places)
+
+
+def test_live_texts_share_the_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that drafts for 64 outputs of a long prompt indexes as much as one that drafts for a single output."""
+    monkeypatch.setattr(suffix_draft, "INDEXED_PER_DRAFT", 128)
+    draft, rng = SuffixDraft(), random.Random(SEED)
+    texts = [rng.choices(range(10**6), k=2000) for _ in range(64)]
+    contexts = [context(i, text) for i, text in enumerate(texts)]
+    for one in contexts:
+        draft.propose(one, 1)
+    for _ in range(5):
+        before = num_places(draft)
+        for one in contexts:
+            draft.propose(one, 1)
+        assert 64 <= num_places(draft) - before <= 128
+        before = num_places(draft)
+        for one, text in zip(contexts, texts):
+            text += rng.choices(range(10**6), k=3)
+            draft.propose(one, 1)
+        assert 4 * 64 <= num_places(draft) - before <= 128 + 3 * 64, "the index does not fall behind the outputs"
+
+
+def test_live_texts_share_a_bound_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many long texts, the last tokens of each are indexed, and further ones as far as there is room."""
+    monkeypatch.setattr(suffix_draft, "INDEXED_PER_DRAFT", 10**6)
+    monkeypatch.setattr(suffix_draft, "LIVE_TOKENS", 3000)
+    monkeypatch.setattr(suffix_draft, "MIN_LIVE", 50)
+    draft, rng = SuffixDraft(), random.Random(SEED)
+    texts = [[*rng.choices(range(10**6), k=2000), 1, 2, 3, 4, 1, 2, 3] for _ in range(8)]
+    contexts = [context(i, text) for i, text in enumerate(texts)]
+    for one in contexts:
+        assert list(draft.propose(one, 1)) == [4], "the last tokens of each text are indexed"
+    sizes = [len(text) for text in draft._live.values()]
+    assert sizes == [2005, 995, *[50] * 6], "the first text, the room that it left, and MIN_LIVE"
+    for _ in range(200):
+        for one, text in zip(contexts, texts):
+            text += rng.choices(range(10**6), k=3)
+            draft.propose(one, 1)
+        assert num_places(draft) <= 3000 + 8 * 50
+    for one in contexts[:2]:
+        draft.end(one)
+    before = num_places(draft)
+    for one in contexts[2:]:
+        draft.propose(one, 1)
+    assert num_places(draft) > before, "ended texts leave room to others"
+    for one in contexts[2:]:
+        draft.end(one)
+    assert draft._reserved == 0

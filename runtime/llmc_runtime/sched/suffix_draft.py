@@ -4,7 +4,8 @@ The method is that of SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): occ
 itself and in earlier outputs of the same scope, and the draft follows the continuation that is most frequent among the
 longest matches, as long as it is likely. In place of a suffix tree there is an index from each sequence of MIN_MATCH
 tokens to its latest occurrences, from which matches are extended backwards. That bounds memory and time: a token takes
-one entry of an index, and a draft compares at most 2 * OCCURRENCES * MAX_MATCH tokens.
+one entry of an index (250 to 1,000 bytes), and a draft compares at most 2 * OCCURRENCES * MAX_MATCH tokens. Texts share
+the limits on the tokens that are indexed: a step drafts for many.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from llmc_runtime.sched.host_draft import Draft, DraftContext
 MIN_MATCH = 3  # tokens of the shortest suffix that is searched for
 MAX_MATCH = 24  # tokens by which matches are ranked
 OCCURRENCES = 16  # latest occurrences of a sequence of MIN_MATCH tokens that are compared
-INDEXED_PER_DRAFT = 1024  # tokens of the text, and of ended outputs, that are indexed per draft
+INDEXED_PER_DRAFT = 1024  # tokens of live texts, and of ended outputs, that are indexed while each text gets a draft
+MAX_NEW = 32  # tokens of a text since its last draft that are indexed besides
+LIVE_TOKENS = 1 << 18  # tokens of live texts that are indexed, unless a text has fewer than MIN_LIVE
+MIN_LIVE = 1024
 MAX_OUTPUT = 4096  # last tokens of an ended output that are kept
 KEPT_TOKENS = 1 << 16  # tokens of ended outputs that are kept, over all scopes
 MIN_PROBABILITY = 0.3  # a draft ends where its tokens together are less likely than this, by the continuations found
@@ -33,7 +37,7 @@ class _Index:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], deque[_Place]] = {}
+        self._places: dict[tuple[int, ...], _Place | deque[_Place]] = {}  # most sequences occur once
         self.num_texts = 0
 
     def __bool__(self) -> bool:
@@ -41,25 +45,34 @@ class _Index:
 
     def add(self, tokens: Sequence[int], end: int) -> None:
         """Add the sequence before `end`."""
-        seed = tuple(tokens[end - MIN_MATCH : end])
+        seed, place = tuple(tokens[end - MIN_MATCH : end]), (tokens, end)
         places = self._places.get(seed)
         if places is None:
-            places = self._places[seed] = deque(maxlen=OCCURRENCES)
-        places.append((tokens, end))
+            self._places[seed] = place
+        elif isinstance(places, deque):
+            places.append(place)
+        else:
+            self._places[seed] = deque((places, place), OCCURRENCES)
 
     def remove(self, tokens: Sequence[int], end: int) -> None:
         """Remove the sequence before `end` of the tokens that were added first."""
         seed = tuple(tokens[end - MIN_MATCH : end])
-        places = self._places.get(seed)
+        places = self._of(seed)
         if places and places[0][0] is tokens and places[0][1] == end:
-            places.popleft()
-            if not places:
+            if isinstance(places, deque) and len(places) > 1:
+                places.popleft()
+            else:
                 del self._places[seed]
+
+    def _of(self, seed: tuple[int, ...]) -> Sequence[_Place]:
+        """Return the occurrences of a sequence."""
+        places = self._places.get(seed, ())
+        return (places,) if isinstance(places, tuple) and places else places
 
     def matches(self, text: Sequence[int]) -> Iterator[tuple[int, _Place]]:
         """Yield the occurrences of suffixes of `text`, except its own end, with their lengths in tokens."""
         known = len(text)
-        for tokens, end in self._places.get(tuple(text[-MIN_MATCH:]), ()):
+        for tokens, end in self._of(tuple(text[-MIN_MATCH:])):
             if tokens is text and end == known:
                 continue
             length, longest = MIN_MATCH, min(MAX_MATCH, end, known)
@@ -70,12 +83,26 @@ class _Index:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """Tokens of which the first `num_indexed` are in the index."""
+    """Tokens of which those from `first` up to `num_indexed` are in the index.
+
+    num_seen:   tokens at the last draft
+    reserved:   of a live text: tokens of LIVE_TOKENS that it takes, whether they are indexed yet or not
+    """
 
     tokens: Sequence[int]
     index: _Index
     scope: str = ""
-    num_indexed: int = field(default=MIN_MATCH - 1)
+    first: int = MIN_MATCH - 1
+    num_indexed: int = field(default=0, init=False)
+    num_seen: int = field(default=0, init=False)
+    reserved: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_indexed, self.num_seen = self.first, len(self.tokens)
+
+    def __len__(self) -> int:
+        """The number of tokens in the index."""
+        return self.num_indexed - self.first
 
     def catch_up(self, limit: int) -> int:
         """Add up to `limit` more tokens to the index. Return the limit that is left."""
@@ -92,6 +119,7 @@ class SuffixDraft(Draft):
 
     def __init__(self) -> None:
         self._live: dict[str, _Text] = {}
+        self._reserved = 0  # of LIVE_TOKENS, by live texts
         self._scopes: dict[str, _Index] = {}  # of ended outputs
         self._ended: deque[_Text] = deque()  # oldest first
         self._behind: deque[_Text] = deque()  # those of them that are not indexed to their end
@@ -99,11 +127,10 @@ class SuffixDraft(Draft):
 
     def propose(self, context: DraftContext, max_tokens: int) -> Sequence[int]:
         """Return the likeliest continuation of the longest matches."""
-        text = self._live.get(context.id)
-        if text is None:
-            text = self._live[context.id] = _Text(context.tokens, _Index())
-        text.catch_up(INDEXED_PER_DRAFT)
-        self._index_ended()
+        text = self._live.get(context.id) or self._begin(context)
+        share = max(1, INDEXED_PER_DRAFT // len(self._live))
+        self._follow(text, share)
+        self._index_ended(share)
         longest, places = MIN_MATCH, list[_Place]()
         for index in (text.index, self._scopes.get(context.scope)):
             for length, place in index.matches(context.tokens) if index else ():
@@ -115,7 +142,9 @@ class SuffixDraft(Draft):
 
     def end(self, context: DraftContext) -> None:
         """Keep the output for later ones of its scope."""
-        self._live.pop(context.id, None)
+        live = self._live.pop(context.id, None)
+        if live is not None:
+            self._reserved -= live.reserved
         output = tuple(context.tokens[context.num_prompt :][-MAX_OUTPUT:])
         if len(output) <= MIN_MATCH:
             return
@@ -138,8 +167,26 @@ class SuffixDraft(Draft):
             del self._scopes[text.scope]
         self._kept -= len(text.tokens)
 
-    def _index_ended(self) -> None:
-        limit = INDEXED_PER_DRAFT
+    def _begin(self, context: DraftContext) -> _Text:
+        """Follow a new text: all of it, or its last tokens if there is no room for more."""
+        tokens = context.tokens
+        room = max(MIN_LIVE, LIVE_TOKENS - self._reserved)
+        text = self._live[context.id] = _Text(tokens, _Index(), first=max(MIN_MATCH - 1, len(tokens) - room))
+        text.reserved = max(0, len(tokens) - text.first)
+        self._reserved += text.reserved
+        return text
+
+    def _follow(self, text: _Text, share: int) -> None:
+        """Index `share` more tokens of a text, and those that are new, as far as there is room."""
+        limit = share + min(MAX_NEW, len(text.tokens) - text.num_seen)
+        text.num_seen = len(text.tokens)
+        room = max(text.reserved, MIN_LIVE, text.reserved + LIVE_TOKENS - self._reserved) - len(text)
+        text.catch_up(max(0, min(limit, room)))
+        if len(text) > text.reserved:
+            self._reserved += len(text) - text.reserved
+            text.reserved = len(text)
+
+    def _index_ended(self, limit: int) -> None:
         while self._behind and limit:
             limit = self._behind[0].catch_up(limit)
             if self._behind[0].num_indexed == len(self._behind[0].tokens):
