@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine.input_processor import EngineRequest, params_of_output
+from llmc_runtime.engine.input_processor import EngineRequest, are_ids, params_of_output
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.sched.request import Request
@@ -58,7 +58,7 @@ class EngineCore:
 
         Raises LlmcError E6xx if the request can never run.
         """
-        leader = None
+        leader, checked = None, are_ids(request.prompt.ids, self.engine.scheduler.config.vocab_size)
         try:
             for index, number in enumerate(request.numbers):
                 guide = guides[index] if guides else None
@@ -76,6 +76,7 @@ class EngineCore:
                     guide=guide,
                     leader=leader,
                     tenant=request.tenant,
+                    checked=checked,
                 )
                 self.engine.add(output)
                 leader = leader or output

@@ -43,6 +43,7 @@ class Request:
     guide:       restricts each next token
     leader:      a request with the same prompt, added before, whose pages this one waits for
     tenant:      tenants get equal service when capacity is short
+    checked:     the prompt is known to consist of integers that are ids of the vocabulary
 
     The other fields belong to the scheduler.
     """
@@ -56,6 +57,7 @@ class Request:
     guide: Guide | None = None
     leader: Request | None = None
     tenant: str = ""
+    checked: bool = False
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # order in queues: the policy's value, then arrival

@@ -28,7 +28,7 @@ def init_request(request: Request, config: SchedulerConfig, seed: int) -> None:
     if not isinstance(request.cache_salt, str):
         raise refused("cache_salt", request.cache_salt, "a string")
     if request.leader is None or request.leader.prompt_token_ids is not prompt:
-        _check_prompt(prompt, config)
+        _check_prompt(prompt, config, request.checked)
     _check_stops(request, config)
     limit = _max_length(len(prompt), params.max_tokens, config)
     stops = frozenset(params.stop_token_ids or ())
@@ -115,10 +115,11 @@ def _bans(request: Request, early_stops: frozenset[int], config: SchedulerConfig
     return bans
 
 
-def _check_prompt(prompt: object, config: SchedulerConfig) -> None:
-    if not isinstance(prompt, list | tuple) or not set(map(type, prompt)) <= {int}:
+def _check_prompt(prompt: object, config: SchedulerConfig, checked: bool) -> None:
+    if not isinstance(prompt, list | tuple) or not (checked or set(map(type, prompt)) <= {int}):
         raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
-    check_token_ids(prompt, config.vocab_size)
+    if not checked:
+        check_token_ids(prompt, config.vocab_size)
     max_prompt = config.max_model_len - (config.pooling is None)
     if len(prompt) > max_prompt:
         raise LlmcError(
