@@ -213,27 +213,46 @@ class HostDevice:
         memory.host[at : at + values.nbytes] = values.view(np.uint8).reshape(-1)
 
 
-def test_rows_have_the_biases_of_their_own_request() -> None:
-    shapes = {
-        "tokens": ("i32", 8),
-        "length": ("i32", 1),
-        "pages": ("i32", 4),
-        "bias_ids": ("i32", 6),
-        "biases": ("f32", 6),
-    }
-    states = {}
-    for role, (dtype, width) in shapes.items():
+def rows_of(**widths: int) -> tuple[Rows, dict[str, np.ndarray]]:
+    """Return four rows with states of these widths, besides those that each model has, and the states as arrays."""
+    states, arrays = {}, {}
+    for role, width in {"tokens": 8, "length": 1, "pages": 4, **widths}.items():
         memory = Memory(0, 16 * width, np.full(16 * width, 0xAB, np.uint8))
-        states[role] = SimpleNamespace(dtype=dtype, shape=[lambda env: 4]), memory
-    rows = Rows(HostDevice(), states, {}, 64)  # type: ignore[arg-type]
+        kind = "f32" if role == "biases" else "i32"
+        states[role] = SimpleNamespace(dtype=kind, shape=[lambda env: 4]), memory
+        arrays[role] = memory.host.view(np.float32 if kind == "f32" else np.int32).reshape(4, width)
+    return Rows(HostDevice(), states, {}, 64), arrays  # type: ignore[arg-type]
+
+
+def test_rows_have_the_biases_of_their_own_request() -> None:
+    rows, arrays = rows_of(bias_ids=6, biases=6)
     shared, other = ((3, -2.0), (5, 1.0)), ((7, 0.5),)
     wanted = {0: shared, 1: shared, 2: other, 3: shared}
     for row, biases in wanted.items():
         rows.init(RowInit(row, [1], 0, 1, RowParams(biases=biases), [0]))
     for row, biases in wanted.items():
-        ids, values = (states[role][1].host.view(kind).reshape(4, 6)[row] for role, kind in
-                       (("bias_ids", np.int32), ("biases", np.float32)))  # fmt: skip
+        ids, values = arrays["bias_ids"][row], arrays["biases"][row]
         assert tuple(zip(ids[: len(biases)].tolist(), values[: len(biases)].tolist())) == biases
+
+
+def test_rows_have_the_tokens_of_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that share the list of a prompt have the same tokens and bitmap, which are made once."""
+    rows, arrays = rows_of(seen=2)
+    prompt, other = [3, 40, 3], [5, 33]
+    made, asarray = list[object](), np.asarray
+    monkeypatch.setattr(np, "asarray", lambda x, *how: made.append(x) or asarray(x, *how))  # type: ignore[func-returns-value]
+    wanted = {0: (prompt, 3), 1: (prompt, 3), 2: ([*other, 40], 2), 3: (prompt, 3)}
+    for row, (tokens, num_prompt) in wanted.items():
+        rows.init(RowInit(row, tokens, 0, num_prompt, RowParams(), [0]))
+    assert sum(x is prompt for x in made) == 2, "rows 0 and 1 come one after the other"
+    monkeypatch.undo()
+    for row, (tokens, num_prompt) in wanted.items():
+        assert arrays["tokens"][row, : len(tokens)].tolist() == tokens
+        words = arrays["seen"].view(np.uint32)[row]
+        seen = {i for i in range(64) if int(words[i // 32]) >> i % 32 & 1}
+        assert seen == set(tokens[:num_prompt])
+    rows.init(RowInit(0, prompt, 0, 1, RowParams(), [0]))
+    assert arrays["seen"][0].tolist() == [1 << 3, 0], "the same list with a shorter prompt"
 
 
 def test_bad_words_are_not_generated() -> None:

@@ -261,7 +261,8 @@ class LiveRequests:
             self.waiting.remove(request)
         self.waiting.leave(request)
         request.status = Status.FINISHED
-        self.discarded.add(request.tokens)
+        if request.tokens is not request.prompt_token_ids:
+            self.discarded.add(request.tokens)
         del self.requests[request.id]
         self.guided.remove(request)
         if self.host_drafts is not None:

@@ -61,7 +61,8 @@ class Request:
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # order in queues: the policy's value, then arrival
-    # Prompt and output as known to the host; those of a long request that has ended are freed (see discarded_tokens).
+    # Prompt and output as known to the host; the list of the prompt, which others may share, until the first start.
+    # Those of a long request that has ended are freed (see discarded_tokens).
     tokens: list[int] = field(default_factory=list, init=False)
     num_prompt: int = field(default=0, init=False)
     num_total: int = field(default=0, init=False)  # while running: len(tokens) plus those that steps in flight sample
@@ -147,6 +148,8 @@ class Request:
         self.status = Status.RUNNING
         self.row, self.pages, self.num_published = row, pages, hits
         self.needs_init = True
+        if self.tokens is self.prompt_token_ids:
+            self.tokens = list(self.tokens)
         self.num_total = len(self.tokens)
         self.num_planned = self.num_computed = cached
         self.num_drafts = self.lookahead = self.reach = 0
@@ -156,7 +159,11 @@ class Request:
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""
         self.needs_init = False
-        tokens, computed = list(self.tokens), self.num_computed
+        prompt, computed = self.prompt_token_ids, self.num_computed
+        if len(self.tokens) == self.num_prompt and isinstance(prompt, list):
+            tokens = prompt  # it is never changed
+        else:
+            tokens = list(self.tokens)
         return RowInit(self.row, tokens, computed, self.num_prompt, self.row_params, list(self.pages), self.snapshot)
 
     def restart(self) -> None:

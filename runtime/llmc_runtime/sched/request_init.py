@@ -34,7 +34,7 @@ def init_request(request: Request, config: SchedulerConfig, seed: int) -> None:
     stops = frozenset(params.stop_token_ids or ())
     early_stops = stops.union(config.eos_token_ids) if params.min_tokens else frozenset()
     allowed = _allowed_mask(request, early_stops, config)
-    request.tokens = list(prompt)
+    request.tokens = prompt if isinstance(prompt, list) else list(prompt)
     request.num_prompt = len(prompt)
     request.limit = limit
     request.min_length = len(prompt) + params.min_tokens

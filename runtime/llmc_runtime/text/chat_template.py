@@ -201,7 +201,7 @@ def checked_messages(messages: Any) -> Sequence[Message]:
 
 def _marked(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Return a copy whose last message ends in a marker, and the text before the marker."""
-    chat = copy.deepcopy(chat)
+    chat = [*chat[:-1], copy.deepcopy(chat[-1])]
     content = chat[-1].get("content")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE
