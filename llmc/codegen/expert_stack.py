@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
+from llmc.ir.ops.moe import parts
 from llmc.ir.types import Type
 from llmc.passes.analysis import Origin, origin
 
@@ -32,13 +33,13 @@ class Stack:
 
     @property
     def up(self) -> bool:
-        """Whether it belongs to the first product, which has a gate and whose rows are tokens."""
+        """Whether it belongs to the first product, whose rows are tokens."""
         return self.node.op.name.endswith("up")
 
     @property
     def parts(self) -> int:
         """Row blocks of an expert: gate and up, or one."""
-        return 2 if self.up else 1
+        return parts(self.node.attrs["body"]) if self.up else 1
 
     def operand(self, name: str) -> int | None:
         """Return the index of an operand: code, scale, x_scale, zero, weights or bias; None if the node lacks it."""

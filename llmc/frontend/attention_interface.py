@@ -137,17 +137,12 @@ def read_gates(model: torch.nn.Module) -> None:
 
 def _experts_hook(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Call the moe op with weights as [experts, out, in] and gate rows first, rearranged by ordinary ops on weights."""
-    if not getattr(module, "has_gate", True):
-        raise Diagnostic(
-            "E305",
-            f"{type(module).__name__}: experts without a gate are not supported",
-            "supported: experts with gate_up_proj and down_proj",
-        )
     gate = getattr(module, GATE)
-    gate_up, down = module.gate_up_proj, module.down_proj
+    first = "gate_up_proj" if expert_activation.has_gate(module) else "up_proj"
+    gate_up, down = getattr(module, first), module.down_proj
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    biases = (getattr(module, f"{first}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
     if gate.interleaved:
         gate_up, biases = _gate_rows_first(gate_up), (_gate_rows_first(biases[0]), biases[1])
     return torch.ops.llmc.moe(hidden, index, weights, gate_up, down, gate.body, *biases)

@@ -1,14 +1,17 @@
 """Extracts the activation between the two products of an MoE expert by tracing the model's own code.
 
-The result is one scalar expression of gate and up, and the order in which gate_up stores the two.
+The result is one scalar expression of gate and up, and the order in which gate_up stores the two. For experts without a
+gate, it is an expression of the only value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from llmc.diagnostics import Diagnostic
@@ -16,7 +19,7 @@ from llmc.frontend.aten_table import TABLE
 from llmc.frontend.lowering import Call, Sizes, Unsupported
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.ops import OPS
-from llmc.ir.ops.moe import gate
+from llmc.ir.ops.moe import parts
 from llmc.ir.scalar import E, arg, expr, substitute
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import tensor
@@ -28,7 +31,8 @@ EXAMPLE_COLUMNS = 3  # columns of gate and of up in the traced example
 class Gate:
     """An expert's activation: an expression of the gate a0 and up a1, and the column order of gate_up.
 
-    If `interleaved`, gate and up columns alternate, starting with a gate; otherwise all gates precede all ups.
+    Without a gate, it is an expression of a0. If `interleaved`, gate and up columns alternate, starting with a gate;
+    otherwise all gates precede all ups.
     """
 
     body: str
@@ -36,30 +40,50 @@ class Gate:
 
 
 def read(module: Any) -> Gate:
-    """Trace `_apply_gate` of an experts module; raises Diagnostic E305 if it is not an elementwise function."""
+    """Trace the activation of an experts module; raises Diagnostic E305 if it is not an elementwise function.
+
+    It is `_apply_gate`, or `act_fn` if the module has no gate.
+    """
     try:
-        with torch.device("cpu"):
-            traced = make_fx(lambda x: module._apply_gate(x), pre_dispatch=True)(torch.zeros(1, 2 * EXAMPLE_COLUMNS))
-        graph = _lowered(traced.graph)
-        turns = {n.attrs["step"] == 2 for n in graph.nodes if n.op.name == "slice"}
-        if len(turns) != 1:
-            raise Unsupported("the order of gate and up is unknown")
-        body = str(_expression(graph))
-        gate(body)
-        return Gate(body, turns.pop())
+        return _of_gate_and_up(module._apply_gate) if has_gate(module) else _of_one(module.act_fn)
     except (Unsupported, Mismatch, KeyError, TypeError) as e:
         raise Diagnostic(
             "E305",
             f"{type(module).__name__}: its experts' gate is not a single expression: {e}",
-            "supported: any pointwise function of gate and up, each a half of gate_up or every other column of it",
+            "supported: any pointwise function of gate and up, each a half of gate_up or every other column of it, or "
+            "of up if there is no gate",
         ) from e
 
 
-def _lowered(traced: Any) -> Graph:
-    """Lower the traced function to IR with the aten table."""
+def has_gate(module: Any) -> bool:
+    """Whether an experts module has a gate; transformers says so only of those that have none."""
+    return bool(getattr(module, "has_gate", True))
+
+
+def _of_gate_and_up(function: Callable[[Tensor], Tensor]) -> Gate:
+    graph = _lowered(function, 2 * EXAMPLE_COLUMNS)
+    turns = {n.attrs["step"] == 2 for n in graph.nodes if n.op.name == "slice"}
+    if len(turns) != 1:
+        raise Unsupported("the order of gate and up is unknown")
+    body = str(_expression(graph, {}))
+    if parts(body) != 2:
+        raise Unsupported(f"{body} does not read both gate and up")
+    return Gate(body, turns.pop())
+
+
+def _of_one(function: Callable[[Tensor], Tensor]) -> Gate:
+    graph = _lowered(function, EXAMPLE_COLUMNS)
+    (x,) = graph.inputs
+    return Gate(str(_expression(graph, {x: arg(0)})), False)
+
+
+def _lowered(function: Callable[[Tensor], Tensor], columns: int) -> Graph:
+    """Trace a function of a row, and lower it to IR with the aten table."""
+    with torch.device("cpu"):
+        traced = make_fx(lambda x: function(x), pre_dispatch=True)(torch.zeros(1, columns)).graph
     g = Graph("gate")
     env: dict[Any, Any] = {}
-    x = g.input("x", tensor("f32", 1, 2 * EXAMPLE_COLUMNS))
+    x = g.input("x", tensor("f32", 1, columns))
     for n in traced.nodes:
         if n.op == "placeholder":
             env[n] = x
@@ -82,9 +106,11 @@ def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
     return row(call, *arguments[0], **arguments[1])
 
 
-def _expression(g: Graph) -> E:
-    """Return the output as a scalar expression: slices of the input are its arguments, all other ops are pointwise."""
-    done: dict[Value, E] = {}
+def _expression(g: Graph, done: dict[Value, E]) -> E:
+    """Return the output as a scalar expression: slices of the input are its arguments, all other ops are pointwise.
+
+    done: the expressions of known values, to which those of all nodes are added.
+    """
     for n in g.nodes:
         done[n.result] = _part(n) if n.op.name == "slice" else _of(n, done)
     return done[g.outputs[0]]

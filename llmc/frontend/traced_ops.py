@@ -31,7 +31,8 @@ OPS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "Tensor? sinks=None, bool causal=True) -> Tensor": _attention,
         # the same, and slopes [H]
         "alibi_attention(Tensor q, Tensor k, Tensor v, Tensor slopes, SymInt layer, float scale) -> Tensor": _attention,
-        # x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i], biases [e,2i] and [e,d] -> [t,d]
+        # x [t,d], idx and weights [t,k], gate_up [e,2i,d], down [e,d,i], biases [e,2i] and [e,d] -> [t,d]; without a
+        # gate, gate_up [e,i,d] and its bias [e,i]
         "moe(Tensor x, Tensor idx, Tensor weights, Tensor gate_up, Tensor down, str body, Tensor? gate_bias=None, "
         "Tensor? down_bias=None) -> Tensor": lambda x, *_, **__: torch.empty_like(x),
         # inv_freq [h], positions [1,T] -> cos and sin, each [1,T,h] (layout "half") or [1,T,2h] ("twice", "pairs")

@@ -96,6 +96,7 @@ class Text:
 
 # gpt_oss's experts, with limits that drawn values reach.
 CLAMPED = "mul(add(max(min(a1, 0.7), -0.7), 1.0), mul(min(a0, 0.7), sigmoid(mul(min(a0, 0.7), 1.702))))"
+SQUARED = "mul(max(a0, 0.0), max(a0, 0.0))"  # nemotron_h's experts, which have no gate
 SOFTMAX = "div(exp(sub(a0, row_max(a0))), row_sum(exp(sub(a0, row_max(a0)))))"
 NORM = "mul(mul(a0, rsqrt(add(row_mean(mul(a0, a0)), 1e-06))), add(a1, 1.0))"
 # Products of experts: op, columns, rows, stack (with scales, zero points and bias), attributes.
@@ -118,6 +119,24 @@ EXPERTS = (
     ("quantized_moe", 75, 14, "f8e5m2[5, 14, 75]; f32[5, 1, 1]; f32[5, 14]", "block=[0, 0]"),
     ("quantized_moe", 41, 6, "u8[5, 6, 41]; bf16[5, 6, 5]; u8[5, 6, 5]", "block=[1, 9], zeros=true, bits=3"),
 )  # fmt: skip
+
+
+# First products of experts without a gate.
+UNGATED = tuple(
+    Text(
+        f"f32[T, {k}]; i32[2*T]; i32[6]; {stack}", f'{op}_up {{k=2, {rest}body="{SQUARED}"}}', "f32[2*T, 7]", scale=0.1
+    )
+    for op, k, stack, rest in (
+        ("moe", 37, "bf16[5, 7, 37]; f32[5, 7]", ""),
+        ("quantized_moe", 133, "i8[5, 7, 133]; f32[5, 7, 1]", 'block=[1, 0], act="i8", act_block=64, '),
+        (
+            "quantized_moe",
+            192,
+            "u8[5, 7, 96]; bf16[5, 3, 7]; u8[5, 3, 7]",
+            "block=[1, 64], zeros=true, bits=4, half=32, ",
+        ),
+    )
+)
 
 
 def _with_weights(stack: str) -> str:
@@ -238,6 +257,11 @@ TEXTS = (
     Text(
         "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 10, 33]; bf16[4, 33, 5]; bf16[4, 10]; bf16[4, 33]",
         f'moe {{body="{CLAMPED}"}}',
+        "bf16[T, 33]",
+    ),
+    Text(
+        "bf16[T, 33]; i64[T, 3]; f32[T, 3]; bf16[4, 5, 33]; bf16[4, 33, 5]; bf16[4, 5]; bf16[4, 33]",
+        f'moe {{body="{SQUARED}"}}',
         "bf16[T, 33]",
     ),
     Text("f32[T, 4, 10]; f32[T, 2, 10]; f32[T, 2, 6]; i32[T]", "attention {layer=0, scale=0.3}", "f32[T, 4, 6]"),

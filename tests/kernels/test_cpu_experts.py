@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from draw import of_test
-from kernels.cases import TEXTS, Text
+from kernels.cases import TEXTS, UNGATED, Text
 from kernels.harness import Case, batch, compile_cases, run_case
 from kernels.test_cpu_linear import target_here
 from kernels.test_cpu_quantized import LEVELS, VNNI
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.drawn
 EVERY = [t for t in TEXTS if t.call.partition(" ")[0].removeprefix("quantized_") in ("moe_up", "moe_down")]
 HALF = len(EVERY) // 2  # first products, then second ones of the same stacks: some of both
 FLOAT_CODES = next(t for t in EVERY if "e2m1" in t.call and "act" in t.call)
-ROUTED = (*EVERY[3:HALF:3], *EVERY[HALF + 4 :: 3], FLOAT_CODES)
+ROUTED = (*EVERY[3:HALF:3], *EVERY[HALF + 4 :: 3], FLOAT_CODES, *UNGATED)
 TOKENS = (1, 7, 64)
 
 

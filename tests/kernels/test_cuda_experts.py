@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from kernels.cases import CLAMPED
+from kernels.cases import CLAMPED, SQUARED
 from kernels.test_triton_moe import down, up
 
 from llmc.codegen.backends.cuda import nvrtc_toolchain
@@ -67,6 +67,7 @@ def test_binaries(g: Graph, tmp_path: Path) -> None:
         (up("T", 2, 4, 12, 32), "the experts' sizes 24 x 32 are not constant multiples of 16 and 8"),
         (down("T", 2, 4, 12, 32), "the experts' sizes 32 x 12 are not constant multiples of 8 and 8"),
         (up("T", 2, 513, 16, 32), "513 experts; the maximum is 512"),
+        (up("T", 2, 4, 16, 32, body=SQUARED), "experts without a gate"),
     ],
 )
 def test_rejected_nodes(g: Graph, why: str) -> None:

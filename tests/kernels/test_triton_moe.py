@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from kernels.cases import CLAMPED
+from kernels.cases import CLAMPED, SQUARED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, run_case, some
 
@@ -18,7 +18,7 @@ from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.codegen.kernel import Kernel
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
-from llmc.ir.ops.moe import SWIGLU, moe_route
+from llmc.ir.ops.moe import SWIGLU, moe_route, parts
 from llmc.ir.scalar import arg
 from llmc.ir.types import tensor
 from llmc.targets.gpu_targets import sm_90
@@ -52,8 +52,9 @@ def up(
     t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16", body: str = SWIGLU, bias: str = ""
 ) -> Graph:
     pairs = tensor("i32", t, k).numel
-    types = [tensor(x, t, d), tensor("i32", pairs), tensor("i32", experts + 1), tensor(w, experts, 2 * n, d)]
-    return graph("moe_up", types + ([tensor(bias, experts, 2 * n)] if bias else []), {"k": k, "body": body})
+    rows = parts(body) * n
+    types = [tensor(x, t, d), tensor("i32", pairs), tensor("i32", experts + 1), tensor(w, experts, rows, d)]
+    return graph("moe_up", types + ([tensor(bias, experts, rows)] if bias else []), {"k": k, "body": body})
 
 
 def down(t: Any, k: int, experts: int, n: int, d: int, x: str = "bf16", w: str = "bf16", bias: str = "") -> Graph:
@@ -120,6 +121,16 @@ def test_biases_and_a_clamped_gate(w: str, bias: str) -> None:
     for t, k, experts in ROUTINGS[1:4]:
         check(MOE_UP, up("T", k, experts, 21, 20, w, w, CLAMPED, bias), t, k, experts)
         check(MOE_DOWN, down("T", k, experts, 21, 34, w, w, bias), t, k, experts)
+
+
+@pytest.mark.parametrize(("w", "bias"), (("bf16", ""), ("f32", "f32")))
+def test_experts_without_a_gate(w: str, bias: str) -> None:
+    """A stack has the rows of one product only; of all schedules some."""
+    for t, k, experts in ROUTINGS[1:4]:
+        check(MOE_UP, up("T", k, experts, 21, 20, w, w, SQUARED, bias), t, k, experts)
+    g = up("T", 2, 3, 70, 150, w, w, SQUARED, bias)
+    for s in some(MOE_UP.schedules(next(iter(g.nodes)), sm_90()), 0.2):
+        check(MOE_UP, g, 40, 2, 3, s)
 
 
 @pytest.mark.parametrize("dtype", ("bf16", "f32"))
@@ -210,6 +221,7 @@ def test_binaries(target: Target, tmp_path: Path) -> None:
         (MOE_DOWN, down("T", 8, 128, 768, 2048, "f32", "bf16")),
         (MOE_UP, up("T", 4, 32, 2880, 2880, body=CLAMPED, bias="bf16")),
         (MOE_DOWN, down("T", 4, 32, 2880, 2880, bias="bf16")),
+        (MOE_UP, up("T", 6, 128, 1856, 2688, body=SQUARED)),
     )  # fmt: skip
     sources = []
     for kernel, g in graphs:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from kernels.cases import CLAMPED
+from kernels.cases import CLAMPED, SQUARED
 from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, run_case, some
@@ -48,6 +48,7 @@ class Stack:
     half: int = 0
     bias: str = ""
     wide: bool = False  # codes of dtype u8 have 8 bits
+    gate: bool = True
 
     @property
     def bits(self) -> int:
@@ -70,7 +71,8 @@ class Stack:
         operands += [g.input("bias", tensor(self.bias, experts, rows), weight=True)] if self.bias else []
         attrs: dict[str, Any] = {"block": self.block, "values": self.values, "bits": self.bits, "half": self.half}
         attrs |= {"zeros": True} if self.zero == "u8" else {"zero_point": int(self.zero or 0)}
-        attrs |= {"k": k, "body": CLAMPED if self.bias else SWIGLU} if up else {}
+        gated = CLAMPED if self.bias else SWIGLU
+        attrs |= {"k": k, "body": gated if self.gate else SQUARED} if up else {}
         g.outputs = [g.add(OPS["quantized_moe_up" if up else "quantized_moe_down"], operands, attrs).result]
         return g
 
@@ -87,6 +89,7 @@ STACKS = {
     "whole": (Stack("f32", "u8", "f32", (1, 0), "8", half=16), 96),
     "mxfp4": (Stack("bf16", "u8", "bf16", (1, 32), values="e2m1", half=32, bias="bf16"), 192),
     "nvfp4": (Stack("bf16", "u8", "f32", (1, 16), values="e2m1", half=16), 96),
+    "no gate": (Stack("bf16", "u8", "bf16", (1, 64), "8", half=32, bias="f32", gate=False), 128),
 }
 
 

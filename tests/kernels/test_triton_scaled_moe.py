@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
-from kernels.cases import CLAMPED
+from kernels.cases import CLAMPED, SQUARED
 from kernels.harness import Case
 from kernels.test_triton_moe import ROUTINGS, chosen, first
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, run_case, some
@@ -35,6 +35,7 @@ class Stack:
     bias: str = ""
     scale: str = "f32"
     x: str = ""  # dtype of the activations' codes, if that is another one
+    gate: bool = True
 
     def graph(self, up: bool, t: Any, k: int, experts: int, rows: int, columns: int) -> Graph:
         """The graph of one product; rows: of an expert's weights."""
@@ -51,7 +52,8 @@ class Stack:
         operands += [] if up else [g.input("weights", tensor("f32", t, k))]
         operands += [g.input("bias", tensor(self.bias, experts, rows), weight=True)] if self.bias else []
         attrs: dict[str, Any] = {"block": self.block}
-        attrs |= {"k": k, "body": CLAMPED if self.bias else SWIGLU, "dtype": "bf16"} if up else {}
+        gated = CLAMPED if self.bias else SWIGLU
+        attrs |= {"k": k, "body": gated if self.gate else SQUARED, "dtype": "bf16"} if up else {}
         g.outputs = [g.add(OPS["scaled_moe_up" if up else "scaled_moe_down"], operands, attrs).result]
         return g
 
@@ -64,6 +66,7 @@ STACKS = {
     "fp8-tiles": (Stack("f8e4m3", (8, 32)), 96),
     "fp8-block": (Stack("f8e4m3", (128, 128)), 256),
     "fp8-columns": (Stack("f8e4m3", (0, 64), scale="bf16"), 128),
+    "no gate": (Stack("f8e4m3", (8, 32), bias="f32", gate=False), 96),
 }
 
 
@@ -161,4 +164,4 @@ def test_scales_of_whole_rows_are_no_groups() -> None:
     one, many = (replace(STACKS["fp8-block"][0], block=(1, c)) for c in (0, 128))
     for s, late in ((one, True), (many, False)):
         (node,) = s.graph(True, "T", 2, 3, 6, 256).nodes
-        assert SCALED_MOE_UP.experts(node).late == late
+        assert SCALED_MOE_UP.experts(node).scales_at_end == late

@@ -33,6 +33,10 @@ NEMOTRON = SMALL | {
     "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M", "mamba_num_heads": 8, "mamba_head_dim": 16,
     "ssm_state_size": 12, "n_groups": 2, "head_dim": 16,
 }  # fmt: skip
+NEMOTRON_EXPERTS = NEMOTRON | {
+    "hybrid_override_pattern": "MEM*EM-", "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 ZAMBA2 = SMALL | {
     "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 2,
     "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 12, "num_key_value_heads": 4, "num_mem_blocks": 1,
@@ -72,6 +76,8 @@ RECURRENT = (
     Case("falcon_h1", "falcon_h1", SMALL | MAMBA2 | {"mamba_d_ssm": 128}, (21, 16)),
     Case("granitemoehybrid-mamba", "granitemoehybrid", GRANITE, (21, 16)),
     Case("nemotron_h", "nemotron_h", NEMOTRON, (21, 16)),
+    Case("nemotron_h-experts", "nemotron_h", NEMOTRON_EXPERTS, (21, 16)),
+    Case("nemotron_h-latent", "nemotron_h", NEMOTRON_EXPERTS | {"moe_latent_size": 32}, (21, 16)),
     Case("zamba2", "zamba2", ZAMBA2, (21, 16)),
     Case("zamba2-rope", "zamba2", ZAMBA2 | ROTATED, (21, 16)),
     Case("minimax", "minimax", LIGHTNING, (21, 16)),

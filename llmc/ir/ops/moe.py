@@ -2,8 +2,9 @@
 
 The first three of these work on (token, expert) pairs sorted by expert. `moe_gather_up` and `moe_gather_down` replace
 all four for few tokens, whose pairs need no sorting. Ordinary ops before them select the experts. The attribute `body`
-is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1. Biases
-have one row per expert; either both products have one or neither.
+is the activation between an expert's two products: a scalar expression of the gate value a0 and the up value a1. If it
+does not read a1, the experts have no gate: gate_up has the rows of one product, a0. Biases have one row per expert;
+either both products have one or neither.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from llmc.ir import contents
 from llmc.ir.contents import Drawing, Shape
+from llmc.ir.dim import Dim
 from llmc.ir.opdef import op
 from llmc.ir.ops.common import NUMPY
 from llmc.ir.ops.reduce import row_expr, topk_map
@@ -38,19 +40,32 @@ def gate(text: str) -> E:
     return e
 
 
+def parts(body: str) -> int:
+    """Return the number of row blocks of gate_up: 2, gate and up, if the activation reads both values; otherwise 1."""
+    return 1 + any(x.fn == "arg" and x.args[0] == 1 for x in walk(gate(body)))
+
+
+def _columns(m: Dim, body: str) -> Dim:
+    """Return the columns of the second product, for m rows of gate_up; raises Mismatch if there are none."""
+    if (columns := m.divide(parts(body))) is None:
+        raise Mismatch(f"gate_up has {m} rows per expert; with a gate, their number must be even")
+    return columns
+
+
 def _moe_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    gate(attrs["body"])
     if ("gate_bias" in env) != ("down_bias" in env):
         raise Mismatch("only one of gate_bias and down_bias is present; pass both or neither")
-    if env["m"] != env["i"] * 2:
-        raise Mismatch(f"gate_up has {env['m']} rows per expert, expected twice the {env['i']} columns of down")
+    count = parts(attrs["body"])
+    if env["m"] != env["i"] * count:
+        times = "twice" if count == 2 else "as many as"
+        raise Mismatch(f"gate_up has {env['m']} rows per expert, expected {times} the {env['i']} columns of down")
     return [env["x"]]
 
 
 @op(
     "(x: f[t, d], idx: i[t, k], weights: f[t, k], gate_up: fq[e, m, d], down: fq[e, d, i], gate_bias?: f[e, m],"
     " down_bias?: f[e, d]) -> x[t, d]",
-    infer=_moe_type, flops="6*t*k*i*d",
+    infer=_moe_type, flops="2*t*k*m*d + 2*t*k*i*d",
     holds={"idx": contents.index("gate_up", distinct=True), "weights": contents.probability},
     example={"t": 7, "d": 8, "k": 2, "e": 4, "m": 12, "i": 6},
 )  # fmt: skip
@@ -60,7 +75,7 @@ def moe(
 ) -> Any:  # fmt: skip
     """Sum of weight * down(body(gate(x), up(x))) over each token's k experts.
 
-    The first i rows of gate_up are the gate.
+    The first i rows of gate_up are the gate. Without a gate, gate_up has i rows, and `body` reads only their products.
     """
     out = np.zeros_like(x)
     for expert in np.unique(idx):
@@ -73,8 +88,8 @@ def moe(
 
 def _gated(x: Any, gate_up: Any, bias: Any, expert: int, body: str) -> Any:
     """Return the input of an expert's second product, for rows x."""
-    a0, a1 = np.split(x @ gate_up[expert].T + (0 if bias is None else bias[expert]), 2, axis=-1)
-    return evaluate(gate(body), NUMPY, [a0, a1])
+    sums = x @ gate_up[expert].T + (0 if bias is None else bias[expert])
+    return evaluate(gate(body), NUMPY, np.split(sums, parts(body), axis=-1))
 
 
 def _route_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
@@ -114,12 +129,11 @@ def topk_route(x: Any, *, k: int, before: str = "a0", after: str = "a0", dtype: 
 
 def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     """Return the type of moe_up's result, also over codes: a row for each pair."""
-    gate(attrs["body"])
-    inner = env["m"].divide(2)
-    if inner is None or env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
+    inner = _columns(env["m"], attrs["body"])
+    if env["p"] != env["t"] * attrs["k"] or env["s"] != env["e"] + 1:
         raise Mismatch(
-            f"{env['m']} rows of {env['e']} experts, {env['p']} pairs of {env['t']} tokens, {env['s']} starts: "
-            f"rows must be even, pairs {attrs['k']} per token, starts one more than experts"
+            f"{env['e']} experts, {env['p']} pairs of {env['t']} tokens, {env['s']} starts: "
+            f"pairs must be {attrs['k']} per token, starts one more than experts"
         )
     return [env["x"].with_shape(env["p"], inner)]
 
@@ -149,7 +163,7 @@ def moe_up(
     x: Any, order: Any, starts: Any, gate_up: Any, bias: Any = None, *, k: int, body: str = SWIGLU
 ) -> Any:  # fmt: skip
     """body(gate(x), up(x)) for every pair, in the order of moe_route; order[r] belongs to token order[r] // k."""
-    out = np.zeros((len(order), gate_up.shape[1] // 2), x.dtype)
+    out = np.zeros((len(order), gate_up.shape[1] // parts(body)), x.dtype)
     for expert in range(len(gate_up)):
         r = slice(starts[expert], starts[expert + 1])
         out[r] = _gated(x[order[r] // k], gate_up, bias, expert, body)
@@ -202,11 +216,7 @@ def moe_combine(y: Any, residual: Any = None, *, dtype: str = "") -> Any:
 
 def _gather_up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     """Return the type of moe_gather_up's result: a row for each pair."""
-    gate(attrs["body"])
-    inner = env["m"].divide(2)
-    if inner is None:
-        raise Mismatch(f"gate_up has {env['m']} rows per expert; the number must be even")
-    return [env["x"].with_shape(env["t"] * env["k"], inner)]
+    return [env["x"].with_shape(env["t"] * env["k"], _columns(env["m"], attrs["body"]))]
 
 
 _CHOSEN = contents.index("gate_up", distinct=True)
@@ -218,7 +228,7 @@ _CHOSEN = contents.index("gate_up", distinct=True)
 )  # fmt: skip
 def moe_gather_up(x: Any, idx: Any, gate_up: Any, bias: Any = None, *, body: str = SWIGLU) -> Any:
     """moe_up for pairs in the order of the tokens: row t*k+j is body(gate(x), up(x)) of token t and its j-th expert."""
-    out = np.zeros((idx.size, gate_up.shape[1] // 2), x.dtype)
+    out = np.zeros((idx.size, gate_up.shape[1] // parts(body)), x.dtype)
     for p, expert in enumerate(idx.reshape(-1)):
         out[p] = _gated(x[p // idx.shape[1]], gate_up, bias, expert, body)
     return out

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node, Value
+from llmc.ir.ops.moe import parts
 from llmc.passes.analysis import is_pointwise
 
 
@@ -218,12 +219,13 @@ def experts_of(n: Node, ranks: int, unit: int = 1) -> Relation | None:
         return None
     at = n.op.places([x.type for x in n.operands])
     split = {at["gate_up"]: Split(1, ranks, unit), at["down"]: Split(2, ranks, unit)}
-    halves = [at["gate_up"]]
+    ups = [at["gate_up"]]
     if bias is not None:
         split[at["gate_bias"]] = Split(1, ranks, unit)
-        halves.append(at["gate_bias"])
+        ups.append(at["gate_bias"])
     operands = tuple(split.get(i) for i in range(len(n.operands)))
-    return Relation(operands, (None,), True, tuple(halves), at.get("down_bias"))
+    halves = tuple(ups) if parts(n.attrs["body"]) == 2 else ()
+    return Relation(operands, (None,), True, halves, at.get("down_bias"))
 
 
 CONVS = ("causal_conv", "row_conv")

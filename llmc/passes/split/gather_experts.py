@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.ir.ops.moe import parts
 from llmc.passes.analysis import only_reader
 from llmc.passes.base import Ctx, NodePass
 from llmc.passes.fuse.fuse_norm_linear import into_product
@@ -54,6 +55,8 @@ class GatherExperts(NodePass):
         tokens = n.result.type.shape[0].bounds(m.bounds(g))[1]
         if tokens > self.tokens:
             return f"the graph has up to {tokens} tokens, more than {self.tokens}"
+        if parts(n.attrs["body"]) == 1:
+            return "the experts have no gate"
         if f := next((v.type.format for v in n.operands[3:] if v.type.format), None):
             return f"the experts are quantised ({f.name})"
         fixed = [n.operands[1].type.shape[1], *(d for v in n.operands[3:5] for d in v.type.shape)]

@@ -9,7 +9,7 @@ from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import FLOATS, INTS
 from llmc.ir.graph import Node
-from llmc.ir.ops.moe import gate
+from llmc.ir.ops.moe import gate, parts
 from llmc.targets.target import Target
 
 
@@ -79,7 +79,8 @@ class Moe(CppKernel):
         dims = (x.shape[0], idx.shape[1], x.shape[1], down.shape[2], down.shape[0])
         biases = "x5, x6" if len(node.operands) > 5 else "(const float*)nullptr, (const float*)nullptr"
         body = f"const auto body = [](vf a, vf b) {{ return {inline(gate(node.attrs['body']), ['a', 'b'])}; }};"
-        call = f"moe(ctx, y0, x0, x1, x2, x3, x4, {biases}, {', '.join(sizes(d) for d in dims)}, body);"
+        function = f"moe<{parts(node.attrs['body'])}>"
+        call = f"{function}(ctx, y0, x0, x1, x2, x3, x4, {biases}, {', '.join(sizes(d) for d in dims)}, body);"
         return f"{pointers(node)}\n{body}\n{call}"
 
 

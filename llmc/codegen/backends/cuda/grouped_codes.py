@@ -307,6 +307,8 @@ def _reject_sizes(node: Node) -> str | None:
     experts, rows, k = (d.const for d in (*stack.code.shape[:2], node.operands[0].type.shape[1]))
     if not experts or not rows or not k or rows % BLOCK or k % BLOCK:
         return f"the experts' sizes {stack.code} are not constant multiples of {BLOCK}"
+    if stack.up and stack.parts == 1:
+        return "experts without a gate"
     if experts > MAX_EXPERTS:
         return f"{experts} experts; the maximum is {MAX_EXPERTS}"
     p = CodesProblem(node)

@@ -100,7 +100,10 @@ class GroupedWgmma(OptionalCudaKernel):
 def _reject_sizes(node: Node) -> str | None:
     """Why the sizes of the stack are not supported, or None."""
     experts, rows, k = (d.const for d in node.operands[CODE].type.shape)
-    parts = Stack(node).parts
+    stack = Stack(node)
+    parts = stack.parts
+    if stack.up and parts == 1:
+        return "experts without a gate"
     if not experts or not rows or not k or rows % (8 * parts) or k % 8:
         return f"the experts' sizes {rows} x {k} are not constant multiples of {8 * parts} and 8"
     if experts * rows >= 1 << 31:

@@ -15,6 +15,7 @@ from llmc.codegen.backends.triton.template import Argument, Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
+from llmc.codegen.expert_stack import Stack
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES, FLOATS
@@ -100,6 +101,9 @@ class Gathered(TritonKernel):
 @dataclass(frozen=True)
 class GatherUp(Gathered):
     """moe_gather_up and norm_moe_gather_up: a program computes some columns of one pair."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return super().reject(node, target) or ("experts without a gate" if Stack(node).parts == 1 else None)
 
     def code(self, u: Unit) -> Code:
         operands = "x_ptr idx_ptr weight_ptr bias_ptr"

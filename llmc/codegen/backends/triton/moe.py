@@ -246,13 +246,14 @@ def pointer(stack: Stack, name: str) -> str | None:
 
 def epilogue(node: Node) -> tuple[str, ...]:
     """Generate the function of the sums of each part, and its helpers."""
-    if not Stack(node).up:
+    stack = Stack(node)
+    if not stack.up:
         return (function("epilogue(sums)", "The sum of the only part.", ["return sums[0]"]),)
     body = gate(node.attrs["body"])
     lines, value = inline(body, ["gate", "up"])
     doc = f"{body}; a0 is gate, a1 is up."
     return helpers(e.fn for e in walk(body)).strip(), function(
-        "epilogue(sums)", doc, ["gate, up = sums", *lines, f"return {value}"]
+        "epilogue(sums)", doc, ["gate, up = sums" if stack.parts == 2 else "gate = sums[0]", *lines, f"return {value}"]
     )
 
 

@@ -255,15 +255,18 @@ static void expert_products(const llmc_ctx* ctx, const typename C::X* x, const i
     }
 }
 
-// out[r] = body(gate, up) in the order of the experts. B: the type of the bias [experts, 2, n], or null.
+// out[r] = body(gate, up) in the order of the experts; without a gate (PARTS 1), up is not read. B: the type of the bias
+// [experts, PARTS, n], or null.
 template <class C, class T, class B, class Body> struct up_epilogue {
   T* y;
   const B* bias;
   Body body;
-  LLMC_METHOD void put(int64_t first, int64_t m, int64_t e, int64_t i, const float (&out)[2][LANES]) const {
-    const float gate = bias ? scalar(bias[e * 2 * C::N + i]) : 0.0f, up = bias ? scalar(bias[(e * 2 + 1) * C::N + i]) : 0.0f;
+  LLMC_METHOD void put(int64_t first, int64_t m, int64_t e, int64_t i, const float (&out)[C::PARTS][LANES]) const {
+    constexpr int64_t UP = C::PARTS - 1;
+    const B* row = bias ? bias + e * C::PARTS * C::N + i : nullptr;
+    const float gate = row ? scalar(row[0]) : 0.0f, up = row ? scalar(row[UP * C::N]) : 0.0f;
     for (int64_t j = 0; j < m; j += VN) {
-      vf v = body(vload(out[0] + j) + splat(gate), vload(out[1] + j) + splat(up));
+      vf v = body(vload(out[0] + j) + splat(gate), vload(out[UP] + j) + splat(up));
       for (int64_t l = 0; l < VN && j + l < m; l++) llmc::put(y + (first + j + l) * C::N + i, v[l]);
     }
   }

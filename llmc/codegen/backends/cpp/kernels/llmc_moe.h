@@ -20,8 +20,9 @@ LLMC_INLINE void dots(float* out, const W* w, const float* x, int64_t stride, in
   for (int64_t j = 0; j < m; j++) out[j] = hsum(acc[j]);
 }
 static inline int64_t padded(int64_t n) { return (n + VN - 1) / VN * VN; }
-// bg [experts, 2 * inner] and bd [experts, d] are the biases of gate_up and down, or null.
-template <class T, class I, class F, class W, class B, class Body>
+// PARTS: 2, or 1 for experts without a gate, whose `body` does not read its second argument. bg [experts, PARTS * inner]
+// and bd [experts, d] are the biases of gate_up and down, or null.
+template <int PARTS, class T, class I, class F, class W, class B, class Body>
 static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, const F* weights, const W* gate_up,
                        const W* down, const B* bg, const B* bd, int64_t t, int64_t k, int64_t d, int64_t inner,
                        int64_t experts, Body body) {
@@ -46,14 +47,15 @@ static inline void moe(const llmc_ctx* ctx, T* y, const T* x, const I* idx, cons
       memset(hs, 0, m * pi * sizeof(float));
       for (int64_t j = 0; j < m; j++)
         for (int64_t i = 0; i < d; i++) xs[j * pd + i] = scalar(x[(first + who[j]) * d + i]);
-      const W *gu = gate_up + e * 2 * inner * d, *dn = down + e * d * inner;
+      const W *gu = gate_up + e * PARTS * inner * d, *dn = down + e * d * inner;
       for (int64_t i = 0; i < inner; i++) {
-        float g[GROUP], u[GROUP];
-        dots(g, gu + i * d, xs, pd, m, d);
-        dots(u, gu + (inner + i) * d, xs, pd, m, d);
-        const float cg = bg ? scalar(bg[e * 2 * inner + i]) : 0.0f;
-        const float cu = bg ? scalar(bg[(e * 2 + 1) * inner + i]) : 0.0f;
-        for (int64_t j = 0; j < m; j++) hs[j * pi + i] = body(splat(g[j] + cg), splat(u[j] + cu))[0];
+        float sums[PARTS][GROUP];
+        for (int64_t p = 0; p < PARTS; p++) {
+          dots(sums[p], gu + (p * inner + i) * d, xs, pd, m, d);
+          const float c = bg ? scalar(bg[(e * PARTS + p) * inner + i]) : 0.0f;
+          for (int64_t j = 0; j < m; j++) sums[p][j] += c;
+        }
+        for (int64_t j = 0; j < m; j++) hs[j * pi + i] = body(splat(sums[0][j]), splat(sums[PARTS - 1][j]))[0];
       }
       for (int64_t i = 0; i < d; i++) {
         float o[GROUP];
