@@ -5,7 +5,6 @@ The conversions (stacks of experts, joins, splits, transposes) become nodes of a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import reduce
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend import separate_experts
 from llmc.frontend.legacy_experts import spare_stacks
 from llmc.frontend.safetensors_reader import shortened
 from llmc.frontend.weight_place import Place
@@ -22,7 +22,6 @@ from llmc.ir.dtype import promote
 from llmc.ir.graph import Builder, Value
 
 Group = dict[str, list[Value]]
-SEPARATE_EXPERTS = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
 def resolve(model: Any, tensors: Mapping[str, Value], build: Builder, needed: Container[str] = ()) -> dict[str, Value]:
@@ -34,7 +33,7 @@ def resolve(model: Any, tensors: Mapping[str, Value], build: Builder, needed: Co
     one weight, E326 for an unsupported conversion of a needed one.
     """
     known = model.state_dict()
-    renamings, converters = _transforms(model, tensors, known)
+    renamings, converters = _transforms(model, tensors)
     by_pattern = {p: c for c in converters for p in c.source_patterns}
     out: dict[str, Value] = {}
     origin: dict[str, str] = {}
@@ -68,7 +67,7 @@ def places_of(model: Any) -> Callable[[str], Place]:
     A weight that is one part of a larger one, such as an expert of a stack, counts as a Linear's.
     """
     known = model.state_dict()
-    renamings, converters = _transforms(model, (), known)
+    renamings, converters = _transforms(model, ())
     modules = dict(model.named_modules())
 
     def place(weight: str) -> Place:
@@ -82,26 +81,13 @@ def places_of(model: Any) -> Callable[[str], Place]:
     return place
 
 
-def _transforms(model: Any, tensors: Iterable[str], known: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def _transforms(model: Any, tensors: Iterable[str]) -> tuple[list[Any], list[Any]]:
     """Return the renamings and converters of a model's checkpoints."""
     method = getattr(model, "checkpoint_transforms", None)
     transforms = method() if method else conversion_mapping.get_model_conversion_mapping(model)
-    if any(SEPARATE_EXPERTS.search(name) for name in tensors):
-        transforms = [*transforms, *_expert_converters(transforms, known)]
+    transforms = [*transforms, *separate_experts.converters(model, tensors, transforms)]
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
-
-
-def _expert_converters(transforms: Any, known: Mapping[str, Any]) -> list[Any]:
-    """Return the converters of experts that are stored one by one under the names of transformers' modules.
-
-    Tools that quantise expert by expert write these names, whatever the model's publisher named its tensors.
-    """
-    if not any(name.endswith("mlp.experts.gate_up_proj") for name in known):
-        return []
-    patterns = {p for t in transforms for p in t.source_patterns}
-    usual = conversion_mapping.get_checkpoint_conversion_mapping("qwen2_moe") or []
-    return [t for t in usual if isinstance(t, WeightConverter) and not patterns & set(t.source_patterns)]
 
 
 def _rename(model: Any, name: str, renamings: Any, converters: Any, known: Any) -> tuple[str, str | None]:
@@ -184,6 +170,16 @@ def _concatenate(b: Builder, op: Any, c: Any, group: Group, parameter: Any, targ
     return {c.target_patterns[0]: [_joined(b, values, op.dim, target)]}
 
 
+def _alternate(b: Builder, op: Any, c: Any, group: Group, parameter: Any, target: str) -> Group:
+    """Join stacks [experts, rows, ..] of gates and ups so that their rows alternate."""
+    stacks = [v for pattern in c.source_patterns for v in group.get(pattern, ())]
+    if len({v.type.shape for v in stacks}) > 1:
+        raise _unequal(target, stacks)
+    experts, rows, *rest = stacks[0].type.shape
+    pairs = b.concat(*(b.reshape(v, shape=(experts, rows, 1, *rest)) for v in _one_dtype(b, stacks)), axis=2)
+    return {c.target_patterns[0]: [b.reshape(pairs, shape=(experts, rows * 2, *rest))]}
+
+
 def _joined(b: Builder, values: list[Value], dim: int, target: str) -> Value:
     """Return the values joined along an axis; their other axes are equal."""
     axis = dim % values[0].type.rank
@@ -238,6 +234,7 @@ _OPERATIONS: Mapping[str, Any] = MappingProxyType(
     {
         "MergeModulelist": _stack,
         "Concatenate": _concatenate,
+        "Alternate": _alternate,
         "Chunk": _chunk,
         "Transpose": _transpose,
         "ErnieFuseAndSplitTextVisionExperts": _stack_in_parts,

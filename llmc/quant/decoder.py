@@ -101,22 +101,44 @@ class Decoder:
         return parts_of(codes, self._orders[groups.content] if groups else None, build)
 
     def _joined(self, weight: Value, b: Builder) -> QuantisedWeight | None:
-        """Return the parts of a concatenation of weights in one format, or of a weight whose first axis has size 1."""
+        """Return the parts of a weight that is made of weights in one format; None if its op cannot move their parts.
+
+        It is their concatenation; one of them with another first axis, of size 1, or with other axes before the
+        columns; or the transpose of one.
+        """
         n = weight.node
-        if n is None or n.op.name not in ("concat", "reshape"):
-            return None
-        if n.op.name == "reshape" and weight.type.shape != (Dim.of(1), *n.operands[0].type.shape):
+        if n is None or n.op.name not in ("concat", "reshape", "transpose"):
             return None
         weights = [self.parts(v, b) for v in n.operands]
         first = weights[0]
+        if first is not None and n.op.name == "transpose":
+            last = weight.type.rank - 1
+            turns = tuple(n.attrs["perm"]) == (*range(last - 1), last, last - 1)
+            return replace(first, transposed=True) if turns and not (first.order or first.transposed) else None
         if first is None or first.transposed or not all(_joins(x, first, v, n) for x, v in zip(weights, n.operands)):
             return None
         columns = zip(*(x.parts for x in weights if x), strict=True)
         if n.op.name == "concat":
             parts = tuple(b.concat(*column, axis=n.attrs["axis"]) for column in columns)
         else:
-            parts = tuple(b.reshape(p, shape=(1, *p.type.shape)) for (p,) in columns)
+            (source,) = n.operands
+            if (shapes := _reshaped(weight, source, first)) is None:
+                return None
+            parts = tuple(b.reshape(p, shape=shape) for (p,), shape in zip(columns, shapes, strict=True))
         return QuantisedWeight(first.format, parts, count=sum(x.count for x in weights if x))
+
+
+def _reshaped(weight: Value, source: Value, x: QuantisedWeight) -> list[tuple[Dim, ...]] | None:
+    """Return the shapes of the parts of a reshaped weight, whose source has the parts of `x`; None if they lack one.
+
+    The new first axis has size 1, or each row has scales of its own and stays a row.
+    """
+    old, new = source.type.shape, weight.type.shape
+    if new == (Dim.of(1), *old):
+        return [(Dim.of(1), *p.type.shape) for p in x.parts]
+    if x.format.block[0] == 1 and new[-1] == old[-1]:
+        return [(*new[:-1], p.type.shape[-1]) for p in x.parts]
+    return None
 
 
 def _joins(x: QuantisedWeight | None, first: QuantisedWeight, v: Value, n: Node) -> bool:
