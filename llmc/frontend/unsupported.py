@@ -65,6 +65,8 @@ INDEXED = "an indexer of its own selects the keys of its attention, and layers m
 NGRAMS = (
     "its embeddings depend on the tokens before each one (n-grams), and its indexer selects blocks of averaged keys"
 )
+COMPRESSED = "its attention reads keys and values that are compressed over windows of tokens"
+BIASED = "its attention adds a bias that it computes from each query and the distance of the key"
 # Families of transformers that are known not to be supported, and why.
 OUTSIDE: Mapping[str, str] = MappingProxyType(
     {
@@ -74,6 +76,9 @@ OUTSIDE: Mapping[str, str] = MappingProxyType(
         "zamba": SHARED,
         **dict.fromkeys(("glm5_next", "glm5_next_text"), INDEXED),
         **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), NGRAMS),
+        "deepseek_v4": COMPRESSED,
+        **dict.fromkeys(("inkling_mm_model", "inkling_text"), BIASED),
+        "zaya": "its attention convolves queries and keys along the tokens, and delays values by one token",
         "jetmoe": "its attention routes tokens to experts, with sizes that depend on the data",
         "xlnet": "its attention follows a permutation of the tokens",
         "reformer": "its attention is over buckets of hashed keys",

@@ -142,9 +142,11 @@ def _plain(label: str, *dtypes: str) -> Decode:
     """Return the decoder of codes that are stored one per element; zero points are signed."""
 
     def decode(stored: Stored, args: Mapping[str, Any]) -> Codes:
-        code, scale = stored.part("weight", dtypes, 2), stored.part("weight_scale", FLOATS)
+        code, scale = stored.part("weight", dtypes), stored.part("weight_scale", FLOATS)
         stored.check_scales(scale)
-        n, k = shape_of(code)
+        if code.type.rank == 3:
+            return _stack(stored, code, scale, label)
+        n, k = shape_of(stored.part("weight", dtypes, 2))
         size = (1, _columns(args, k))
         if args.get("strategy") == "block":
             size = _tile(args.get("block_structure"))
@@ -161,6 +163,17 @@ def _plain(label: str, *dtypes: str) -> Decode:
         return Codes(code, value, block, label, zero, groups=index)
 
     return decode
+
+
+def _stack(stored: Stored, code: Value, scale: Value, label: str) -> Codes:
+    """Return the codes of a stack of experts [experts, n, k], with a scale for each row, [experts, n, 1].
+
+    GraniteMoE's experts are stored so. Raises Diagnostic E340 for zero points, E341 for another shape.
+    """
+    if "weight_zero_point" in stored.parts:
+        raise Diagnostic("E340", f"{stored.module} is a stack of experts with zero points, which no tool writes", AGAIN)
+    stored.expect(scale, *shape_of(code)[:2], 1)
+    return Codes(code, scale, (1, 0), label)
 
 
 def _nvfp4(stored: Stored, args: Mapping[str, Any]) -> Codes:

@@ -25,6 +25,8 @@ FLOAT_CODES = ("f8e4m3", "f8e5m2")
 CODES = ("i8", "u8", "i32", *FLOAT_CODES)
 MOVES = ("reshape", "transpose", "slice", "concat")  # ops that leave codes what they are
 TRANSPOSED = "Conv1D"  # transformers' class of modules that hold the transpose, [k, n]
+STACK_SCALE = "_weight_scale"  # the end of the name of a stack's scales, which no supported layout has
+SINGLE = "use a checkpoint whose experts are quantised one by one (names with experts.0.), or the original one"
 # Keys of configurations that list modules that are not quantised.
 PLAIN = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
 
@@ -57,6 +59,8 @@ class Decoder:
         for name, value in tensors.items():
             split = self.scheme.split(name)
             if split is None:
+                if (stack := name.removesuffix(STACK_SCALE)) != name and stack in tensors:
+                    raise Diagnostic("E307", f"{stack} is a quantised stack of experts, which is not supported", SINGLE)
                 if name.rpartition(".")[2] not in KV_SCALES:
                     out[name] = value
             else:

@@ -81,7 +81,9 @@ def test_encoder_decoders_are_refused(name: str, what: str, tmp_path: Path) -> N
         trace(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["xlnet", "reformer", "cpmant", "qwen4_exp_text", "qwen4_exp"])
+@pytest.mark.parametrize(
+    "name", ["xlnet", "reformer", "cpmant", "qwen4_exp_text", "qwen4_exp", "deepseek_v4", "zaya", "inkling_text"]
+)
 def test_attention_of_other_kinds_is_refused_by_name(name: str, tmp_path: Path) -> None:
     write_config(name, tmp_path)
     with pytest.raises(Diagnostic, match=rf"E305.*{name}.* is not supported: its "):

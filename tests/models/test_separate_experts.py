@@ -15,7 +15,7 @@ import pytest
 import torch
 from models.cases import FURTHER, LISTED, SMALL, UNLISTED, Case
 from models.kit import eager_logits, fails, ir_logits, prompts, relative_error, save
-from quant.handmade import packed
+from quant.handmade import fp8, packed
 from quant.test_decode import decoder
 from quant.test_handmade import PASSES
 from safetensors.torch import load_file, save_file
@@ -34,7 +34,7 @@ GEMMA4 = SMALL | {
 }  # fmt: skip
 CASES = {
     "gemma4": Case("gemma4-experts", "gemma4_text", GEMMA4),
-    **{c.name: c for c in (*LISTED, *UNLISTED, *FURTHER) if c.name in ("gpt_oss", "llama4_text")},
+    **{c.name: c for c in (*LISTED, *UNLISTED, *FURTHER) if c.name in ("gpt_oss", "granitemoe", "llama4_text")},
 }
 # The place of the experts of a layer in the names, of the model and of the checkpoint.
 PLACES = {"gemma4": ("experts.",) * 2, "llama4_text": ("feed_forward.experts.",) * 2, "gpt_oss": ("mlp.experts.",) * 2}
@@ -77,6 +77,12 @@ def write(name: str, folder: Path, place: tuple[str, str]) -> tuple[Any, dict[st
     return model, tensors
 
 
+def quantize(folder: Path, config: Mapping[str, Any]) -> None:
+    """Add a quantization_config to config.json."""
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"quantization_config": config}))
+
+
 def computed(checkpoint: Checkpoint, name: str) -> np.ndarray:
     tokens, positions = prompts(CASES[name].lengths, 320)
     traced = checkpoint.traced
@@ -110,14 +116,67 @@ def test_quantised_experts(name: str, tmp_path: Path) -> None:
     with Checkpoint(trace(tmp_path, dtype="f32", **CASES[name].trace)) as checkpoint:
         want = computed(checkpoint, name)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    facts = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(facts | {"quantization_config": CONFIG}))
+    quantize(tmp_path, CONFIG)
     traced = trace(tmp_path, dtype="f32", **CASES[name].trace)
     with Checkpoint(traced, decoder=decoder(tmp_path)) as checkpoint:
         assert relative_error(computed(checkpoint, name), want) <= 1e-5
         assert use_codes(traced.module, checkpoint, load().opset()) == count
         run_pipeline(traced.module, parse_pipeline(PASSES, load().passes), Ctx(load().opset()))
         assert relative_error(computed(checkpoint, name), want) <= 1e-5
+
+
+def test_a_list_for_each_stack(tmp_path: Path) -> None:
+    """As Unsloth writes gpt-oss: rows of gate and up alternate as in the stack, and the router is a module."""
+    model = save(CASES["gpt_oss"], tmp_path)
+    out = {}
+    for key, x in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." not in key:
+            out[key.replace(".router.", ".router.linear.")] = x
+            continue
+        kind = "bias" if key.endswith("_bias") else "weight"
+        for e, w in enumerate(x if kind == "bias" else x.transpose(1, 2)):
+            out[f"{key.removesuffix('_bias')}s.{e}.{kind}"] = w.contiguous().clone()
+    save_file(out, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    tokens, _ = prompts(CASES["gpt_oss"].lengths, 320)
+    want = eager_logits(model, tokens, CASES["gpt_oss"].lengths)
+    with Checkpoint(trace(tmp_path)) as checkpoint:
+        assert relative_error(computed(checkpoint, "gpt_oss"), want) <= 1e-4
+
+
+@pytest.mark.drawn
+def test_a_stack_with_a_scale_for_each_row(tmp_path: Path) -> None:
+    """As GraniteMoE is quantised by compressed-tensors."""
+    save(CASES["granitemoe"], tmp_path)
+    stored, values, encode = {}, {}, fp8("channel", "weight_scale", torch.bfloat16)
+    for key, x in load_file(tmp_path / "model.safetensors").items():
+        stored[key] = values[key] = x
+        if x.ndim == 3:
+            parts, values[key] = encode(x)
+            stored |= {key.removesuffix("weight") + part: t for part, t in parts.items()}
+    assert len(stored) == len(values) + 4
+    save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with Checkpoint(trace(tmp_path, dtype="f32")) as checkpoint:
+        want = computed(checkpoint, "granitemoe")
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    quantize(tmp_path, CONFIG | {"format": "float-quantized", "config_groups": groups})
+    traced = trace(tmp_path, dtype="f32")
+    with Checkpoint(traced, decoder=decoder(tmp_path)) as checkpoint:
+        assert relative_error(computed(checkpoint, "granitemoe"), want) <= 1e-5
+        assert use_codes(traced.module, checkpoint, load().opset()) == 4
+
+
+def test_a_stack_with_scales_beside_it_is_refused(tmp_path: Path) -> None:
+    """As ModelOpt writes Llama 4, whose layout no file at hand shows."""
+    save(CASES["llama4_text"], tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    stack = next(key for key in stored if key.endswith("experts.gate_up_proj"))
+    stored |= {stack: stored[stack].to(torch.float8_e4m3fn), f"{stack}_weight_scale": torch.tensor(0.5)}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    quantize(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"})
+    traced = trace(tmp_path)
+    fails("E307", stack, "experts.0.", do=lambda: Checkpoint(traced, decoder=decoder(tmp_path)))
 
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
