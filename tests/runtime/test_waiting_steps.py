@@ -16,7 +16,11 @@ from llmc_runtime.kv.pages import RELEASED_SHARE, PagePool
 from llmc_runtime.kv.prefix import MAX_MATCHES, PrefixCache
 from llmc_runtime.kv.prefix_match import PrefixMatch
 from llmc_runtime.sched.discarded_tokens import FREED_PER_STEP, FREED_SHARE, DiscardedTokens
+from llmc_runtime.sched.guided_requests import GuidedRequests
+from llmc_runtime.sched.request import Request, Status
+from llmc_runtime.sched.waiting_queue import WaitingQueue
 
+from tests.runtime.guides import Wandering
 from tests.runtime.rig import Rig
 
 PAGES = 100  # of the prompt that is cached
@@ -196,3 +200,29 @@ def test_a_long_request_that_ends_is_freed_by_later_steps() -> None:
         rig.add("short", 4, max_tokens=1)
         rig.drain()
         assert len(request.tokens) == count
+
+
+def test_steps_ask_no_guide_of_a_request_that_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mask would be a call; thousands of guided requests may wait."""
+    asked = Counter[Wandering]()
+    right = Wandering.mask
+
+    def mask(self: Wandering) -> bytes | None:
+        asked[self] += 1
+        return right(self)
+
+    monkeypatch.setattr(Wandering, "mask", mask)
+    guided, waiting = GuidedRequests(), WaitingQueue()
+    requests = [Request(str(index), [1], guide=Wandering(100)) for index in range(3)]
+    for request in requests:
+        request.status = Status.WAITING
+        guided.add(request)
+    guided.start(requests[1])
+    requests[1].status = Status.RUNNING
+    guided.park([requests[1]], waiting, lambda request: None)
+    assert not guided.ended() and not guided.awaited()
+    guided.stop_waiting()
+    assert set(asked) == {requests[1].guide} and bool(guided)
+    guided.remove(requests[1])
+    asked.clear()
+    assert not guided.awaited() and not asked and bool(guided), "the others are still live"

@@ -28,10 +28,11 @@ _TOKENS_WITHOUT_WAIT = 8  # tokens for which steps do not wait after the first l
 
 
 class GuidedRequests:
-    """The live requests that have a guide, in order of arrival."""
+    """The live requests that have a guide. A step looks only at those that have started."""
 
     def __init__(self) -> None:
         self._live: dict[Request, None] = {}
+        self._started: dict[Request, None] = {}  # those of them that have had a row
         self.left_out = False  # whether the last plan left out a request because its mask is not known
 
     def __bool__(self) -> bool:
@@ -45,10 +46,16 @@ class GuidedRequests:
         if request.guide is not None:
             self._live[request] = None
 
+    def start(self, request: Request) -> None:
+        """Note that a request has a row, if it has a guide."""
+        if request.guide is not None:
+            self._started[request] = None
+
     def remove(self, request: Request) -> None:
         """Remove a request that has ended, and close its guide."""
         if request.guide is not None:
             self._live.pop(request, None)
+            self._started.pop(request, None)
             request.guide.close()
 
     def clear(self) -> None:
@@ -57,13 +64,12 @@ class GuidedRequests:
             assert request.guide is not None
             request.guide.close()
         self._live.clear()
+        self._started.clear()
 
     def ended(self) -> list[tuple[Request, LlmcError | None]]:
-        """Return the requests whose guides have ended or failed, with the error."""
+        """Return the started requests whose guides have ended or failed, with the error."""
         ended: list[tuple[Request, LlmcError | None]] = []
-        for request in self._live:
-            if request.status is Status.WAITING:
-                continue  # its guide may not have started
+        for request in self._started:
             assert request.guide is not None
             try:
                 if request.guide.mask() == b"":
@@ -83,7 +89,7 @@ class GuidedRequests:
         A parked request returns to the waiting queue as a preempted one when its mask is known.
         """
         self.left_out = False
-        for request in self._live:
+        for request in self._started:
             if request.status is Status.PARKED and known_mask(request) is not None:
                 request.status = Status.PREEMPTED
                 waiting.add(request)
@@ -95,7 +101,7 @@ class GuidedRequests:
 
     def look(self, speculation: Speculation, host: HostDrafts | None) -> None:
         """Let the guides compute the masks after drafts that the next plan, or the open step, may verify."""
-        for request in self._live:
+        for request in self._started:
             if request.status is not Status.RUNNING or not request.may_draft:
                 continue
             num_in_flight = request.num_total - len(request.tokens)
@@ -148,11 +154,11 @@ class GuidedRequests:
 
     def awaited(self) -> bool:
         """Whether planning should wait for a mask that is expected soon."""
-        return any(expects(r) and r.status is Status.RUNNING and not is_slow(r) for r in self._live)
+        return any(expects(r) and r.status is Status.RUNNING and not is_slow(r) for r in self._started)
 
     def stop_waiting(self) -> None:
         """Note that the awaited masks are late."""
-        for request in self._live:
+        for request in self._started:
             if pending(request) and request.status is Status.RUNNING and not is_slow(request):
                 request.late_masks += 1
                 request.slow_until = len(request.tokens) + (_TOKENS_WITHOUT_WAIT << min(request.late_masks, 16))

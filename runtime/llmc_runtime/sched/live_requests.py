@@ -186,6 +186,7 @@ class LiveRequests:
             counters.prompt_tokens += request.num_prompt
             counters.prompt_tokens_cached += cached
         request.start(self.free_rows.pop(), pages, hits, cached)
+        self.guided.start(request)
         if self.snapshots is not None:
             self.snapshots.start(request, hits)
         if self.planner is not None:
