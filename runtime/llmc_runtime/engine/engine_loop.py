@@ -37,6 +37,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, grammars: Callable[[], Grammars | None]) -> None:
         self._engine, self.core = engine, EngineCore(engine, grammars)
         self._compiling: deque[_Compiling] = deque()
+        self._compiling_outputs: set[int] = set()  # numbers of the outputs of these requests
         self._refusals: list[Delta] = []  # not sent yet
         self._aborted: set[int] = set()  # outputs that were aborted before they arrived or while their grammar compiles
         self._last = -1  # the highest number that arrived
@@ -67,13 +68,14 @@ class EngineLoop:
                 self._submit(request, ())
             else:
                 self._compiling.append(_Compiling(request, opening))
+                self._compiling_outputs.update(request.numbers)
         except Exception as e:
             self._refuse(range(add.first, self._last + 1), e)
 
     def abort(self, ids: list[int]) -> None:
         """End these outputs. Those that have not arrived, or whose grammar is being compiled, will not start."""
         for number in map(int, self.core.abort(map(str, ids))):
-            unstarted = number > self._last or any(number in waiting.request.numbers for waiting in self._compiling)
+            unstarted = number > self._last or number in self._compiling_outputs
             if unstarted and number >= 0 and len(self._aborted) < _MAX_EARLY_ABORTS:
                 self._aborted.add(number)
 
@@ -102,6 +104,7 @@ class EngineLoop:
             if not waiting.opening.done:
                 later.append(waiting)
                 continue
+            self._compiling_outputs.difference_update(waiting.request.numbers)
             self._compile_seconds.add(now - waiting.opening.began)
             try:
                 self._submit(waiting.request, waiting.opening.guides())
