@@ -177,7 +177,7 @@ def test_a_share_of_many_retired_pages_is_released_in_a_step() -> None:
 def test_token_ids_of_long_requests_are_freed_over_several_steps() -> None:
     """The ids of ten long lists leave by a share of all, then by FREED_PER_STEP; a short list is left alone."""
     discarded = DiscardedTokens()
-    short, lists = [0] * FREED_PER_STEP, [[0] * (3 * FREED_PER_STEP + index) for index in range(10)]
+    short, lists = [0] * FREED_PER_STEP, [[0] * (4 * FREED_PER_STEP + index) for index in range(10)]
     for tokens in (short, *lists):
         discarded.add(tokens)
     left, freed = sum(map(len, lists)), list[int]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 FREED_PER_STEP = 1 << 14  # ids that a step frees
-FREED_SHARE = 1 / 16  # or this share of all discarded ids, if that is more
+FREED_SHARE = 1 / 32  # or this share of all discarded ids, if that is more
 
 
 class DiscardedTokens:
