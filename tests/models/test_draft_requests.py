@@ -119,7 +119,7 @@ def stop_inside(rng: Random, tokenizer: Any, params: SamplingParams, tokens: lis
         return params
     at = rng.randrange(1, len(tokens))
     text = tokenizer.decode(tokens[at : at + 2])
-    if rng.random() < 0.5 or not text.isascii():
+    if rng.random() < 0.5 or not text or not text.isascii():
         return replace(params, stop_token_ids=[tokens[at]])
     return replace(params, stop=[text])
 
