@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import vllm_names
-from llmc_runtime.engine_options import EngineArgs, EngineOptions
+from llmc_runtime.engine_args import EngineArgs
+from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.row_abi import WIDTH
 from llmc_runtime.ignored_options import IGNORED, REFUSED
 from llmc_runtime.option_type import Option, options_of

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Set
 from functools import cache
 
 import pytest
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.option_type import options_of
 from llmc_runtime.sched.sampling_params import PARAMETERS
 from llmc_runtime.server.server_options import serve_options

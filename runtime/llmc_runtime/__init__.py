@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from llmc_runtime.api.async_llm import AsyncLLM
     from llmc_runtime.api.async_llm import AsyncLLM as AsyncLLMEngine
     from llmc_runtime.api.llm import LLM
-    from llmc_runtime.engine_options import EngineArgs
-    from llmc_runtime.engine_options import EngineArgs as AsyncEngineArgs
+    from llmc_runtime.engine_args import EngineArgs
+    from llmc_runtime.engine_args import EngineArgs as AsyncEngineArgs
     from llmc_runtime.format.errors import LlmcError
     from llmc_runtime.outputs import CompletionOutput, Logprob, Piece, RequestOutput
     from llmc_runtime.pooled_outputs import (
@@ -38,7 +38,7 @@ _MODULES = MappingProxyType(
     {
         "LLM": "llmc_runtime.api.llm",
         "AsyncLLM": "llmc_runtime.api.async_llm",
-        "EngineArgs": "llmc_runtime.engine_options",
+        "EngineArgs": "llmc_runtime.engine_args",
         "SamplingParams": "llmc_runtime.sched.sampling_params",
         "StructuredOutputsParams": "llmc_runtime.sched.structured_outputs",
         "TextPrompt": "llmc_runtime.prompts",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.option_type import malformed
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
 
 AUTO, NEUTRAL = "auto", "vllm"
@@ -93,20 +93,31 @@ def described(generation: Mapping[str, Any], config: str | None, override: Mappi
 
 def parse_override(text: str) -> dict[str, Any]:
     """Parse a JSON object from a command line. Raises argparse.ArgumentTypeError if it is not one."""
+    if (values := _object_of(text)) is None:
+        raise malformed(_not_an_object(text))
+    return values
+
+
+def _object_of(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the text is not one."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise argparse.ArgumentTypeError(f'{text[:60]!r} is not a JSON object, such as {{"NAME": 0.7}}')
-    return values
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def _not_an_object(text: str) -> str:
+    return f'{text[:60]!r} is not a JSON object, such as {{"NAME": 0.7}}'
 
 
 def _of_folder(folder: Path) -> dict[str, Any]:
     try:
         with (folder / _FILE).open(encoding="utf-8") as file:
-            values = parse_override(file.read(_MAX_SIZE))
-    except (OSError, UnicodeDecodeError, argparse.ArgumentTypeError) as e:
+            text = file.read(_MAX_SIZE)
+        if (values := _object_of(text)) is None:
+            raise ValueError(_not_an_object(text))
+    except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else e
         remedy = f"use {AUTO}, {NEUTRAL}, or a folder with a {_FILE}"
         raise LlmcError("E612", f"--generation-config {folder}: {_FILE} cannot be read: {reason}", remedy) from e

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import random
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +19,9 @@ from llmc_runtime.format.pooling import GENERATE, TASKS
 from llmc_runtime.format.program import MAX_RANKS
 from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
-from llmc_runtime.ignored_options import check_keywords
 from llmc_runtime.option_type import (
     count,
+    in_range,
     not_allowed,
     option,
     optional_switch,
@@ -30,7 +30,6 @@ from llmc_runtime.option_type import (
     positive,
     switch,
 )
-from llmc_runtime.python_command import quoted, unquoted
 from llmc_runtime.speculate_option import (
     DEFAULT_DRAFTS,
     TOKENS,
@@ -44,7 +43,6 @@ from llmc_runtime.vllm_keywords import KeywordChecks
 MAX_THREADS = 1024
 MAX_ENGINES = 64
 MAX_ITL_MS = 60_000
-TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
 _DTYPES: Mapping[str, str] = MappingProxyType({"float32": "f32", "bfloat16": "bf16"})  # "auto" is any
 SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # limits that a compile fixes
 _AUTO = ("auto", "-1", -1)  # of vLLM, for the longest sequence that fits
@@ -80,7 +78,9 @@ def _parse_length(text: str) -> int | None:
 
 def _seed(name: str, value: Any) -> int:
     """Return a 64-bit integer, a random one for None."""
-    return secrets.randbits(63) if value is None else int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
+    if value is None:
+        return random.SystemRandom().getrandbits(63)
+    return int(_integer("E201", -(1 << 63), (1 << 64) - 1)(name, value))
 
 
 def _engines(name: str, value: Any) -> int:
@@ -102,19 +102,6 @@ def to_stderr(line: str) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(f"llmc: {line}", file=sys.stderr, flush=True)
-
-
-def _number(minimum: float, maximum: float = 1_000_000, optional: bool = False) -> Any:
-    """Return a check for a number in this range; `optional`: or None. It raises LlmcError E201."""
-
-    def check(name: str, value: Any) -> Any:
-        if value is None and optional:
-            return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
-            raise not_allowed(name, value, f"set {name} to a number from {minimum} to {maximum}")
-        return value
-
-    return check
 
 
 @dataclass(frozen=True)
@@ -147,7 +134,7 @@ class EngineOptions(metaclass=KeywordChecks):
         None, "target duration in milliseconds of steps that compute prompts while others decode; prompts are cut "
         "into chunks that fit, by measured step times; 0: no target (default: 20; with --max-num-batched-tokens, and "
         "in LLM, no target)", commands=_SERVE, read=float, metavar="MS",
-        check=_number(0, MAX_ITL_MS, optional=True), engine=True,
+        check=in_range(0, MAX_ITL_MS, optional=True), engine=True,
     )  # fmt: skip
     threads: int | None = option(
         None, "number of CPU threads of each rank (default: physical cores)", commands=_BOTH, read=positive,
@@ -249,7 +236,7 @@ class EngineOptions(metaclass=KeywordChecks):
     )  # fmt: skip
     heartbeat_timeout: float = option(
         HEARTBEAT_TIMEOUT, "seconds without a heartbeat after which the process of an engine or of a rank counts as "
-        "hung; five times as many while it is runnable but gets no CPU time", check=_number(0.1), engine=True,
+        "hung; five times as many while it is runnable but gets no CPU time", check=in_range(0.1), engine=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -285,8 +272,11 @@ class EngineOptions(metaclass=KeywordChecks):
         }
         values = {k if k in options else by_flag.get(k, k): v for k, v in values.items()}
         known = cls.__dataclass_fields__.keys()
-        for message in check_keywords({k: v for k, v in values.items() if k not in known}, options):
-            (say or to_stderr)(message)
+        if unknown := {k: v for k, v in values.items() if k not in known}:
+            from llmc_runtime.ignored_options import check_keywords  # a large table, which few calls need
+
+            for message in check_keywords(unknown, options):
+                (say or to_stderr)(message)
         return {k: v for k, v in values.items() if k in known}
 
     def check_artifact(self, manifest: Manifest) -> None:
@@ -349,6 +339,8 @@ class EngineOptions(metaclass=KeywordChecks):
 
     def message(self) -> dict[str, Any]:
         """Return the options that the engine process needs and that are not the default. Paths are percent-encoded."""
+        from llmc_runtime.python_command import quoted  # it imports what starts processes, which LLM does not
+
         values = {}
         for declared in options_of(EngineOptions).values():
             value = getattr(self, declared.name)
@@ -359,35 +351,8 @@ class EngineOptions(metaclass=KeywordChecks):
     @classmethod
     def of_message(cls, model: str, values: Mapping[str, Any]) -> EngineOptions:
         """Return the options of a `message`. `model` and paths are percent-encoded."""
+        from llmc_runtime.python_command import unquoted
+
         known = options_of(EngineOptions)
         read: dict[str, Any] = {k: unquoted(v) if known[k].read is Path else v for k, v in values.items()}
         return cls(unquoted(model), **read)
-
-
-@dataclass(frozen=True)
-class EngineArgs(EngineOptions):
-    """The options of AsyncLLM: those of an engine, and those of its process. Raises LlmcError as EngineOptions does."""
-
-    step_timeout: float | None = option(
-        None, "time limit of a step in seconds (default: 300 on CPU targets, 30 on others)",
-        check=_number(0.1, optional=True),
-    )  # fmt: skip
-    start_timeout: float = option(900.0, "time limit of opening the model in seconds", check=_number(0.1))
-    max_restarts: int = option(
-        3, "number of restarts of the engine process within an hour, after which AsyncLLM gives up", check=_number(0)
-    )
-    restart_delay: float = option(
-        0.5, "seconds before the first restart of the engine process, doubled for each further one", check=_number(0)
-    )
-    max_restart_delay: float | None = option(
-        None,
-        "maximum interval of restarts in seconds: after max_restarts, AsyncLLM tries again at intervals that double "
-        "from a second (default: it gives up)", check=_number(0.1, optional=True),
-    )  # fmt: skip
-
-    def message(self) -> dict[str, Any]:
-        """Add the default time of a step to EngineOptions.message, if neither time nor size of steps is given."""
-        chosen = self
-        if self.target_itl_ms is None and self.max_num_batched_tokens is None:
-            chosen = replace(self, target_itl_ms=TARGET_ITL_MS)
-        return super(EngineArgs, chosen).message()

@@ -1,20 +1,23 @@
 """Options, each declared once as a field of a dataclass: the Python keyword, the flag and the key in a YAML file.
 
 `option` makes such a field. Commands, the file of llmc-serve --config, shell completion and the tables in docs/ are
-derived from the declarations. The functions at the end read values of flags.
+derived from the declarations. The functions at the end read values of flags; what only they need is imported by them,
+because LLM imports this module, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from decimal import Decimal
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.errors import LlmcError
+
+if TYPE_CHECKING:
+    import argparse
 
 _DECIMAL = MappingProxyType({"k": 10**3, "m": 10**6, "g": 10**9})
 _BINARY = MappingProxyType({"K": 1 << 10, "M": 1 << 20, "G": 1 << 30})
@@ -101,7 +104,9 @@ class Option:
         """Add the flag to a parser or an argument group."""
         more: dict[str, Any] = {"default": self.unset, "help": self.text}
         if self.read is None:
-            more["action"] = argparse.BooleanOptionalAction if self.negated else "store_true"
+            from argparse import BooleanOptionalAction
+
+            more["action"] = BooleanOptionalAction if self.negated else "store_true"
         else:
             more |= {"type": self.read, "metavar": self.metavar, "choices": self.choices}
             if self.many:
@@ -124,6 +129,7 @@ def serve_option(group: str, default: Any, text: str, **more: Any) -> Any:
     return option(default, text, commands=("serve",), group=group, **more)
 
 
+@cache
 def options_of(owner: type) -> Mapping[str, Option]:
     """Return the options that a dataclass declares, by name."""
     options = {}
@@ -139,6 +145,13 @@ def of_command(declared: Iterable[Option], command: str) -> list[Option]:
     return [option for option in declared if command in option.commands]
 
 
+def malformed(message: str) -> argparse.ArgumentTypeError:
+    """Return the error for the text of a flag, whose message argparse prints."""
+    from argparse import ArgumentTypeError
+
+    return ArgumentTypeError(message)
+
+
 def parse_bytes(text: str) -> int:
     """Parse a number of bytes with an optional unit: 1048576, 512M, 1.5GiB. Units are powers of 1024."""
     lowered = text.strip().lower().removesuffix("ib").removesuffix("b")
@@ -151,7 +164,7 @@ def parse_bytes(text: str) -> int:
             if 0 < value < 1 << 60:
                 return int(value)
             break
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 1048576, 512M or 2GiB")
+    raise malformed(f"{text!r} is not a number of bytes, such as 1048576, 512M or 2GiB")
 
 
 def count(text: str) -> int:
@@ -160,6 +173,8 @@ def count(text: str) -> int:
     scale = _DECIMAL.get(last) or _BINARY.get(last)
     if scale is None:
         return positive(text)
+    from decimal import Decimal
+
     try:
         value = Decimal(head) * scale
     except ArithmeticError:
@@ -174,7 +189,7 @@ def positive(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise malformed(f"{text!r} is not a whole number of at least 1")
     return value
 
 
@@ -185,7 +200,7 @@ def positive_number(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+        raise malformed(f"{text[:40]!r} is not a number above 0")
     return value
 
 
@@ -199,3 +214,16 @@ def switch(name: str, value: Any) -> bool:
 def optional_switch(name: str, value: Any) -> bool | None:
     """Return the value of a switch, or None for its default; raises LlmcError E201 like `switch`."""
     return None if value is None else switch(name, value)
+
+
+def in_range(minimum: float, maximum: float = 1_000_000, optional: bool = False) -> Callable[[str, Any], Any]:
+    """Return a check for a number in this range; `optional`: or None. It raises LlmcError E201."""
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise not_allowed(name, value, f"set {name} to a number from {minimum} to {maximum}")
+        return value
+
+    return check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.row_abi import MAX_DRAFTS
-from llmc_runtime.option_type import not_allowed
+from llmc_runtime.option_type import malformed, not_allowed
 from llmc_runtime.sched import draft_methods
 
 NGRAM, OFF = "ngram", "off"
@@ -105,7 +104,7 @@ def parse_speculate(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object; {_REMEDY}") from None
+        raise malformed(f"{text[:60]!r} is not a JSON object; {_REMEDY}") from None
 
 
 def check_speculate(name: str, value: Any) -> dict[str, Any] | None:

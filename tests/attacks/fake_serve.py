@@ -18,7 +18,7 @@ import starlette.applications
 from llmc_runtime.api import async_llm
 from llmc_runtime.engine import supervisor
 from llmc_runtime.engine.messages import Open
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.server import run_server
 
 from tests.runtime.served import TOK

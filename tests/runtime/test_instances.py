@@ -16,7 +16,7 @@ from llmc_runtime.api.async_front import Front
 from llmc_runtime.engine.instances import Instances, MeteredOutputs
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine.supervisor import Supervisor
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import total_stats

@@ -19,7 +19,7 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.engine.messages import Open
 from llmc_runtime.engine.supervisor import Supervisor
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.run_server import ENGINE_FAILED
 

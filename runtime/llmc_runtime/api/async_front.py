@@ -11,7 +11,7 @@ from llmc_runtime.api.llm import resolve
 from llmc_runtime.api.model_api import open_tokenizer
 from llmc_runtime.artifact import TOKENIZER
 from llmc_runtime.engine.messages import Open
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.exec.draft_artifact import joint_digest
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.pooling import Pooling

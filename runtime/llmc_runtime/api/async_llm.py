@@ -25,7 +25,7 @@ from llmc_runtime.engine.input_processor import EngineRequest, bad_word_tokens, 
 from llmc_runtime.engine.instances import Instances
 from llmc_runtime.engine.messages import Ready
 from llmc_runtime.engine.supervisor import DEAD, READY, STARTING, Supervisor
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import GENERATE
 from llmc_runtime.outputs import RequestOutput

@@ -15,7 +15,7 @@ from llmc_runtime.engine.messages import ControlReply, Open, Ready
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine.router import Load, Router
 from llmc_runtime.engine.supervisor import DEAD, DRAINING, READY, STARTING, Supervisor
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.metrics import Stat, total_stats
 from llmc_runtime.outputs import RequestState

@@ -11,7 +11,7 @@ from llmc_runtime.engine.control_rpc import ControlClient
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
-from llmc_runtime.engine_options import EngineArgs
+from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.heartbeat import TICK_SECONDS
 from llmc_runtime.metrics import Stat, add_stats, initial_stats

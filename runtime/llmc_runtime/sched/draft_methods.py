@@ -1,17 +1,21 @@
-"""The methods that draft on the host: ours, and those that installed packages offer as entry points of GROUP."""
+"""The methods that draft on the host: ours, and those that installed packages offer as entry points of GROUP.
+
+A method is imported when it is opened: options are checked against the names alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.entry_point import offered_class, offers
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.host_draft import Draft
-from llmc_runtime.sched.suffix_draft import SuffixDraft
+
+if TYPE_CHECKING:
+    from llmc_runtime.sched.host_draft import Draft
 
 GROUP = "llmc_runtime.drafts"
-OURS: Mapping[str, type[Draft]] = MappingProxyType({"suffix": SuffixDraft})
+SUFFIX = "suffix"
+OURS = (SUFFIX,)
 
 
 def is_offered(name: str) -> bool:
@@ -24,8 +28,12 @@ def open_draft(name: str) -> Draft:
 
     Raises LlmcError E206 if no package or more than one offers it, or if it cannot be loaded or made.
     """
-    if name in OURS:
-        return OURS[name]()
+    if name == SUFFIX:
+        from llmc_runtime.sched.suffix_draft import SuffixDraft
+
+        return SuffixDraft()
+    from llmc_runtime.sched.host_draft import Draft
+
     kind, cause = offered_class(GROUP, name, Draft)  # type: ignore[type-abstract]
     if kind is not None:
         try:
