@@ -1,4 +1,7 @@
-"""Makes an engine from an artifact: opens the device, loads the weights, sets up executor and scheduler."""
+"""Makes an engine from an artifact: opens the device, loads the weights, sets up executor and scheduler.
+
+Functions import what only some options need, so that an engine without them starts faster.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from llmc_runtime.device.device import Device
 from llmc_runtime.device.open_device import discard_device, open_device, prepare_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
-from llmc_runtime.exec.canary import require
 from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
@@ -26,17 +28,17 @@ from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, PLAIN_STEP, method_of
 from llmc_runtime.format.size_text import size_text
-from llmc_runtime.sched.draft_methods import open_draft
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.speculate_option import DEFAULT_DRAFTS, DEFAULTS, HIGH, KEYS, LOW, NGRAM, TOKENS
-from llmc_runtime.trace import Trace, attach_trace
 
 if TYPE_CHECKING:
     from llmc_runtime.exec.capacity import KvCapacity
     from llmc_runtime.exec.executor import Executor
     from llmc_runtime.exec.rank_group import RankGroup
+    from llmc_runtime.sched.host_draft import Draft
+    from llmc_runtime.sched.speculation_config import SpeculationConfig
+    from llmc_runtime.trace import Trace
 
 # Methods for which an artifact has programs: what drafts, and the argument of --draft.
 NEEDS = MappingProxyType(
@@ -118,6 +120,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
         executor = make_executor(artifact, device, group, options.kv_cache_memory_bytes, snapshots)
         marks.append(("weights", time.monotonic()))
         if options.canary:
+            from llmc_runtime.exec.canary import require
+
             require(executor)
             marks.append(("canary", time.monotonic()))
         if options.prepare:
@@ -125,9 +129,8 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
             marks.append(("graphs", time.monotonic()))
         config = _scheduler_config(artifact, options, executor, eos)
         draw = random.Random(f"{options.seed} {number}" if number else options.seed)
-        draft = open_draft(config.speculation.host) if config.speculation and config.speculation.host else None
-        engine = Engine(Scheduler(config, lambda: draw.getrandbits(64), draft=draft), executor)
-        trace = None if options.trace is None else attach_trace(engine, options.trace)
+        engine = Engine(Scheduler(config, lambda: draw.getrandbits(64), draft=_draft(config)), executor)
+        trace = _trace(engine, options)
     except BaseException:
         release(device, group)
         raise
@@ -140,6 +143,24 @@ def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] =
     summary = _summary(manifest, device, config, executor.capacity, threads if group else None)
     stages = {name: end - begin for (_, begin), (name, end) in pairwise(marks)}
     return Opened(engine, summary, close, stages, trace, group)
+
+
+def _draft(config: SchedulerConfig) -> Draft | None:
+    """Return what drafts on the host, if anything does. Raises LlmcError E206."""
+    if config.speculation is None or not config.speculation.host:
+        return None
+    from llmc_runtime.sched.draft_methods import open_draft
+
+    return open_draft(config.speculation.host)
+
+
+def _trace(engine: Engine, options: EngineOptions) -> Trace | None:
+    """Trace the engine, if requested. Raises LlmcError E645."""
+    if options.trace is None:
+        return None
+    from llmc_runtime.trace import attach_trace
+
+    return attach_trace(engine, options.trace)
 
 
 def _summary(
@@ -242,6 +263,8 @@ def speculation_of(
     """
     if option is None:
         return None
+    from llmc_runtime.sched.speculation_config import SpeculationConfig
+
     method, requested = option["method"], option[TOKENS]
     if not compiled or (requested or 1) > compiled:
         raise _too_many_drafts(method, requested, compiled, available)

@@ -14,14 +14,17 @@ rejected.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, Status
-from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, Step, StepOutput, Work
 from llmc_runtime.sched.token_guide import Guide, allows
 from llmc_runtime.sched.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from llmc_runtime.sched.host_drafts import HostDrafts
+    from llmc_runtime.sched.speculation import Speculation
 
 _MAX_IDLE_PLANS = 8  # plans that leave out a request before its row may go to another tenant
 _TOKENS_WITHOUT_WAIT = 8  # tokens for which steps do not wait after the first late mask

@@ -7,23 +7,27 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.kv.pages import PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.discarded_tokens import DiscardedTokens
-from llmc_runtime.sched.draft_planner import DraftPlanner
 from llmc_runtime.sched.guided_requests import GuidedRequests, follow
-from llmc_runtime.sched.host_draft import Draft
-from llmc_runtime.sched.host_drafts import HostDrafts
 from llmc_runtime.sched.request import Request, RequestDelta, Status, delta_of, extend
 from llmc_runtime.sched.row_snapshots import RowSnapshots
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
-from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import Step, TokenLogprobs, Work
 from llmc_runtime.sched.step_budget import StepBudget, StepTimer, num_decoding
 from llmc_runtime.sched.waiting_queue import OUTPUT_WEIGHT, ROW_WAIT_SECONDS, WaitingQueue, prompt_service, row_to_share
+
+if TYPE_CHECKING:
+    from llmc_runtime.sched.draft_planner import DraftPlanner
+    from llmc_runtime.sched.host_draft import Draft
+    from llmc_runtime.sched.host_drafts import HostDrafts
+    from llmc_runtime.sched.speculation import Speculation
+    from llmc_runtime.sched.speculation_config import SpeculationConfig
 
 # A step is planned at least AHEAD seconds, and AHEAD_SHARE of the running step's duration, before that step ends.
 AHEAD, AHEAD_SHARE = 0.002, 0.25
@@ -54,14 +58,22 @@ class LiveRequests:
         self.step_budget: StepBudget | None = None
         if config.target_itl:
             self.step_budget = StepBudget(config.target_itl, config.max_num_batched_tokens)
-        self.speculation = None if config.speculation is None else Speculation(config.speculation)
-        if config.speculation is not None:
-            self.counters.drafted_at_most(config.speculation.num_tokens)
+        self.speculation: Speculation | None = None
         self.planner: DraftPlanner | None = None  # if a draft model drafts
         self.host_drafts: HostDrafts | None = None
-        if draft is not None and self.speculation is not None:
-            self.host_drafts = HostDrafts(draft, self.speculation, config.vocab_size)
+        if config.speculation is not None:
+            self._speculate(config.speculation, draft)
         self._reset()
+
+    def _speculate(self, speculation: SpeculationConfig, draft: Draft | None) -> None:
+        """Set up speculative decoding. Its modules are imported here, since most engines draft nothing."""
+        from llmc_runtime.sched.host_drafts import HostDrafts
+        from llmc_runtime.sched.speculation import Speculation
+
+        self.speculation = Speculation(speculation)
+        self.counters.drafted_at_most(speculation.num_tokens)
+        if draft is not None:
+            self.host_drafts = HostDrafts(draft, self.speculation, self.config.vocab_size)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; output of its steps in flight is dropped. Return False if no live request has this id."""
@@ -140,6 +152,8 @@ class LiveRequests:
         self._in_flight.clear()
         self.timer.forget()
         if self.speculation is not None and self.speculation.config.max_rows:
+            from llmc_runtime.sched.draft_planner import DraftPlanner
+
             limits = config.max_num_batched_tokens, config.logits
             self.planner = DraftPlanner(self.speculation, self.pool, config.page_size, *limits)
 

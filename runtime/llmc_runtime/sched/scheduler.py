@@ -42,22 +42,25 @@ applies the changes and the work of all steps in the order in which they were pl
 from __future__ import annotations
 
 import math
-import secrets
+import random
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.guided_requests import known_mask, max_masked_drafts, may_sample, take_drafts
-from llmc_runtime.sched.host_draft import Draft
 from llmc_runtime.sched.live_requests import LiveRequests
 from llmc_runtime.sched.request import Request, RequestDelta, Status, add_scores
 from llmc_runtime.sched.request_init import init_request
 from llmc_runtime.sched.scheduler_config import POLICIES, SchedulerConfig
-from llmc_runtime.sched.speculation import Speculation
 from llmc_runtime.sched.step import RowMasks, RowPages, Step, StepOutput, Work
 from llmc_runtime.sched.token_guide import mask_of
 from llmc_runtime.sched.waiting_queue import MAX_ADMITTED_TOKENS, last_of_most_served
+
+if TYPE_CHECKING:
+    from llmc_runtime.sched.host_draft import Draft
+    from llmc_runtime.sched.speculation import Speculation
 
 _RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
 
@@ -80,7 +83,7 @@ class Scheduler(LiveRequests):
     ) -> None:
         super().__init__(config, clock, draft)
         self.depth = 1
-        self._seeds = seeds or partial(secrets.randbits, 64)
+        self._seeds = seeds or partial(random.SystemRandom().getrandbits, 64)
         self._policy = POLICIES[config.policy]
         self._watermark_pages = int(config.watermark * config.num_pages)
         self._arrivals = 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.speculation_config import SpeculationConfig
+
+if TYPE_CHECKING:
+    from llmc_runtime.sched.speculation_config import SpeculationConfig
 
 # A policy returns a request's order in queues: smaller runs first, then earlier arrival.
 POLICIES: Mapping[str, Callable[[Request], int]] = MappingProxyType(
