@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.api.model_api import fit_prompt, open_tokenizer
 from llmc_runtime.api.output_stream import ProgressBar, Stream
@@ -26,7 +26,6 @@ from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.format.errors import LlmcError, llm_closed
 from llmc_runtime.format.manifest import is_artifact
 from llmc_runtime.format.pooling import GENERATE
-from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 from llmc_runtime.metrics import Metric, as_metrics
 from llmc_runtime.outputs import RequestOutput, RequestState
 from llmc_runtime.pooling_params import require_task
@@ -44,6 +43,9 @@ from llmc_runtime.prompts import (
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 
 _frozen_by = weakref.WeakSet[Any]()  # open LLMs, for which objects are left out of garbage collections
 
@@ -117,7 +119,11 @@ class LLM(PoolingAPI):
         config = engine.scheduler.config
 
         def grammars() -> Grammars | None:
-            return None if tokenizer is None else Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
+            if tokenizer is None:
+                return None
+            from llmc_runtime.grammar import Grammars  # few requests have a grammar
+
+            return Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
 
         self._core = EngineCore(engine, grammars)
         self._outputs = OutputProcessor(self._core.abort)

@@ -1,26 +1,28 @@
-"""The methods of LLM for models that pool: embed, classify and score."""
+"""The methods of LLM for models that pool: embed, classify and score.
+
+They import the classes of their outputs, which models that generate do not need.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.api.model_api import ModelAPI
 from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pairs import pair_prompts, paired, require_scores
-from llmc_runtime.pooled_outputs import (
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
 from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, require_pooling, similarity
 from llmc_runtime.prompts import Prompt, as_prompts, refuse_adapter
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from llmc_runtime.pooled_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 
 class PoolingAPI(ModelAPI):
@@ -53,6 +55,8 @@ class PoolingAPI(ModelAPI):
 
         Raises LlmcError E601 to E606 if a prompt or the parameters are refused, E616 if the model does not embed.
         """
+        from llmc_runtime.pooled_outputs import EmbeddingOutput, EmbeddingRequestOutput
+
         refuse_adapter(lora_request)
         rows = self._pool(as_prompts(prompts, self.tokenizer), pooling_params, use_tqdm, EMBED)
         return [EmbeddingRequestOutput.of(o, EmbeddingOutput(values)) for o, values in rows]
@@ -68,6 +72,8 @@ class PoolingAPI(ModelAPI):
 
         LLM.pooling.labels are the names of the labels.
         """
+        from llmc_runtime.pooled_outputs import ClassificationOutput, ClassificationRequestOutput
+
         refuse_adapter(lora_request)
         rows = self._pool(as_prompts(prompts, self.tokenizer), pooling_params, use_tqdm, CLASSIFY)
         return [ClassificationRequestOutput.of(o, ClassificationOutput(values)) for o, values in rows]
@@ -86,6 +92,8 @@ class PoolingAPI(ModelAPI):
         similarity of two embeddings, or of their first `pooling_params.dimensions`. Raises LlmcError E616 for other
         models, E620 without a tokenizer, and as `embed`.
         """
+        from llmc_runtime.pooled_outputs import ScoringOutput, ScoringRequestOutput
+
         refuse_adapter(lora_request)
         pooling, pairs = require_scores(self.pooling), paired(text_1, text_2)
         if pooling.task == EMBED:
@@ -98,6 +106,8 @@ class PoolingAPI(ModelAPI):
         self, pairs: list[tuple[str, str]], params: PoolingParams, pooling: Pooling, use_tqdm: bool
     ) -> list[ScoringRequestOutput]:
         """Return the similarities of pairs. Each text is embedded once."""
+        from llmc_runtime.pooled_outputs import ScoringOutput, ScoringRequestOutput
+
         params.check(pooling)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         outputs = dict(zip(texts, self._run_pooled(as_prompts(texts, self.tokenizer), use_tqdm)))
