@@ -6,7 +6,6 @@ from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Member
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.nccl_call import uses_nccl
 
 
 def prepare_device(manifest: Manifest, number: int) -> None:
@@ -63,7 +62,7 @@ def _device(artifact: Artifact, threads: int | None, careful: bool, index: int, 
     if family == "cuda":
         from llmc_runtime.device.cuda.cuda_device import CudaDevice
 
-        nccl = uses_nccl(artifact.manifest)
+        nccl = member is not None and _uses_nccl(artifact.manifest)
         return CudaDevice(target, threads, careful=careful, index=index, member=member, nccl=nccl)
     if artifact.manifest.ranks > 1:
         cause = f"the artifact is for {artifact.manifest.ranks} ranks on {target.name}, which are not supported"
@@ -74,3 +73,9 @@ def _device(artifact: Artifact, threads: int | None, careful: bool, index: int, 
         return HipDevice(target, threads, careful=careful, index=index)
     remedy = "recompile for this machine: llmc compile MODEL --target cpu:native (or cuda:sm_90)"
     raise LlmcError("E112", f"the artifact is for {target.name}; this runtime has no device of that kind", remedy)
+
+
+def _uses_nccl(manifest: Manifest) -> bool:
+    from llmc_runtime.format.nccl_call import uses_nccl
+
+    return uses_nccl(manifest)

@@ -12,7 +12,6 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import Kv, Manifest
-from llmc_runtime.format.nccl_call import uses_nccl
 from llmc_runtime.format.program import DRAFT_MODEL, method_of
 from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -95,6 +94,8 @@ def _shape(dtype: str, shape: tuple[Any, ...]) -> str:
 
 
 def _collectives(manifest: Manifest) -> str:
+    from llmc_runtime.format.nccl_call import uses_nccl  # only if there is a draft model
+
     return "NCCL" if uses_nccl(manifest) else "memory"
 
 

@@ -1,10 +1,11 @@
-"""The pip command that adds an extra to this installation, from a checkout, a wheel or a package index."""
+"""The pip command that adds an extra to this installation, from a checkout, a wheel or a package index.
+
+It is part of error messages only, so that functions import what is slow to import.
+"""
 
 from __future__ import annotations
 
 import json
-import shlex
-import shutil
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -21,7 +22,7 @@ def install_command(*extras: str) -> str:
     names, origin = ",".join(extras), _origin()
     removed = _removed(origin)
     where = f" in a clone (llmc was installed from {removed}, which is gone)" if removed else ""
-    return f"{_pip()} install {shlex.quote(f'.[{names}]') if removed else requirement(names, origin)}{where}"
+    return f"{_pip()} install {_quoted(f'.[{names}]') if removed else requirement(names, origin)}{where}"
 
 
 def requirement(extras: str, origin: str) -> str:
@@ -30,11 +31,11 @@ def requirement(extras: str, origin: str) -> str:
     """
     path, folder = _source(origin)
     if not path:
-        return shlex.quote(f"{DISTRIBUTION}[{extras}]")
+        return _quoted(f"{DISTRIBUTION}[{extras}]")
     if folder is None:
-        return shlex.quote(f"{path}[{extras}]")
+        return _quoted(f"{path}[{extras}]")
     option = "-e " if folder.get("editable") else ""
-    return option + shlex.quote(f"{path}[{extras}]")
+    return option + _quoted(f"{path}[{extras}]")
 
 
 def _source(origin: str) -> tuple[str, dict[str, bool] | None]:
@@ -51,7 +52,7 @@ def _removed(origin: str) -> str:
 
 
 def _origin() -> str:
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+    from importlib.metadata import PackageNotFoundError, distribution
 
     try:
         return distribution(DISTRIBUTION).read_text("direct_url.json") or ""
@@ -61,6 +62,15 @@ def _origin() -> str:
 
 def _pip() -> str:
     """Return `pip` if the shell finds that of this environment, else the way to run it by its interpreter."""
-    pip = shutil.which("pip")
+    from shutil import which
+
+    pip = which("pip")
     is_own = pip is not None and Path(pip).parent == Path(sys.executable).parent
-    return "pip" if is_own else f"{shlex.quote(sys.executable)} -m pip"
+    return "pip" if is_own else f"{_quoted(sys.executable)} -m pip"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as one word of a shell."""
+    from shlex import quote
+
+    return quote(text)

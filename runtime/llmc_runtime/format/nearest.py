@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import SequenceMatcher, get_close_matches
 
 _MIN_SIMILARITY = 0.7  # similarity of a part of a name from which it is suggested
 
@@ -14,6 +13,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
     If no name is similar as a whole, these are names of which a part is, such as rms_norm for nrom.
     """
+    from difflib import SequenceMatcher, get_close_matches  # slow to import, and for errors only
+
     names = list(known)
     if close := get_close_matches(name, names, 1, 0.7):
         return close

@@ -5,7 +5,6 @@ The library aborts the process if memory runs out, so inputs that can grow witho
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 import re
@@ -73,7 +72,7 @@ def check_charsmaps(data: bytes) -> None:
     """
     for match in _CHARSMAP.finditer(data):
         try:
-            raw = base64.b64decode(match[1], validate=True)
+            raw = binascii.a2b_base64(match[1], strict_mode=True)
         except binascii.Error as e:
             raise ValueError(f"its charsmap is not base64: {e}") from None
         size = int.from_bytes(raw[:4], "little")

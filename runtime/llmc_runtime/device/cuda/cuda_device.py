@@ -8,11 +8,9 @@ from typing import Any
 from llmc_runtime.device.cuda.device_array import CudaMemory
 from llmc_runtime.device.cuda.driver import Cuda
 from llmc_runtime.device.cuda.early_context import EarlyContext
-from llmc_runtime.device.cuda.nccl_group import NcclGroup
 from llmc_runtime.device.device import Member
 from llmc_runtime.device.gpu.device_group import DeviceGroup
 from llmc_runtime.device.gpu.gpu_device import GpuDevice
-from llmc_runtime.device.gpu.gpu_group import GpuGroup
 from llmc_runtime.device.gpu.weight_upload import MAPPED, PINNED
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import TargetInfo
@@ -46,9 +44,7 @@ class CudaDevice(GpuDevice):
         nccl: bool = False,
     ) -> None:
         self._cuda = cuda = Cuda()
-        group: DeviceGroup | None = None
-        if member is not None:
-            group = NcclGroup(member) if nccl else GpuGroup(cuda, member)
+        group = None if member is None else _group(cuda, member, nccl)
         super().__init__(cuda, threads, careful, index, group)
         self._device = cuda.ok(cuda.cu.cuDeviceGet(self.number))
         major, minor = (cuda.attribute(self._device, f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
@@ -85,6 +81,17 @@ class CudaDevice(GpuDevice):
     def _release(self) -> None:
         self._cuda.cu.cuCtxSetCurrent(None)
         self._cuda.cu.cuDevicePrimaryCtxRelease(self._device)
+
+
+def _group(cuda: Cuda, member: Member, nccl: bool) -> DeviceGroup:
+    """Return the device's place in the group of ranks. Only a device of a group imports the modules of groups."""
+    if nccl:
+        from llmc_runtime.device.cuda.nccl_group import NcclGroup
+
+        return NcclGroup(member)
+    from llmc_runtime.device.gpu.gpu_group import GpuGroup
+
+    return GpuGroup(cuda, member)
 
 
 def check_arch(target: TargetInfo, arch: str, gpu: str) -> None:

@@ -11,6 +11,9 @@ import numpy as np
 from llmc_runtime.device.device import Member
 from llmc_runtime.format.errors import LlmcError
 
+GRAIN_BYTES = 2 << 20  # bytes; drivers share memory in units of this size, so nothing else may be in the last one
+NCCL = "recompile with --collectives nccl"
+
 
 class LibraryCall(ABC):
     """A launch that a library makes instead of the driver."""

@@ -12,10 +12,9 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Event, Memory, Run
-from llmc_runtime.device.gpu.device_group import DeviceGroup, LibraryCall
+from llmc_runtime.device.gpu.device_group import GRAIN_BYTES, NCCL, DeviceGroup, LibraryCall
 from llmc_runtime.device.gpu.device_memory import Ring, Slot
 from llmc_runtime.device.gpu.driver import GpuDriver
-from llmc_runtime.device.gpu.gpu_group import GRAIN_BYTES, NCCL
 from llmc_runtime.device.gpu.gpu_run import GpuRun
 from llmc_runtime.device.gpu.weight_upload import PINNED, Upload, upload
 from llmc_runtime.format.errors import LlmcError

@@ -9,16 +9,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llmc_runtime.device.device import Member, group_ended
-from llmc_runtime.device.gpu.device_group import DeviceGroup
+from llmc_runtime.device.gpu.device_group import NCCL, DeviceGroup
 from llmc_runtime.device.gpu.device_memory import Pinned
 from llmc_runtime.device.gpu.driver import GpuDriver
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.group_memory import DATA, LIMIT_WORD, MAX_PEERS, PEERS_WORD, RANK_WORD, STATUS_WORD
 
 LIMIT_SECONDS = 30.0  # seconds that a kernel waits for another rank at most
-GRAIN_BYTES = 2 << 20  # bytes; drivers share memory in units of this size, so nothing else may be in the last one
 _STATUS_BYTES = 64
-NCCL = "recompile with --collectives nccl"
 
 
 class GpuGroup(DeviceGroup):
