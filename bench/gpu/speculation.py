@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime import SamplingParams
-from llmc_runtime.engine.loader import Opened, open_engine, open_model
+from llmc_runtime.engine.loader import Opened, open_engine
+from llmc_runtime.engine.open_model import open_model
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.scheduler import Scheduler

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine.engine_process import Session, main
+from llmc_runtime.engine.engine_process import main
 from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine.session import Session
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.sched.step import RowMasks, Step, StepOutput

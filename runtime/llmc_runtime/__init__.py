@@ -82,8 +82,11 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"llmc_runtime has no {name}: {_ELSEWHERE[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'llmc_runtime' has no attribute {name!r}")
+    from llmc_runtime.gc_pause import paused_collections
+
     try:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        with paused_collections():
+            return getattr(importlib.import_module(_MODULES[name]), name)
     except ModuleNotFoundError as e:
         if e.name not in ("msgspec", "zmq"):
             raise

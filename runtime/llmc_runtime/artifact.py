@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
@@ -17,6 +16,9 @@ from llmc_runtime.format.program import Program
 from llmc_runtime.format.safetensors import header_length, parse_header
 from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 from llmc_runtime.host_info import Host, check_target, default_threads, this_host
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TOKENIZER = "tokenizer"  # a folder of the artifact
 GPUS = ("cuda", "hip")  # target families whose artifacts the device checks
@@ -143,6 +145,8 @@ def _map_weights(folder: Folder, files: Sequence[WeightFile], threads: int, *, v
 
     Raises LlmcError E106 or E107 for damaged files, and E113 for a tensor in two files.
     """
+    import numpy as np  # takes a twentieth of a second, in which a GPU is initialized
+
     tensors: dict[str, Tensor] = {}
     for file in files:
         where = str(folder.root / file.file)

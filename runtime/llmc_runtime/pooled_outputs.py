@@ -1,11 +1,15 @@
-"""The outputs of models that pool, with vLLM's names and fields."""
+"""The outputs of models that pool, with vLLM's names and fields, and the numbers in them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
+import numpy as np
+
+from llmc_runtime.format.pooling import EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
+from llmc_runtime.pooling_params import PoolingParams
 
 T = TypeVar("T")
 
@@ -67,3 +71,33 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """The score of two texts. The token ids are those of both."""
+
+
+def pooled_values(pooled: bytes, pooling: Pooling, params: PoolingParams) -> np.ndarray:
+    """Return the embedding, the probabilities or the logits of a prompt, f32[width or dimensions].
+
+    `pooled` are the f32 numbers that the engine returned.
+    """
+    values = np.frombuffer(pooled, np.float32)
+    active = params.use_activation
+    if pooling.task == EMBED:
+        values = values[: params.dimensions]
+        normalizes = pooling.normalize if active is None else active
+        return _normalized(values) if normalizes else values
+    if active is False or pooling.activation == "none":
+        return values
+    if pooling.activation == "sigmoid":
+        return (1 / (1 + np.exp(-values.astype(np.float64)))).astype(np.float32)
+    powers = np.exp(values.astype(np.float64) - values.max())
+    return (powers / powers.sum()).astype(np.float32)
+
+
+def similarity(a: bytes, b: bytes, dimensions: int | None = None) -> float:
+    """Return the cosine similarity of two embeddings that the engine returned, or of their first `dimensions`."""
+    left, right = (_normalized(np.frombuffer(x, np.float32)[:dimensions].astype(np.float64)) for x in (a, b))
+    return float(left @ right)
+
+
+def _normalized(values: np.ndarray) -> np.ndarray:
+    """Divide a vector by its length, as torch.nn.functional.normalize does."""
+    return values / max(float(np.linalg.norm(values.astype(np.float64))), 1e-12)

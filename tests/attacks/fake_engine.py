@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine.engine_process import Session, main
+from llmc_runtime.engine.engine_process import main
 from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine.session import Session
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.kv.prefix import PrefixCache
 from llmc_runtime.sched.scheduler import Scheduler

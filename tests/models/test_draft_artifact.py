@@ -12,7 +12,7 @@ import pytest
 from draw import SEED
 from kernel_cache import CACHE
 from llmc_runtime import LLM, LlmcError, SamplingParams
-from llmc_runtime.engine.loader import open_model
+from llmc_runtime.engine.open_model import open_model
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.draft_artifact import joint_digest, open_with_draft
 from llmc_runtime.exec.load_executor import load_executor

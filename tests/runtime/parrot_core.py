@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmc_runtime.engine.engine import Engine
-from llmc_runtime.engine.engine_process import Session, main
+from llmc_runtime.engine.engine_process import main
 from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine.session import Session
 from llmc_runtime.grammar import Grammars
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig

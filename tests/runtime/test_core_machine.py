@@ -19,8 +19,9 @@ import pytest
 from llmc_runtime import AsyncLLM, LlmcError, SamplingParams
 from llmc_runtime.api.llm import to_stderr
 from llmc_runtime.engine.client import _folder
-from llmc_runtime.engine.engine_process import NICE, StepAge, open_session
+from llmc_runtime.engine.engine_process import NICE, StepAge
 from llmc_runtime.engine.messages import Open
+from llmc_runtime.engine.session import open_session
 from llmc_runtime.heartbeat import is_runnable
 from llmc_runtime.python_command import quoted
 

@@ -17,8 +17,9 @@ from llmc_runtime.pooled_outputs import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    pooled_values,
 )
-from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, require_pooling, require_task
+from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, require_pooling, require_task
 from llmc_runtime.prompts import Prompt, refuse_adapter
 
 

@@ -17,8 +17,8 @@ from llmc_runtime.api.output_stream import ProgressBar, Stream
 from llmc_runtime.api.pooling_api import PoolingAPI
 from llmc_runtime.defaults import generation_of
 from llmc_runtime.engine.core import EngineCore
-from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.input_processor import bad_word_tokens, prepare
+from llmc_runtime.engine.open_model import open_model
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.engine_options import to_stderr as to_stderr
@@ -41,11 +41,12 @@ from llmc_runtime.prompts import (
     template_variables,
 )
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.sched.scheduler_config import SchedulerConfig
 from llmc_runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llmc_runtime.engine.engine import Engine
     from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
+    from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 _frozen_by = weakref.WeakSet[Any]()  # open LLMs, for which objects are left out of garbage collections
 
@@ -66,8 +67,6 @@ class LLM(PoolingAPI):
     """
 
     def __init__(self, model: str | Path, *, say: Callable[[str], None] | None = None, **options: Any) -> None:
-        from llmc_runtime.engine.loader import open_engine, open_model
-
         self._say = say or to_stderr
         args = EngineOptions.of_keywords(model, options, self._say)
         if args.data_parallel_size > 1:
@@ -76,6 +75,8 @@ class LLM(PoolingAPI):
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
         self._say(args.opening_line(path))
         with open_model(path, args) as artifact:
+            from llmc_runtime.engine.loader import open_engine  # with numpy: the GPU is initialized meanwhile
+
             args.check_artifact(artifact.manifest)
             generation = generation_of(
                 artifact.manifest.generation, args.generation_config, args.override_generation_config

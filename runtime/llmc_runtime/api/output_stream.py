@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.output_processor import OutputProcessor
 from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.outputs import Piece, RequestOutput, RequestState
+
+if TYPE_CHECKING:
+    from llmc_runtime.engine.engine import Engine
 
 
 class Stream:

@@ -12,10 +12,9 @@ from llmc_runtime.api.model_api import ModelAPI
 from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pairs import pair_prompts, paired, require_scores
-from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, require_pooling, similarity
+from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, require_pooling
 from llmc_runtime.prompts import Prompt, as_prompts, refuse_adapter
 from llmc_runtime.sched.sampling_params import SamplingParams
-from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 if TYPE_CHECKING:
     from llmc_runtime.pooled_outputs import (
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
         EmbeddingRequestOutput,
         ScoringRequestOutput,
     )
+    from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 
 class PoolingAPI(ModelAPI):
@@ -106,7 +106,7 @@ class PoolingAPI(ModelAPI):
         self, pairs: list[tuple[str, str]], params: PoolingParams, pooling: Pooling, use_tqdm: bool
     ) -> list[ScoringRequestOutput]:
         """Return the similarities of pairs. Each text is embedded once."""
-        from llmc_runtime.pooled_outputs import ScoringOutput, ScoringRequestOutput
+        from llmc_runtime.pooled_outputs import ScoringOutput, ScoringRequestOutput, similarity
 
         params.check(pooling)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
@@ -122,6 +122,8 @@ class PoolingAPI(ModelAPI):
         self, prompts: list[Prompt], params: PoolingParams | None, use_tqdm: bool, task: str
     ) -> list[tuple[RequestOutput, list[float]]]:
         """Run prompts, and return each with its numbers."""
+        from llmc_runtime.pooled_outputs import pooled_values
+
         pooling, params = require_pooling(self.pooling, task), params or PoolingParams()
         params.check(pooling)
         outputs = self._run_pooled(prompts, use_tqdm)

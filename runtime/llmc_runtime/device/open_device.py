@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llmc_runtime.artifact import Artifact
-from llmc_runtime.device.device import Device, Member
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+
+if TYPE_CHECKING:
+    from llmc_runtime.device.device import Device, Member
 
 
 def prepare_device(manifest: Manifest, number: int) -> None:

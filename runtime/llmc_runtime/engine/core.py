@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.input_processor import EngineRequest, are_ids, params_of_output
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llmc_runtime.engine.engine import Engine
     from llmc_runtime.grammar import GrammarGuide, Grammars, Opening
 
 

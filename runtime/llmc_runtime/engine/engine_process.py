@@ -15,11 +15,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -45,13 +44,14 @@ from llmc_runtime.engine.messages import (
     Stop,
     error_message,
 )
+from llmc_runtime.engine.session import Opener, open_session
 from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
-from llmc_runtime.engine_options import EngineOptions
-from llmc_runtime.exec.rank_group import RankGroup
 from llmc_runtime.format.errors import LlmcError, as_llmc_error, brief
-from llmc_runtime.grammar import Grammars
 from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import Stat
+
+if TYPE_CHECKING:
+    from llmc_runtime.exec.rank_group import RankGroup
 
 NICE = 5  # of CPU engines whose threads fill the machine
 _MIN_ADD_TIME = 0.002  # seconds for new requests between two steps
@@ -59,62 +59,6 @@ _ADD_STEP_SHARE = 0.15  # of the last step's duration, if that is more
 _COMPILE_POLL_MS = 50  # between two checks of grammars that are being compiled
 _LINGER_MS = 2000  # for the last messages
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
-
-
-@dataclass(frozen=True)
-class Session:
-    """An open engine.
-
-    summary:   one log line about it
-    threads:   compute threads of all ranks on the CPU; 0 on other devices
-    grammars:  opens the grammars of its vocabulary; None without a tokenizer
-    close:     frees everything
-    stages:    duration of each part of opening, in seconds
-    group:     the other ranks of the engine, if it has several
-    """
-
-    engine: Engine
-    summary: str
-    grammars: Callable[[], Grammars | None]
-    close: Callable[[], None]
-    stages: Mapping[str, float] = field(default_factory=dict)
-    threads: int = 0
-    group: RankGroup | None = None
-
-
-Opener = Callable[[Open, Callable[[str], None]], Session]
-
-
-def open_session(opening: Open, say: Callable[[str], None]) -> Session:
-    """Open the artifact as LLM does; `say` is called with log lines. Raises LlmcError E1xx, E2xx."""
-    from llmc_runtime.artifact import has_tokenizer
-    from llmc_runtime.engine.loader import open_engine, open_model
-
-    options = EngineOptions.of_message(opening.path, opening.options)
-    say(options.opening_line(options.model))
-    began = time.monotonic()
-    with open_model(Path(options.model), options, opening.digest, opening.engine) as artifact:
-        stages = {"artifact": time.monotonic() - began}
-        opened = open_engine(artifact, options, opening.eos, opening.engine)
-
-    def grammars() -> Grammars | None:
-        if not has_tokenizer(artifact.manifest):
-            return None
-        config = opened.engine.scheduler.config
-        return Grammars(artifact.tokenizer_dir, config.vocab_size, config.eos_token_ids)
-
-    ranks = artifact.manifest.ranks
-    threads = ranks * options.rank_threads(ranks) if artifact.manifest.target.name.startswith("cpu:") else 0
-    stages |= opened.stages
-    return Session(
-        opened.engine,
-        opened.summary,
-        grammars=grammars,
-        close=opened.close,
-        stages=stages,
-        threads=threads,
-        group=opened.group,
-    )
 
 
 def leave_time_for_front(compute_threads: int, processes: Sequence[int] = ()) -> None:

@@ -10,8 +10,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.sched.parameter_type import refused
@@ -81,6 +79,8 @@ def are_ids(prompt: Sequence[int], vocab_size: int) -> bool:
 
     It takes 0.7 ms for 100,000 ids; `check_token_ids` takes 3 ms.
     """
+    import numpy as np  # see open_model: a module of LLM does not import it
+
     try:
         ids = np.frombuffer(array("I", prompt), np.uint32)
     except (OverflowError, TypeError, ValueError):
@@ -93,6 +93,8 @@ def token_mask(ids: Sequence[int], vocab_size: int) -> TokenMask:
 
     It is made here with numpy, since the engine's thread would need 15 ms for 65,536 ids.
     """
+    import numpy as np
+
     try:
         allowed = np.frombuffer(array("I", ids if len(ids) <= MAX_ALLOWED else ()), np.uint32)
     except (OverflowError, TypeError):

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from llmc_runtime.artifact import Artifact, require_digest
+from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device
-from llmc_runtime.device.open_device import discard_device, open_device, prepare_device
+from llmc_runtime.device.open_device import open_device
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
-from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
@@ -68,33 +65,6 @@ class Opened:
     stages: Mapping[str, float]
     trace: Trace | None = None
     group: RankGroup | None = None
-
-
-@contextmanager
-def open_model(path: Path, options: EngineOptions, digest: str = "", number: int = 0) -> Iterator[Artifact]:
-    """Open the artifact at `path`, and that of the draft model of `options`, for the block, which opens the engine with
-    this number.
-
-    Its GPU is initialized while the programs are read, and released if the block raises an error before.
-    Raises LlmcError E1xx, E208, and E118 if its digest is not `digest` (empty: any).
-    """
-    manifests: list[Manifest] = []
-
-    def begin(manifest: Manifest) -> None:
-        manifests.append(manifest)
-        prepare_device(manifest, number)
-
-    try:
-        artifact = open_with_draft(
-            path, options.draft_model, verify=options.verify, threads=options.engine_threads, on_manifest=begin
-        )
-        if digest:
-            require_digest(artifact, digest, "was opened before")
-        yield artifact
-    except BaseException:
-        for manifest in manifests:
-            discard_device(manifest, number)
-        raise
 
 
 def open_engine(artifact: Artifact, options: EngineOptions, eos: Sequence[int] = (), number: int = 0) -> Opened:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from llmc_runtime.format.row_abi import STOPS, WIDTH
+from llmc_runtime.sched.draft_stops import Stop
 from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 from llmc_runtime.sched.sampling_params import PARAMETERS, SamplingParams
-
-if TYPE_CHECKING:
-    from llmc_runtime.sched.draft_stops import Stop
 
 _Columns: Any = make_dataclass(
     "_Columns",

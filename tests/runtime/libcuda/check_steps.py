@@ -14,7 +14,8 @@ from llmc_runtime.artifact import open_artifact
 from llmc_runtime.device.cuda.early_context import EarlyContext
 from llmc_runtime.device.gpu import gpu_run
 from llmc_runtime.device.open_device import open_device
-from llmc_runtime.engine.loader import open_engine, open_model
+from llmc_runtime.engine.loader import open_engine
+from llmc_runtime.engine.open_model import open_model
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.executor import Executor
 from llmc_runtime.format.errors import LlmcError

@@ -16,7 +16,8 @@ import numpy as np
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.pooling import EMBED, Pooling
 from llmc_runtime.outputs import RequestOutput
-from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, pooled_values, similarity
+from llmc_runtime.pooled_outputs import pooled_values, similarity
+from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams
 from llmc_runtime.prompts import Prompt
 from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, to_api_error
