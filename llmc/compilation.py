@@ -13,8 +13,9 @@ from typing import Any
 
 from llmc_runtime.format.errors import require_compiler
 from llmc_runtime.format.manifest import Limits, Manifest, Source, TargetInfo
+from llmc_runtime.format.names import DRAFT_MODEL
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import DRAFT_MODEL, DRAFT_PREFIX
+from llmc_runtime.format.program import DRAFT_PREFIX
 from llmc_runtime.format.size_text import size_text
 
 from llmc.codegen.toolchain import Toolset

@@ -9,9 +9,9 @@ from typing import Any
 
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.names import TOKENIZER_FILE
 from llmc_runtime.format.nccl_call import uses_nccl
 from llmc_runtime.format.program import Program
-from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 
 from llmc.artifact.integrity import open_undamaged
 from llmc.diagnostics import Diagnostic

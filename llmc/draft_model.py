@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llmc_runtime.format.manifest import NAME as MANIFEST
+from llmc_runtime.format.names import MANIFEST_FILE as MANIFEST
 from llmc_runtime.format.program import DRAFT_PREFIX
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.speculate_option import DEFAULT_DRAFTS, KEYS, NGRAM, REFUSED_METHODS, SHORT, drafts_on_host

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import GENERATE, KINDS, TASKS
+from llmc_runtime.format.names import GENERATE, POOLING_KINDS, TASKS
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import of_command, option, options_of, positive
 from llmc_runtime.speculate_option import DEFAULT_DRAFTS
@@ -75,7 +75,7 @@ class Options:
     )  # fmt: skip
     pooling: str = _artifact(
         "auto", "pooling of hidden states: of the last token (last), the first (cls), or the mean of all (mean) (auto: "
-        "from the model's files)", str, None, choices=("auto", *KINDS),
+        "from the model's files)", str, None, choices=("auto", *POOLING_KINDS),
     )  # fmt: skip
     max_model_len: int | None = _artifact(None, "maximum length of a sequence in tokens (the model's, at most 32768)")
     max_num_seqs: int | None = _artifact(

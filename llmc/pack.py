@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.format.names import GENERATE
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.hard_link import last_stage, pack_weights

@@ -12,7 +12,7 @@ from typing import Any
 from llmc_runtime.format.cache_key import Uses, artifact_key, every_extension
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
-from llmc_runtime.format.manifest import NAME
+from llmc_runtime.format.names import MANIFEST_FILE
 
 from llmc.artifact.hard_link import link_folder
 from llmc.artifact.integrity import find_damage
@@ -60,7 +60,7 @@ class Reuse:
 
 def intact(path: Path) -> bool:
     """Whether `path` is an artifact in which every size and hash is correct."""
-    if not (path / NAME).is_file():
+    if not (path / MANIFEST_FILE).is_file():
         return False
     try:
         folder = Folder(path)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.hashing import sha256
-from llmc_runtime.format.manifest import NAME, FileInfo, Manifest
+from llmc_runtime.format.manifest import FileInfo, Manifest
+from llmc_runtime.format.names import MANIFEST_FILE
 
 from llmc.artifact.files import Files, Hook, no_hook
 from llmc.artifact.publish import PART, locked
@@ -36,5 +37,5 @@ def put_file(out: str | Path, name: str, data: bytes, hook: Hook = no_hook) -> M
 def _replace(files: Files, manifest: Manifest, listed: Mapping[str, FileInfo]) -> Manifest:
     data = replace(manifest, files=listed).dump()
     files.put(PART, data, replace=True)
-    files.rename(files.root / PART, files.root / NAME)
+    files.rename(files.root / PART, files.root / MANIFEST_FILE)
     return Manifest.load(data)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmc_runtime.format.folder import Folder
-from llmc_runtime.format.manifest import NAME, Manifest, Weights
+from llmc_runtime.format.manifest import Manifest, Weights
+from llmc_runtime.format.names import MANIFEST_FILE
 
 from llmc.artifact.files import Files
 from llmc.artifact.integrity import open_undamaged
@@ -25,7 +26,7 @@ from llmc.ir.weight_eval import WeightSource
 def link_folder(source: Path, out: Path) -> None:
     """Link every file of the artifact `source` to `out`, the manifest last. The caller holds the lock of `out`."""
     with _linked(source, out) as files:
-        files.put(PART, (source / NAME).read_bytes())
+        files.put(PART, (source / MANIFEST_FILE).read_bytes())
         files.sync()
         publish(files, out)
 
@@ -71,7 +72,7 @@ def _linked(source: Path, out: Path, skip: tuple[str, ...] = ()) -> Iterator[Fil
     with temporary(out) as files:
         for path in sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink()):
             name = path.relative_to(source)
-            if name.as_posix() in (NAME, PART, *skip) or name.parts[0] in skip:
+            if name.as_posix() in (MANIFEST_FILE, PART, *skip) or name.parts[0] in skip:
                 continue
             (files.root / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, files.root / name)

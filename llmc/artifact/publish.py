@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import CANARY, Folder
-from llmc_runtime.format.manifest import NAME
+from llmc_runtime.format.names import MANIFEST_FILE
 
 from llmc.artifact.files import Files, Hook, check_writable, no_hook, sync_folder, writing
 from llmc.diagnostics import Diagnostic
@@ -61,7 +61,7 @@ def check_free(out: Path, force: bool) -> None:
     check_writable(out)
     if not os.path.lexists(out) or _is_remains(out):
         return
-    if out.is_symlink() or not out.is_dir() or not (out / NAME).is_file():
+    if out.is_symlink() or not out.is_dir() or not (out / MANIFEST_FILE).is_file():
         raise Diagnostic("E122", f"{out} exists and is not an artifact", "choose another -o; llmc does not remove it")
     if not force:
         raise Diagnostic("E120", f"{out} exists", "add --force to replace it, or choose another -o")
@@ -78,14 +78,14 @@ def foreign_files(out: Path) -> list[str]:
     except LlmcError as error:
         cause = f"{out} has a manifest that cannot be read ({error.code})"
         raise Diagnostic("E122", cause, f"remove it yourself: rm -r {out}") from None
-    known = {NAME, PART, CANARY, *manifest.files, *(w.file for w in manifest.weights.files)}
+    known = {MANIFEST_FILE, PART, CANARY, *manifest.files, *(w.file for w in manifest.weights.files)}
     paths = (p.relative_to(out).as_posix() for p in sorted(out.rglob("*")) if not p.is_dir() or p.is_symlink())
     return [n for n in paths if n not in known]
 
 
 def _is_remains(path: Path) -> bool:
     """Whether a folder is empty or an incomplete artifact that a killed writer left behind."""
-    if path.is_symlink() or not path.is_dir() or (path / NAME).exists():
+    if path.is_symlink() or not path.is_dir() or (path / MANIFEST_FILE).exists():
         return False
     return (path / PART).is_file() or not any(path.iterdir())
 
@@ -93,7 +93,7 @@ def _is_remains(path: Path) -> bool:
 def sweep(out: Path) -> None:
     """Remove temporary folders that killed writers of `out` left next to it. The caller holds the lock."""
     for path in out.parent.glob(f".{out.name}.tmp-*"):
-        if _is_remains(path) or (path / NAME).is_file():
+        if _is_remains(path) or (path / MANIFEST_FILE).is_file():
             shutil.rmtree(path)
 
 
@@ -122,9 +122,9 @@ def publish(files: Files, out: Path) -> None:
             files.hook("remove", out)
             shutil.rmtree(out)
         files.rename(temp, out)
-        files.rename(out / PART, out / NAME)
+        files.rename(out / PART, out / MANIFEST_FILE)
         return
-    files.rename(temp / PART, temp / NAME)
+    files.rename(temp / PART, temp / MANIFEST_FILE)
     files.hook("exchange", out)
     if not _exchange(temp, out):
         aside = temp.with_name(temp.name + "-old")

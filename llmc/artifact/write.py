@@ -28,9 +28,9 @@ from llmc_runtime.format.manifest import (
     TargetInfo,
     Weights,
 )
+from llmc_runtime.format.names import TEMPLATE_DIR
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.format.program import DRAFT_PREFIX, Program
-from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
 
 from llmc.artifact.cost_report import roofline
 from llmc.artifact.files import Files, Hook, no_hook

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
+from llmc_runtime.format.names import TEMPLATE_DIR
 from llmc_runtime.option_type import option
 
 from llmc.diagnostics import Diagnostic

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.json_fields import too_much
-from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
+from llmc_runtime.format.names import TEMPLATE_DIR
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import unsupported

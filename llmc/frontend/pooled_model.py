@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import transformers
-from llmc_runtime.format.pooling import EMBED, MEAN, Pooling
+from llmc_runtime.format.names import EMBED, MEAN
+from llmc_runtime.format.pooling import Pooling
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend import attention_interface

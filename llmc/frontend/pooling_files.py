@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llmc_runtime.format.pooling import CLASSIFY, CLS, EMBED, GENERATE, LAST, MEAN, Pooling
+from llmc_runtime.format.names import CLASSIFY, CLS, EMBED, GENERATE, LAST, MEAN
+from llmc_runtime.format.pooling import Pooling
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.model_folder import MODULES, Source, read_json, read_list

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
+from llmc_runtime.format.names import TEMPLATE_DIR
 from llmc_runtime.text.chat_template import TEMPLATE_FILE, ChatTemplate, read_templates
 
 from llmc.diagnostics import Diagnostic

@@ -9,8 +9,9 @@ from typing import Any
 
 from llmc_runtime.format.folder import CANARY
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.names import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.nccl_call import uses_nccl
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, Program, method_of
+from llmc_runtime.format.program import Program, method_of
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory

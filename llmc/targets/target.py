@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from llmc_runtime.format.nccl_call import LANGUAGE
+from llmc_runtime.format.names import NCCL
 
 from llmc.diagnostics import Diagnostic
 
@@ -105,7 +105,7 @@ def with_nccl(target: Target, ranks: int) -> Target:
     if target.deterministic:
         cause = "--deterministic with --collectives nccl: the order of NCCL's sums depends on the number of elements"
         raise Diagnostic("E512", cause, "leave out one of them")
-    return replace(target, languages=(*target.languages, LANGUAGE))
+    return replace(target, languages=(*target.languages, NCCL))
 
 
 def deterministic(target: Target, speculate: int) -> Target:

@@ -12,9 +12,9 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.manifest import MINOR, Manifest, WeightFile
+from llmc_runtime.format.names import TOKENIZER_FILE
 from llmc_runtime.format.program import Program
 from llmc_runtime.format.safetensors import header_length, parse_header
-from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
 from llmc_runtime.host_info import Host, check_target, default_threads, this_host
 
 if TYPE_CHECKING:

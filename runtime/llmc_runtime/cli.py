@@ -17,7 +17,7 @@ from llmc_runtime.command_parser import CommandParser
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 from llmc_runtime.format.install_command import install_command
-from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.names import is_artifact
 from llmc_runtime.format.text_file import read_text
 from llmc_runtime.option_type import of_command, options_of
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from llmc_runtime.format.cache_key import artifact_key
 from llmc_runtime.format.errors import LlmcError, require_compiler
-from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.names import is_artifact
 from llmc_runtime.signals import unwinding
 
 _NUM_LAST_LINES = 5  # of the compiler's output, in which its error is looked for

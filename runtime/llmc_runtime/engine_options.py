@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from llmc_runtime.defaults import parse_override
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.format.pooling import GENERATE, TASKS
-from llmc_runtime.format.program import MAX_RANKS
+from llmc_runtime.format.names import GENERATE, MAX_RANKS, TASKS
 from llmc_runtime.heartbeat import HEARTBEAT_TIMEOUT
 from llmc_runtime.host_info import default_threads, usable_cpus
 from llmc_runtime.option_type import (
@@ -39,6 +37,9 @@ from llmc_runtime.speculate_option import (
     with_draft_model,
 )
 from llmc_runtime.vllm_keywords import KeywordChecks
+
+if TYPE_CHECKING:
+    from llmc_runtime.format.manifest import Manifest
 
 MAX_THREADS = 1024
 MAX_ENGINES = 64

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.manifest import TargetInfo
+
+if TYPE_CHECKING:
+    from llmc_runtime.format.manifest import TargetInfo
 
 # Prefix of an architecture or level, or value of platform.machine() -> architecture family.
 _FAMILIES: Mapping[str, str] = MappingProxyType(

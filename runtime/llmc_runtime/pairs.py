@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
+from llmc_runtime.format.names import CLASSIFY, EMBED
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.pooling_params import require_pooling
 from llmc_runtime.prompts import TOKENIZE, Prompt
 from llmc_runtime.text.tokenizer import Tokenizer

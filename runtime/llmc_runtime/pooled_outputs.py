@@ -7,7 +7,8 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-from llmc_runtime.format.pooling import EMBED, Pooling
+from llmc_runtime.format.names import EMBED
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import PoolingParams
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import CLASSIFY, EMBED, GENERATE, Pooling
+from llmc_runtime.format.names import CLASSIFY, EMBED, GENERATE
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
 

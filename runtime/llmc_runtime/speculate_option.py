@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.manifest import is_artifact
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP
+from llmc_runtime.format.names import DRAFT_MODEL, EAGLE, MTP, is_artifact
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 from llmc_runtime.option_type import malformed, not_allowed
 from llmc_runtime.sched import draft_methods

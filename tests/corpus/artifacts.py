@@ -21,7 +21,7 @@ from corpus.damage import changed, flipped
 from corpus.judge import Case
 from llmc_runtime.cli import run_command
 from llmc_runtime.format.hashing import sha256
-from llmc_runtime.format.manifest import NAME
+from llmc_runtime.format.names import MANIFEST_FILE
 
 from llmc.artifact.hard_link import last_stage
 from llmc.artifact.write import write_artifact
@@ -148,10 +148,10 @@ def _commands(family: str, source: Path, name: str, data: bytes, words: str, tur
 
 def manifest_flips(source: Path, rng: Random, step: int) -> Iterator[Case]:
     """Every `step`-th byte of the manifest."""
-    data = (source / NAME).read_bytes()
+    data = (source / MANIFEST_FILE).read_bytes()
     for i in range(rng.randrange(step), len(data), step):
         bad, words = flipped(data, rng, i)
-        yield from _commands("manifest", source, NAME, bad, words, i)
+        yield from _commands("manifest", source, MANIFEST_FILE, bad, words, i)
 
 
 def truncations(source: Path, rng: Random, step: int) -> Iterator[Case]:
@@ -170,10 +170,10 @@ def truncations(source: Path, rng: Random, step: int) -> Iterator[Case]:
 
 def resigned(path: Path, name: str, data: bytes) -> None:
     """Give the file other bytes, and the manifest their right hash."""
-    if name != NAME:
+    if name != MANIFEST_FILE:
         (path / name).unlink()
         (path / name).write_bytes(data)
-        doc = json.loads((path / NAME).read_text())
+        doc = json.loads((path / MANIFEST_FILE).read_text())
         if name in doc["files"]:
             doc["files"][name] = {"sha256": sha256(data), "bytes": len(data)}
         for w in doc["weights"]["files"]:
@@ -184,16 +184,16 @@ def resigned(path: Path, name: str, data: bytes) -> None:
     digest = doc.get("digest") if isinstance(doc.get("digest"), str) and len(doc["digest"]) == 64 else "0" * 64
     text = json.dumps({"digest": digest, **{k: v for k, v in doc.items() if k != "digest"}}, indent=2).encode()
     zero = text.replace(digest.encode(), b"0" * 64, 1)
-    (path / NAME).unlink()
-    (path / NAME).write_bytes(zero.replace(b"0" * 64, sha256(zero).encode(), 1))
+    (path / MANIFEST_FILE).unlink()
+    (path / MANIFEST_FILE).write_bytes(zero.replace(b"0" * 64, sha256(zero).encode(), 1))
 
 
 def nonsense(source: Path, rng: Random, count: int) -> Iterator[Case]:
     """Documents with one changed field and correct hashes, as a faulty or malicious writer could make them."""
     documents = {n: json.loads((source / n).read_text()) for n in files_of(source) if n.endswith(".json")}
-    chosen = [n for n in documents if n == NAME or n.startswith(("programs/", "report/"))]
+    chosen = [n for n in documents if n == MANIFEST_FILE or n.startswith(("programs/", "report/"))]
     for i in range(count):
-        name = rng.choice((NAME, *chosen))
+        name = rng.choice((MANIFEST_FILE, *chosen))
         doc, words = changed(documents[name], rng)
 
         def act(folder: Path, command: Callable[[Path], int], name: str = name, doc: Any = doc) -> int:
@@ -246,8 +246,8 @@ def folders(source: Path) -> Iterator[Case]:
     for bad in ("/etc/passwd", "../x", "a/../../x", "a//b", "./a", ".hidden", "a\0b", "a\nb", "x" * 5000, "", "é", "/"):
 
         def renamed(path: Path, bad: str = bad) -> None:
-            text = (path / NAME).read_text().replace('"tokenizer/tokenizer.json"', json.dumps(bad))
-            resigned(path, NAME, text.encode())
+            text = (path / MANIFEST_FILE).read_text().replace('"tokenizer/tokenizer.json"', json.dumps(bad))
+            resigned(path, MANIFEST_FILE, text.encode())
 
         yield case(f"a file named {bad[:20]!r}", renamed, "", "")
     yield case("an empty folder", lambda p: (shutil.rmtree(p), p.mkdir())[1], "bad.llmc")

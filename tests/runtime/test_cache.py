@@ -17,7 +17,7 @@ from llmc_runtime import LLM, LlmcError, compile_cache
 from llmc_runtime.api.llm import resolve
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.format import cache_key
-from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.names import is_artifact
 
 OPTIONS = {"target": "cpu:x86-64-v3", "dtype": "auto"}
 FAKE = (

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmc_runtime.format.pooling import EMBED, LAST, Pooling
+from llmc_runtime.format.names import EMBED, LAST
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.prompts import Prompt
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmc_runtime.format.pooling import CLS, KINDS, MEAN, POOLED
+from llmc_runtime.format.names import CLS, MEAN, POOLING_KINDS
+from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import DRAFT_LOGPROB, DRAFT_PREFIX
 from llmc_runtime.format.row_abi import BIASES, DRAFT_WIDTH, MAX_DRAFTS, STOPS, TOP_LOGPROBS
 
@@ -105,8 +106,10 @@ class PageAttention(Pass):
         if not 0 <= self.speculate <= MAX_DRAFTS:
             cause = f"pass page-attention: speculate={self.speculate} is not a number of drafted tokens"
             raise Diagnostic("E421", cause, f"use 0 to {MAX_DRAFTS}")
-        if self.pool and self.pool not in KINDS:
-            raise Diagnostic("E421", f"pass page-attention: pool={self.pool} is not known", f"use {', '.join(KINDS)}")
+        if self.pool and self.pool not in POOLING_KINDS:
+            raise Diagnostic(
+                "E421", f"pass page-attention: pool={self.pool} is not known", f"use {', '.join(POOLING_KINDS)}"
+            )
 
 
 def _takes_hidden(g: Graph) -> bool:

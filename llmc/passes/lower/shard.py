@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from llmc_runtime.format.nccl_call import LANGUAGE as NCCL
+from llmc_runtime.format.names import NCCL
 from llmc_runtime.format.program import RANK
 
 from llmc.diagnostics import Diagnostic

@@ -27,7 +27,7 @@ from llmc_runtime.engine.messages import Ready
 from llmc_runtime.engine.supervisor import DEAD, READY, STARTING, Supervisor
 from llmc_runtime.engine_args import EngineArgs
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.format.names import GENERATE
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, as_params, as_prompt, refuse_adapter

@@ -10,7 +10,7 @@ from llmc_runtime.api.async_request import AsyncRequestState, check_timeout
 from llmc_runtime.api.model_api import ModelAPI
 from llmc_runtime.engine.input_processor import EngineRequest, prepare
 from llmc_runtime.engine.messages import Ready
-from llmc_runtime.format.pooling import CLASSIFY, EMBED
+from llmc_runtime.format.names import CLASSIFY, EMBED
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooled_outputs import (
     ClassificationOutput,

@@ -24,8 +24,7 @@ from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.engine_options import to_stderr as to_stderr
 from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.format.errors import LlmcError, llm_closed
-from llmc_runtime.format.manifest import is_artifact
-from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.format.names import GENERATE, is_artifact
 from llmc_runtime.metrics import Metric, as_metrics
 from llmc_runtime.outputs import RequestOutput, RequestState
 from llmc_runtime.pooling_params import require_task

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.api.model_api import ModelAPI
-from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
+from llmc_runtime.format.names import CLASSIFY, EMBED
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pairs import pair_prompts, paired, require_scores
 from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams, require_pooling

@@ -22,8 +22,9 @@ from llmc_runtime.engine_options import RAY, SIZES, EngineOptions
 from llmc_runtime.exec.load_executor import make_executor, release, start_ranks
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
+from llmc_runtime.format.names import DRAFT_MODEL, EAGLE, MTP
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import DRAFT_MODEL, EAGLE, MTP, PLAIN_STEP, method_of
+from llmc_runtime.format.program import PLAIN_STEP, method_of
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.sched.scheduler import Scheduler
 from llmc_runtime.sched.scheduler_config import SchedulerConfig

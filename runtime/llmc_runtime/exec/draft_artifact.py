@@ -12,8 +12,8 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.hashing import sha256
 from llmc_runtime.format.manifest import Kv, Manifest
-from llmc_runtime.format.program import DRAFT_MODEL, method_of
-from llmc_runtime.format.tokenizer_files import TOKENIZER_FILE
+from llmc_runtime.format.names import DRAFT_MODEL, TOKENIZER_FILE
+from llmc_runtime.format.program import method_of
 from llmc_runtime.text.tokenizer import Tokenizer
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from llmc_runtime.format.tokenizer_files import TEMPLATE_DIR
+from llmc_runtime.format.names import TEMPLATE_DIR
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".bin"})
 _NOT_SOURCE = frozenset({"requirements.txt"})

@@ -12,7 +12,8 @@ from pathlib import Path
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.hashing import sha256, wrong_blocks
 from llmc_runtime.format.json_fields import REMEDY, check_name
-from llmc_runtime.format.manifest import NAME, FileInfo, Manifest, WeightFile
+from llmc_runtime.format.manifest import FileInfo, Manifest, WeightFile
+from llmc_runtime.format.names import MANIFEST_FILE
 
 MAX_MANIFEST = 16 << 20
 CANARY = "canary.json"  # expected log-probabilities (see exec.canary)
@@ -88,21 +89,21 @@ class Folder:
 
     def manifest(self) -> Manifest:
         """Load the manifest; raise LlmcError E101 if there is none, and the errors of `Manifest.load`."""
-        if not (self.root / NAME).exists():
+        if not (self.root / MANIFEST_FILE).exists():
             if (self.root / "config.json").exists():
                 cause = f"{self.root} is a Hugging Face folder, not an artifact"
                 raise LlmcError("E101", cause, f"compile it: llmc compile {self.root} -o model.llmc")
             cause, remedy = self._without_manifest()
             raise LlmcError("E101", cause, remedy)
-        return Manifest.load(self.read(NAME, MAX_MANIFEST), str(self.root / NAME))
+        return Manifest.load(self.read(MANIFEST_FILE, MAX_MANIFEST), str(self.root / MANIFEST_FILE))
 
     def _without_manifest(self) -> tuple[str, str]:
         """Return the cause and the remedy of the error for a folder that has no manifest."""
         inside = {path.name for path in self.root.iterdir()}
         if inside & _WRITTEN_FIRST:
             remedy = "compile the model again; an artifact is complete when llmc compile has ended"
-            return f"{self.root} is incomplete: it has no {NAME}", remedy
-        kind = f"not an artifact: it has no {NAME}" if inside else "an empty folder"
+            return f"{self.root} is incomplete: it has no {MANIFEST_FILE}", remedy
+        kind = f"not an artifact: it has no {MANIFEST_FILE}" if inside else "an empty folder"
         return f"{self.root} is {kind}", "pass a folder written by llmc compile"
 
     def sizes(self, manifest: Manifest) -> Iterator[LlmcError]:

@@ -32,23 +32,18 @@ from llmc_runtime.format.json_fields import (
     load_json,
 )
 from llmc_runtime.format.launch_param import a_size
+from llmc_runtime.format.names import DRAFT_MODEL, MANIFEST_FILE, MAX_RANKS
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.format.program import DRAFT_MODEL, DRAFT_PREFIX, MAX_RANKS
+from llmc_runtime.format.program import DRAFT_PREFIX
 from llmc_runtime.format.record import Record, nullable, stored
 
 MAJOR, MINOR = 2, 5
-NAME = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+-]{0,120}\Z")
 MODES = ("packed", "random", "none")
 _HEAD = b'{\n  "digest": "'
 _PREFIX = re.compile(re.escape(_HEAD) + rb"([0-9a-f]{64})\"")
 _ZERO = b"0" * 64
 _MAX_SIZE = 1 << 48
-
-
-def is_artifact(folder: Path) -> bool:
-    """Whether a folder is an artifact: it has a manifest."""
-    return (folder / NAME).is_file()
 
 
 @dataclass(frozen=True)
@@ -297,7 +292,7 @@ class Manifest(Record):
         if missing:
             raise damaged(where, f"{missing[0]} has no hash")
         big = [w.file for w in self.weights.files]
-        if len(set(big)) != len(big) or set(big) & set(self.files) or NAME in self.files:
+        if len(set(big)) != len(big) or set(big) & set(self.files) or MANIFEST_FILE in self.files:
             raise damaged(where, "a file is listed twice")
         if any(w.rank is not None and w.rank >= self.ranks for w in self.weights.files):
             raise damaged(where, f"a weight file is of a rank that a group of {self.ranks} lacks")
@@ -315,7 +310,7 @@ class Manifest(Record):
         return text.replace(_ZERO, sha256(text).encode(), 1)
 
     @staticmethod
-    def load(data: bytes, where: str = NAME) -> Manifest:
+    def load(data: bytes, where: str = MANIFEST_FILE) -> Manifest:
         """Parse a manifest file.
 
         Raises LlmcError E102 for another format version, and E103 if the digest does not match or a field is invalid.

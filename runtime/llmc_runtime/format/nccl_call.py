@@ -14,7 +14,6 @@ from llmc_runtime.format.json_fields import Fields, damaged, load_json
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.record import Record, stored
 
-LANGUAGE = "nccl"
 ABI = "nccl-1"
 ALL_REDUCE, ALL_GATHER = "ncclAllReduce", "ncclAllGather"
 # dtype -> ncclDataType_t

@@ -6,12 +6,9 @@ from dataclasses import MISSING, dataclass
 
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import Fields, a_text, damaged
+from llmc_runtime.format.names import POOLING_KINDS, TASKS
 from llmc_runtime.format.record import Record, stored
 
-GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
-TASKS = (EMBED, CLASSIFY)
-LAST, CLS, MEAN = "last", "cls", "mean"
-KINDS = (LAST, CLS, MEAN)
 ACTIVATIONS = ("none", "sigmoid", "softmax")
 MAX_WIDTH = 1 << 16
 POOLED = "pooled"  # the output of programs
@@ -42,7 +39,7 @@ class Pooling(Record):
 
     def validate(self, where: str) -> None:
         """See Record."""
-        for name, known in (("task", TASKS), ("kind", KINDS), ("activation", ACTIVATIONS)):
+        for name, known in (("task", TASKS), ("kind", POOLING_KINDS), ("activation", ACTIVATIONS)):
             if getattr(self, name) not in known:
                 raise damaged(where, f"unknown {name} {getattr(self, name)[:40]!r} (known: {', '.join(known)})")
 

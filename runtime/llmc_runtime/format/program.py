@@ -12,6 +12,7 @@ from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
 from llmc_runtime.format.launch_param import ZERO, Param, TensorMap, a_size
+from llmc_runtime.format.names import DRAFT_MODEL, EAGLE, MAX_RANKS, MTP
 from llmc_runtime.format.record import Record, nullable, stored
 from llmc_runtime.format.row_abi import MAX_DRAFTS
 
@@ -23,11 +24,9 @@ DRAFT_PREFIX = "draft."  # of the names of a draft model's weights and KV pools
 DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
 # Prefixes of the names of programs that compute no entries of a head: those that decode, and those of any tokens.
 PLAIN, PLAIN_STEP = "decode_plain", "step_plain"
-DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names
 # Prefix of the names of weights with which programs join the hidden states that an EAGLE-3 head reads.
 _JOINING = f"{DRAFT_PREFIX}fc.weight"
 RANK = "K"  # the symbol of the rank: 0 up to the number of ranks - 1
-MAX_RANKS = 1024
 GROUP = "group"  # the kind of the buffer through which ranks on GPUs exchange results; see group_memory.py
 KINDS = ("input", "output", "weight", "state", "arena", GROUP)
 MAX_CLUSTER = 8  # maximum blocks of a cluster on every GPU that has clusters

@@ -15,7 +15,6 @@ from typing import Any
 
 from llmc_runtime.format.json_fields import check_unicode, too_much
 
-TOKENIZER_FILE, TEMPLATE_DIR = "tokenizer.json", "additional_chat_templates"  # of a model's folder
 MAX_BYTES = 256 << 20  # size of a tokenizer.json; the largest known one has 40 MB
 MAX_CONFIG, MAX_VALUES = 32 << 20, 300_000  # size and number of JSON values of the other files
 MAX_GROWTH = 1000  # characters that one character may expand to

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from llmc_runtime import __version__
-from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.format.names import GENERATE
 from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
 from llmc_runtime.server.api_routes import not_a_route

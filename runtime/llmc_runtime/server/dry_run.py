@@ -18,7 +18,7 @@ from llmc_runtime.exec.buffer_layout import need_of
 from llmc_runtime.exec.capacity import plan_kv
 from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.manifest import is_artifact
+from llmc_runtime.format.names import is_artifact
 from llmc_runtime.format.program import method_of
 from llmc_runtime.format.size_text import size_text
 from llmc_runtime.host_info import free_memory

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import CLASSIFY, EMBED, Pooling
+from llmc_runtime.format.names import CLASSIFY, EMBED
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.pairs import paired, require_scores
 from llmc_runtime.pooling_params import require_pooling
 from llmc_runtime.prompts import Prompt

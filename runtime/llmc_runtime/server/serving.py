@@ -16,7 +16,7 @@ from llmc_runtime.api.async_llm import AsyncLLM
 from llmc_runtime.api.async_request import MAX_UPDATE_TOKENS
 from llmc_runtime.fair_queue import KeyCounts
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import GENERATE
+from llmc_runtime.format.names import GENERATE
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooling_params import require_task
 from llmc_runtime.prompts import Prompt, fitted

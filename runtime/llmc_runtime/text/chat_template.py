@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.names import TEMPLATE_DIR
 from llmc_runtime.text.json_file import read_json
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> Mapping[str, str]
     The name of the usual template is "default". Raises LlmcError E151 if a file is unreadable.
     """
     paths = {"default": folder / TEMPLATE_FILE}
-    paths.update({p.stem: p for p in sorted((folder / tokenizer_files.TEMPLATE_DIR).glob("*.jinja"))})
+    paths.update({p.stem: p for p in sorted((folder / TEMPLATE_DIR).glob("*.jinja"))})
     from_files = {name: _read(path) for name, path in paths.items() if path.exists()}
     if from_files:
         return MappingProxyType(from_files)

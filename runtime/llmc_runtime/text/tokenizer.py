@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format import tokenizer_files as files
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.format.names import TOKENIZER_FILE
 from llmc_runtime.text.chat_template import ChatTemplate, Message, choose_template, read_templates
 from llmc_runtime.text.json_file import corrupt, read_json, reason_of
 
@@ -252,13 +253,13 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     """Load tokenizer.json. Raises LlmcError E150 if the folder has none, E151 if it is malformed or too large."""
     from tokenizers import Tokenizer as Backend
 
-    path = folder / files.TOKENIZER_FILE
+    path = folder / TOKENIZER_FILE
     if not path.exists():
         others = [name for name in _OTHER_FORMATS if (folder / name).exists()]
         other_files = f"; it has only {', '.join(others)}" if others else ""
         raise LlmcError(
             "E150",
-            f"no {files.TOKENIZER_FILE} in {folder}{other_files}",
+            f"no {TOKENIZER_FILE} in {folder}{other_files}",
             "write one (transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)) and compile again,"
             " or pass token ids instead of text",
         )

@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from llmc_runtime.format.names import NCCL
 from llmc_runtime.format.nccl_call import ALL_GATHER as GATHER
 from llmc_runtime.format.nccl_call import ALL_REDUCE as REDUCE
 from llmc_runtime.format.nccl_call import DTYPES as SUPPORTED
-from llmc_runtime.format.nccl_call import LANGUAGE
 
 from llmc.codegen.emit import unsupported_dtype
 from llmc.codegen.kernel import EXACT, Kernel, Schedule, Source
@@ -46,7 +46,7 @@ class Collective(Kernel):
     def emit(self, node: Node, schedule: Schedule, target: Target) -> Source:
         x = node.operands[0].type
         text = json.dumps({"function": self.function, "dtype": self.dtype(node)}) + "\n"
-        return Source(self.function, LANGUAGE, text, (x.numel,))
+        return Source(self.function, NCCL, text, (x.numel,))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the time between GPUs that are linked, in microseconds."""
@@ -94,5 +94,5 @@ class AllGather(Collective):
         return _MOVED[DTYPES[node.operands[0].type.dtype].bits]
 
 
-ALL_REDUCE = AllReduce("nccl/all_reduce", ("all_reduce",), LANGUAGE)
-ALL_GATHER = AllGather("nccl/all_gather", ("all_gather",), LANGUAGE)
+ALL_REDUCE = AllReduce("nccl/all_reduce", ("all_reduce",), NCCL)
+ALL_GATHER = AllGather("nccl/all_gather", ("all_gather",), NCCL)

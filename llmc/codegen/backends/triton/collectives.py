@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from llmc_runtime.format.group_memory import CHUNK, MAX_PEERS, PROGRAMS
-from llmc_runtime.format.nccl_call import LANGUAGE as NCCL
+from llmc_runtime.format.names import NCCL
 
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.pooling import EMBED, Pooling
+from llmc_runtime.format.names import EMBED
+from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.outputs import RequestOutput
 from llmc_runtime.pooled_outputs import pooled_values, similarity
 from llmc_runtime.pooling_params import NO_OUTPUT, PoolingParams
