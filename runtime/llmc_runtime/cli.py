@@ -125,8 +125,10 @@ def _serve(argv: Sequence[str], prog: str) -> int:
             return _print(settings.describe(args.json))
         options = serve_options_of(args, os.environ, _template(args.chat_template), notes)
         try:
-            from llmc_runtime.server.dry_run import render, report_of
             from llmc_runtime.server.run_server import serve
+
+            if args.dry_run:  # only then the front end imports the engine
+                from llmc_runtime.server.dry_run import render, report_of
         except ImportError as e:
             raise LlmcError("E665", f"the server needs a package: {e}", install_command("serve")) from None
         if not args.dry_run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,8 @@ def this_host(cpuinfo: Path = Path("/proc/cpuinfo")) -> Host:
         if not line.strip() and fields:
             break
     flags = fields.get("flags") or fields.get("Features") or ""
+    import platform  # slow to import, and not needed by options
+
     return Host(platform.machine(), frozenset(flags.split()), fields.get("model name", ""))
 
 

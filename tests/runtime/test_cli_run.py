@@ -367,6 +367,7 @@ def test_help_and_version_import_nothing_heavy(command: str, flag: str) -> None:
         f"try: cli.{command}(['{flag}'])\n"
         "except SystemExit as e: assert not e.code\n"
         "heavy = {'numpy', 'tokenizers', 'jinja2', 'tqdm', 'huggingface_hub', 'torch', 'transformers', 'llmc'}\n"
+        "heavy |= {'llmc_runtime.artifact', 'llmc_runtime.format.manifest', 'llmc_runtime.format.program'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime")}

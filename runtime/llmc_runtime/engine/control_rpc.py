@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.messages import ControlReply, ControlRequest
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.trace import Recorder, attach_recorder
+
+if TYPE_CHECKING:
+    from llmc_runtime.engine.engine import Engine
 
 RECORD, RESET = "record", "reset_prefix_cache"
 MAX_ROWS = 1 << 16  # of a recording: about 13,000 steps, 5 MB
