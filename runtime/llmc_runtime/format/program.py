@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmc_runtime.format.dtypes import DTYPE_BITS
@@ -219,6 +219,7 @@ class _Check:
     by_name: Mapping[str, Buffer]
     top: Mapping[str, int]  # the symbols' upper bounds
     smallest: Mapping[str, int]  # the upper bounds, except that states have their smallest sizes
+    mapped: set[tuple[Any, ...]] = field(default_factory=set)  # the tensor maps that were checked, with their memory
 
     def symbols(self, sizes: Iterable[Expr], path: str) -> None:
         """Check that sizes use declared symbols."""
@@ -249,13 +250,20 @@ class _Check:
         """Check that every tensor map is of an argument of its own and lies inside its buffer."""
         map_args = [m.arg for m in x.maps]
         for m in x.maps:
-            self.symbols((*m.shape, *m.strides, m.offset), path)
             if m.arg >= len(x.args) or (not x.params and map_args.count(m.arg) > 1):
                 raise damaged(path, "a tensor map has an argument index that is out of range or used twice")
             mapped = self.program.buffers[x.args[m.arg]]
             owner = memory_of(mapped, self.by_name)
-            for env in (self.top, self.smallest) if owner.kind == "state" else (self.top,):
-                m.check(mapped.dtype, owner.offset, owner.bytes(env), env, path)
+            memory = owner.kind == "state", mapped.dtype, owner.offset, owner.bytes.text
+            if (id(m), *memory) not in self.mapped:  # layers have the same maps (see Record.interned)
+                self.map(m, mapped, owner, path)
+                self.mapped.add((id(m), *memory))
+
+    def map(self, m: TensorMap, mapped: Buffer, owner: Buffer, path: str) -> None:
+        """Check that a tensor map of a buffer lies inside the memory of `owner`, at every step."""
+        self.symbols((*m.shape, *m.strides, m.offset), path)
+        for env in (self.top, self.smallest) if owner.kind == "state" else (self.top,):
+            m.check(mapped.dtype, owner.offset, owner.bytes(env), env, path)
 
     def param(self, param: Param, x: Launch, path: str) -> None:
         """Check that a parameter's argument, map and symbols exist, and that its offset lies inside the buffer."""

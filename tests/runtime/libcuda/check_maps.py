@@ -191,3 +191,15 @@ def test_a_map_that_the_driver_refuses(driver: Driver, tmp_path: Path) -> None:
             device.bind(program(), [device.alloc(n).address for n in (80 * ROWS, 768, 4 * WORDS)], np.ones(2, np.int64))
     finally:
         device.close()
+
+
+def test_a_map_is_checked_for_each_memory() -> None:
+    """Launches with the same map are checked once, unless the memory is another."""
+    good = program()
+    small = Buffer("small", "arena", "bf16", (expr.of(8),), expr.of(16))
+    first = good.launches[0]
+    made = replace(good, buffers=(*good.buffers, small), arena_bytes=256, launches=(first, first))
+    assert Program.load(made.dump(), "maps") == made
+    other = replace(first, args=(3, 1, 2, 2))
+    with pytest.raises(LlmcError, match="inside its buffer"):
+        Program.load(replace(made, launches=(first, other)).dump(), "maps")
