@@ -1,10 +1,13 @@
 """The methods that draft on the host: ours, and those that installed packages offer as entry points of GROUP.
 
-A method is imported when it is opened: options are checked against the names alone.
+Ours are "module:class" texts, imported when they are opened: options are checked against the names alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from llmc_runtime.format.entry_point import offered_class, offers
@@ -14,8 +17,7 @@ if TYPE_CHECKING:
     from llmc_runtime.sched.host_draft import Draft
 
 GROUP = "llmc_runtime.drafts"
-SUFFIX = "suffix"
-OURS = (SUFFIX,)
+OURS: Mapping[str, str] = MappingProxyType({"suffix": "llmc_runtime.sched.suffix_draft:SuffixDraft"})
 
 
 def is_offered(name: str) -> bool:
@@ -28,10 +30,10 @@ def open_draft(name: str) -> Draft:
 
     Raises LlmcError E206 if no package or more than one offers it, or if it cannot be loaded or made.
     """
-    if name == SUFFIX:
-        from llmc_runtime.sched.suffix_draft import SuffixDraft
-
-        return SuffixDraft()
+    if name in OURS:
+        module, _, attribute = OURS[name].partition(":")
+        draft: Draft = getattr(import_module(module), attribute)()
+        return draft
     from llmc_runtime.sched.host_draft import Draft
 
     kind, cause = offered_class(GROUP, name, Draft)  # type: ignore[type-abstract]
