@@ -242,7 +242,7 @@ def test_refused(tmp_path: Path) -> None:
         ("lacking", "no tensor midlayer.mlp.gate_proj.weight"),
         ("more", "q_norm.weight"),
         ("map", "ids in d2t that are repeated, or not of the 320 ids of the model"),
-        ("nan", "1 numbers of fc.weight are NaN or infinite"),
+        ("nan", "1 number of fc.weight is NaN or infinite"),
         ("narrow", "stores fc.weight as f8e4m3; f16, bf16, f32, f64 are supported"),
         ("fraction", r"stores d2t as f32 \[200\]; 200 ids are needed"),
         ("two", r"stores d2t as i64 \[1, 200\]; 200 ids are needed"),
