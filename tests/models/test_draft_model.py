@@ -197,7 +197,7 @@ def test_numbers_of_the_draft_model_that_are_not_finite(tmp_path: Path) -> None:
     save_file(tensors, weights, {"format": "pt"})
     options = Options(cache=CACHE, draft=str(weights.parent), max_num_seqs=4, max_num_batched_tokens=24)
     summary = compile_model(tmp_path / "model", tmp_path / "model.llmc", options)
-    assert any("draft: 1 numbers of model.norm.weight are NaN" in note for note in summary.notes), summary.notes
+    assert any("draft: 1 number of model.norm.weight is NaN" in note for note in summary.notes), summary.notes
 
 
 def test_errors_of_a_draft_model_keep_their_place() -> None:
