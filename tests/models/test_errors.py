@@ -189,7 +189,7 @@ VOCAB = {"vocab_size": 320}
 ODD = {
     "mpt": ({**VOCAB, "d_model": 64, "n_layers": 1, "n_heads": 4, "attn_config": {"alibi": False}}, "MPT ignores"),
     "doge": (SMALL, "a weight of each key"),
-    "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "every number of tokens"),
+    "zaya": (SMALL | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 1}, "convolves queries and keys"),
     "big_bird": (SMALL | {"is_decoder": True}, "bypasses"),
     "trocr": ({**VOCAB, "d_model": 64, "max_position_embeddings": 256}, "no logits_to_keep"),
     "roberta": (SMALL | {"is_decoder": True}, "RobertaEmbeddings derives positions"),
@@ -209,6 +209,15 @@ def test_models_that_cannot_be_traced(name: str, tmp_path: Path) -> None:
     assert e.value.code in ("E305", "E306", "E310", "E311")
 
 
+def test_a_forward_that_divides_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) if x.shape[1] % 16 else x)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
+    fails("E305", "every number of tokens", do=lambda: trace(tmp_path))
+
+
 def test_experts_whose_activation_is_a_function(tmp_path: Path) -> None:
     layers = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 1}
     entries = {"model_type": "lfm2_moe", **SMALL, **EXPERTS, **layers}
@@ -220,13 +229,8 @@ def test_experts_whose_activation_is_a_function(tmp_path: Path) -> None:
 def test_an_op_we_lack(tmp_path: Path) -> None:
     entries = {"model_type": "llama", **SMALL, "hidden_act": "mish"}
     (tmp_path / "config.json").write_text(json.dumps(entries))
-    fails(
-        "E310",
-        "aten.mish.default",
-        "model.layers.0.mlp.act_fn",
-        "llmc/frontend/aten_math.py",
-        do=lambda: trace(tmp_path),
-    )
+    words = ("aten.mish.default", "model.layers.0.mlp.act_fn", "llmc/frontend/aten_math.py")
+    fails("E310", *words, do=lambda: trace(tmp_path))
 
 
 # Weight files
