@@ -12,7 +12,8 @@ class DraftContext:
     """The tokens of one output while it is generated.
 
     id:          unique among all outputs of the engine
-    tokens:      prompt and output so far; the engine appends to this list, which no other code may change
+    tokens:      prompt and output so far; the engine appends to this list, which no other code may change. After `end`,
+                 the engine may empty it: a method that needs the tokens later copies them in `end`
     num_prompt:  this many first tokens are the prompt
     scope:       what a method has learnt from an output may be used for outputs of the same scope only: requests of the
                  same API key and `cache_salt`

@@ -12,7 +12,7 @@ from llmc_runtime.device.device import Member
 from llmc_runtime.format.errors import LlmcError
 
 GRAIN_BYTES = 2 << 20  # bytes; drivers share memory in units of this size, so nothing else may be in the last one
-NCCL = "recompile with --collectives nccl"
+USE_NCCL = "recompile with --collectives nccl"  # the remedy where GPUs cannot share memory
 
 
 class LibraryCall(ABC):

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmc_runtime.artifact import Artifact
 from llmc_runtime.device.device import Device, Event, Memory, Run
-from llmc_runtime.device.gpu.device_group import GRAIN_BYTES, NCCL, DeviceGroup, LibraryCall
+from llmc_runtime.device.gpu.device_group import GRAIN_BYTES, USE_NCCL, DeviceGroup, LibraryCall
 from llmc_runtime.device.gpu.device_memory import Ring, Slot
 from llmc_runtime.device.gpu.driver import GpuDriver
 from llmc_runtime.device.gpu.gpu_run import GpuRun
@@ -94,7 +94,7 @@ class GpuDevice(Device):
         for other in range(first, first + ranks):
             if other != self.number and not self._driver.can_access(self.number, other):
                 cause = f"GPU {self.number} cannot access the memory of GPU {other}, as ranks need"
-                remedy = f"{NCCL}, or choose GPUs that can (nvidia-smi topo -p2p r) by {self.visible_variable}"
+                remedy = f"{USE_NCCL}, or choose GPUs that can (nvidia-smi topo -p2p r) by {self.visible_variable}"
                 raise LlmcError("E115", cause, remedy)
 
     def _start(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from llmc_runtime.device.device import Member, group_ended
-from llmc_runtime.device.gpu.device_group import NCCL, DeviceGroup
+from llmc_runtime.device.gpu.device_group import USE_NCCL, DeviceGroup
 from llmc_runtime.device.gpu.device_memory import Pinned
 from llmc_runtime.device.gpu.driver import GpuDriver
 from llmc_runtime.format.errors import LlmcError
@@ -70,7 +70,7 @@ class GpuGroup(DeviceGroup):
         status, *values = self._driver.open_shared(handle)
         if status:
             cause = f"the memory of rank {rank} cannot be opened: {self._driver.name(int(status))}"
-            raise LlmcError("E115", cause, f"run all ranks in one container, with --ipc=host; or {NCCL}")
+            raise LlmcError("E115", cause, f"run all ranks in one container, with --ipc=host; or {USE_NCCL}")
         self._peers.append(int(values[0]))
         return self._peers[-1]
 
