@@ -164,8 +164,8 @@ def test_experts(interpreter: None) -> None:
     }  # fmt: skip
     fields = {name: tl.constexpr(value) for name, value in constants.items()}
     moe.moe_product[(1, pairs)](
-        moe.ExpertProduct(x, order, starts, scale, None, out, **fields), w, FLOAT32_FACTORS=False, EPILOGUE=only_part(),
-        DEPENDENT_LAUNCH=False,
+        moe.ExpertProduct(x, order, starts, scale, None, out, **fields), w, FLOAT32_FACTORS=False, EARLY_ROWS=True,
+        EPILOGUE=only_part(), DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     for row, pair in enumerate(order.tolist()):
         want = scale.reshape(-1)[pair] * (w[chosen.reshape(-1)[pair]] @ x[row])

@@ -15,7 +15,7 @@ from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
-from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, row_blocks
+from llmc.codegen.expert_stack import STARTS, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
@@ -157,6 +157,9 @@ class Grouped(TritonKernel):
         """Return the problem of a node."""
         raise NotImplementedError
 
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
+        return (STARTS,)
+
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported_dtype(node, FLOATS, besides=(1, 2)) or self.reject_sizes(node)
 
@@ -234,8 +237,9 @@ class Grouped(TritonKernel):
             BLOCK_K=s["bk"],
             STAGES=s["stages"],
         )
+        arguments |= {"product": product, "EARLY_ROWS": u.reads_before_wait, "EPILOGUE": "epilogue"}
         grid = (D(-(-p.n // s["bn"])), p.blocks(s["bm"]))
-        return u.launch(template, grid, 0, 0, epilogue(u.node), product=product, EPILOGUE="epilogue", **arguments)
+        return u.launch(template, grid, 0, 0, epilogue(u.node), **arguments)
 
 
 def pointer(stack: Stack, name: str) -> str | None:

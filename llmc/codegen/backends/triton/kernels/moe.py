@@ -85,6 +85,21 @@ def find_block(product: ExpertProduct):
 
 
 @triton.jit
+def wait_and_find_block(product: ExpertProduct, EARLY_ROWS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """Wait for the previous kernels, and return the block of this program as `find_block`.
+
+    EARLY_ROWS: the previous launch does not write `starts`, so the block is found before the wait.
+    """
+    if EARLY_ROWS:
+        block = find_block(product)
+        wait_for_previous(DEPENDENT_LAUNCH)
+    else:
+        wait_for_previous(DEPENDENT_LAUNCH)
+        block = find_block(product)
+    return block
+
+
+@triton.jit
 def block_rows(product: ExpertProduct, first_row, stop):
     """Return the rows of a block in the order of the experts, their pairs, and their rows of x [BLOCK_M]."""
     row = first_row + tl.arange(0, product.BLOCK_M)
@@ -179,12 +194,12 @@ def moe_product(
     product: ExpertProduct,
     weight_ptr,  # [EXPERTS, PARTS, N, K]
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    EARLY_ROWS: tl.constexpr,  # the previous launch does not write `starts`
     EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
-    wait_for_previous(DEPENDENT_LAUNCH)
-    expert, first_row, stop = find_block(product)
+    expert, first_row, stop = wait_and_find_block(product, EARLY_ROWS, DEPENDENT_LAUNCH)
     if expert < product.EXPERTS:
         row, pair, left_row = block_rows(product, first_row, stop)
         column = block_columns(product)
