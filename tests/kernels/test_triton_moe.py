@@ -11,7 +11,7 @@ from draw import generator
 from kernels.cases import CLAMPED, SQUARED
 from kernels.harness import Case
 from kernels.triton_harness import ONE_TARGET, TARGETS, run_case, some
-from kernels.triton_order import memory_order
+from kernels.triton_order import memory_order, ttir
 
 from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_DOWN, MOE_ROUTE, MOE_UP
 from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
@@ -214,6 +214,19 @@ def test_settled_starts_are_read_before_the_wait(settled: bool) -> None:
     at = order.index("wait")
     assert set(order[:at]) == ({"load x2"} if settled else set())
     assert {"load x0", "load x1", "load x3", "store y0"} <= set(order[at:]) and order.count("wait") == 1
+
+
+def test_likely_weights_are_prefetched_before_the_wait() -> None:
+    """By the first product, whose weights no launch writes; the second one's launch would take the bandwidth of it."""
+    target = next(t for t in TARGETS if t.has("pdl"))
+    for kernel, g, before in (
+        (MOE_UP, up("T", 8, 128, 768, 2048), True),
+        (MOE_DOWN, down("T", 8, 128, 768, 2048), False),
+    ):
+        (node,) = g.nodes
+        text = ttir(kernel.emit(node, first(kernel, node, target, 128), target), target)
+        assert ("prefetch.global.L2" in text[: text.index("griddepcontrol.wait")]) == before
+        assert "prefetch.global.L2" not in text[text.index("griddepcontrol.wait") :]
 
 
 def first(kernel: Kernel, node: Node, target: Target, tokens: int) -> dict[str, int]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmc.codegen.backends.triton.dot_order import dot_order
+from llmc.codegen.backends.triton.gemm_small import LINE_BYTES
 from llmc.codegen.backends.triton.template import Argument, Template, function, record
-from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.tiling import next_power_of_2, previous_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
@@ -28,6 +29,7 @@ from llmc.targets.target import Target
 
 CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, and its warps
 COMBINED = ((512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
+PREFETCHED = 18 << 20  # bytes of weights that programs prefetch together, a third of an H200's L2 cache
 MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 # bn, bk, warps, stages
@@ -87,6 +89,7 @@ class Route(TritonKernel):
             pairs=u.sizes(numel),
             EXPERTS=experts,
             CHUNK=u.schedule["chunk"],
+            EAGER_LAUNCH=u.triggers_before_wait,
         )
 
 
@@ -296,7 +299,27 @@ class FloatGrouped(Grouped):
     def code(self, u: Unit) -> Code:
         p = self.experts(u.node)
         wide = u.interpret or p.left.dtype != p.w.dtype
-        return self.grouped(u, Template("moe", "moe_product"), weight_ptr="x3", FLOAT32_FACTORS=wide)
+        return self.grouped(
+            u,
+            Template("moe", "moe_product"),
+            weight_ptr="x3",
+            pairs=u.sizes(p.pairs),
+            ahead=self.prefetch(u, p),
+            FLOAT32_FACTORS=wide,
+        )
+
+    def prefetch(self, u: Unit, p: Experts) -> str:
+        """Return the template's `Prefetch`. Only the first product prefetches weights.
+
+        Before it, short launches choose the experts while the memory is idle; before the second product, the first one
+        reads its weights.
+        """
+        line, s, limits = LINE_BYTES * 8 // DTYPES[p.w.dtype].bits, u.schedule, u.target.limits
+        programs = limits.units * max(1, limits.shared // max(1, self.shared_bytes(p, s, u.target)))
+        most = PREFETCHED // (programs * s["bn"] * p.parts * LINE_BYTES)
+        lines = previous_power_of_2(max(1, min(most, p.k // line)))
+        prefetches = u.pdl and Stack(u.node).up
+        return record("Prefetch", PROGRAMS=programs, LINE=line, LINES=lines if prefetches else 0)
 
 
 class Combine(TritonKernel):
@@ -338,7 +361,7 @@ class Combine(TritonKernel):
         )
 
 
-MOE_ROUTE = Route("triton/moe_route", ("moe_route",))
-MOE_UP = FloatGrouped("triton/moe_up", ("moe_up",))
+MOE_ROUTE = Route("triton/moe_route", ("moe_route",), can_trigger_before_wait=True)
+MOE_UP = FloatGrouped("triton/moe_up", ("moe_up",), preloads=True)
 MOE_DOWN = FloatGrouped("triton/moe_down", ("moe_down",))
 MOE_COMBINE = Combine("triton/moe_combine", ("moe_combine",))
