@@ -156,7 +156,7 @@ COMMON: tuple[Row, ...] = (
         "{request_line} of the request's line, {query} of a query",
         "414 if it is too long; 400 unless it is a path, or an absolute URL of this server", NONE,
         ("server.http.parser_limits", "server.http.middleware", "server.http.auth")),
-    Row(("the headers Authorization, X-Api-Key",), "a digest, compared with every key", "the head's limit",
+    Row(("the headers Authorization, X-Api-Key",), "a digest, looked up among those of all keys", "the head's limit",
         "401 or 403; 400 for two values", NONE, ("server.http.auth",)),
     Row(("the headers Host, Content-Type, Content-Length, Content-Encoding",), _COMPARED, "the head's limit",
         "400, 413, 415 or 421", NONE, ("server.http.auth",)),
