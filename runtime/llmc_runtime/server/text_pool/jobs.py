@@ -164,7 +164,7 @@ class TextJobs:
         if request.prompt is not None:
             ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
-            ids = self._prompting.chat(request, tools, self._formats.short_ids).ids
+            ids = list(self._prompting.chat(request, tools, self._formats.short_ids).ids)
         return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def count(self, body: bytearray) -> bytes:

@@ -269,9 +269,8 @@ class OffloadedJob:
             if kind != m.IDS:
                 self._ended(kind, payload)
                 return prompts
-            ids = array("i", payload).tolist()
             _, text = await self._process.receive()
-            prompts.append(Prompt(ids, text[1:].decode() if text else None))
+            prompts.append(Prompt(array("I", payload), text[1:].decode() if text else None))
             await asyncio.sleep(0)
 
     async def _drop(self) -> None:
