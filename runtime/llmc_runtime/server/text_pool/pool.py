@@ -201,6 +201,14 @@ class OffloadedJob:
         self.close()
         return prompts
 
+    def take_fields(self, kind: Any) -> Any:
+        """Return the request without the fields of the prompt. Their JSON is dropped."""
+        fields = msgspec.json.decode(self.parsed.fields, type=kind)
+        self.parsed.fields = b""
+        if self.parsed.allowed is not None:
+            fields.allowed_token_ids = array("I", self.parsed.allowed)
+        return fields
+
     def close(self) -> None:
         """Release the process once the current work has ended."""
         if not self._closed:
