@@ -142,7 +142,7 @@ def check_model_type(source: Source, pools: bool) -> None:
     """Raise Diagnostic E303, E304 or E313 for a model type that transformers does not have or that is not supported."""
     name = source.model_type
     in_transformers = name in CONFIG_MAPPING_NAMES
-    inside = in_transformers and not pools and (reads_images(name) or reads_audio(name) or bool(text_part(name)))
+    inside = in_transformers and (reads_images(name) or reads_audio(name) or (not pools and bool(text_part(name))))
     alone = in_transformers and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not _has_encoder(source)
     if alone or inside or (in_transformers and pools and name in ENCODERS):
         return
@@ -150,7 +150,7 @@ def check_model_type(source: Source, pools: bool) -> None:
     if source.config.get("auto_map"):
         raise unsupported.refuse_code(f"model_type {name!r} is only in auto_map", same)
     if pools and in_transformers:
-        raise Diagnostic("E313", f"encoders of model_type {name!r} are not supported", pooled_model.SUPPORTED)
+        raise Diagnostic("E313", f"model_type {name!r} is not supported for models that pool", pooled_model.SUPPORTED)
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     near = "" if in_transformers else did_you_mean(name, sorted(known), "")
     cause = f"model_type {name!r} {_why_not_causal(name)} ({transformers.__version__})"

@@ -12,11 +12,12 @@ import pytest
 import torch
 import transformers
 from models.cases import FURTHER, SMALL, UNLISTED
-from models.kit import build, fails, save
+from models.kit import build, fails, ir_logits, prompts, relative_error, save
 from models.recent_cases import RECENT
 from safetensors.torch import load_file, save_file
 
 from llmc.frontend.checkpoint import Checkpoint
+from llmc.frontend.export import quiet
 from llmc.frontend.trace_model import notes_of, trace
 from llmc.ir.text import show
 
@@ -182,3 +183,36 @@ def test_experts_of_text_and_of_images_in_one_list(tmp_path: Path) -> None:
     del tensors[f"{layer}.7.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     fails("E325", "one of 2 equal parts of 7, 8 experts", do=lambda: Checkpoint(trace(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.drawn) for n in ("mllama", "modernbert-decoder"))]
+)
+def test_a_checkpoint_with_a_head_embeds(name: str, tmp_path: Path) -> None:
+    """Hidden states of texts equal those of transformers' base model; the output projection is not read."""
+    base = save(BY_NAME[name], tmp_path).base_model
+    traced = trace(tmp_path, task="embed")
+    assert traced.facts.pooling is not None
+    tokens, positions = prompts((9, 17), 320)
+    with Checkpoint(traced) as checkpoint:
+        found = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.arange(9, 26))
+    with torch.no_grad():
+        (expected,) = base(input_ids=torch.from_numpy(tokens[9:].astype(np.int64))[None]).last_hidden_state
+    assert relative_error(found, expected.numpy()) <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["mistral4", pytest.param("gemma3", marks=pytest.mark.drawn)])
+def test_a_classifier_that_reads_images(name: str, tmp_path: Path) -> None:
+    case = BY_NAME[name]
+    config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+    config.num_labels = config.get_text_config().num_labels = 3
+    with quiet():
+        model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    model.eval().save_pretrained(tmp_path)
+    traced = trace(tmp_path)
+    tokens, positions = prompts((9,), 320)
+    with Checkpoint(traced) as checkpoint:
+        found = ir_logits(traced.module, traced, checkpoint, tokens, positions, np.array([8]))
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits
+    assert relative_error(found, expected.numpy()) <= 1e-4
