@@ -30,8 +30,8 @@ from llmc.ir.weight_eval import Blocks, widen
 # their fill value. The latter share names with biases and are recognized by their shapes.
 HARMLESS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 MASK = re.compile(r"(^|\.)(attn|attention)\.((masked_)?bias|causal_mask)$")
-# Weights that models that pool may lack; a model of several parts may store its head in the language model.
-HEADS = re.compile(r"^((language_model\.)?lm_head|embed_out|cls|qa_outputs|score|classifier)\.|^decoder\.(bias|weight)$")
+# Weights that models that pool may lack; a model of several parts may store its head in its language model.
+HEADS = re.compile(r"^((\w+\.)?lm_head|embed_out|cls|qa_outputs|score|classifier)\.|^decoder\.(bias|weight)$")
 FLOATS = ("f64", "f32", "bf16", "f16")
 _MAX_EARLY_TENSORS = 5000  # tensors up to which shapes are compared before the trace
 _COMPARED_ROWS = 1024  # rows that are compared at a time

@@ -45,6 +45,7 @@ def read(module: Any) -> Gate:
     It is `_apply_gate`, or `act_fn` if the module has no gate.
     """
     try:
+        _check_without_weights(getattr(module, "act_fn", None))
         return _of_gate_and_up(module._apply_gate) if has_gate(module) else _of_one(module.act_fn)
     except (Unsupported, Mismatch, KeyError, TypeError) as e:
         raise Diagnostic(
@@ -53,6 +54,11 @@ def read(module: Any) -> Gate:
             "supported: any pointwise function of gate and up, each a half of gate_up or every other column of it, or "
             "of up if there is no gate",
         ) from e
+
+
+def _check_without_weights(activation: Any) -> None:
+    if isinstance(activation, torch.nn.Module) and any(True for _ in activation.parameters()):
+        raise Unsupported(f"{type(activation).__name__} has weights of its own")
 
 
 def has_gate(module: Any) -> bool:

@@ -22,8 +22,8 @@ Fn = Callable[[torch.Tensor], torch.Tensor]
 class Experts:
     """The parts of a module that `read` uses."""
 
-    def __init__(self, fn: Fn):
-        self._apply_gate = fn
+    def __init__(self, fn: Fn, activation: Fn | None = None):
+        self._apply_gate, self.act_fn = fn, activation
 
 
 def halves(act: Fn) -> Fn:
@@ -75,3 +75,10 @@ def test_functions_that_are_no_gates_are_refused(fn: Fn, words: str) -> None:
     with pytest.raises(Diagnostic, match=words) as e:
         read(Experts(fn))
     assert e.value.code == "E305" and "Experts" in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["prelu", "xielu"])
+def test_an_activation_with_weights_is_refused(name: str) -> None:
+    activation = ACT2FN[name]
+    with pytest.raises(Diagnostic, match=rf"E305.*{type(activation).__name__} has weights of its own"):
+        read(Experts(halves(activation), activation))
