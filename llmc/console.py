@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class Summary:
         total = sum(self.seconds.values())
         stages = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
         facts = [f"  {k.replace('_', ' ')}: {v}" for k, v in self.facts.items()]
-        facts.append(f"  look inside: llmc inspect {self.output}; llmc report {self.output}")
+        output = shlex.quote(self.output)
+        facts.append(f"  look inside: llmc inspect {output}; llmc report {output}")
         after = [self.next] if self.next else []
         return "\n".join([f"{self.output} in {total:.1f} s ({stages})", *facts, *after])
 
@@ -121,9 +123,9 @@ def next_command(model: Path, output: Path, o: Options, target: Target, task: st
     that pools.
     """
     if o.weights == "none":
-        return f"next: llmc pack {output} {model}"
+        return f"next: {shlex.join(['llmc', 'pack', str(output), str(model)])}"
     if o.drafts_for is not None:
-        return f"next: llmc-run {o.drafts_for} --draft-model {output} --prompt 'Hello'"
+        return f"next: {shlex.join(['llmc-run', str(o.drafts_for), '--draft-model', str(output)])} --prompt 'Hello'"
     return run_command(output, target.name, target.arch, (model / TOKENIZER).exists(), task)
 
 
@@ -131,8 +133,8 @@ def run_command(artifact: Path, target: str, arch: str, tokenizer: bool = True, 
     """Return the command that runs an artifact with weights."""
     article = "an" if arch.startswith("s") else "a"  # an sm_90, a gfx942
     machine = "" if target.startswith("cpu:") else f", on a machine with {article} {arch} GPU"
-    command = f"llmc-run {artifact} {f'--{task} ' if task else ''}--prompt 'Hello'"
+    command = f"llmc-run {shlex.quote(str(artifact))} {f'--{task} ' if task else ''}--prompt 'Hello'"
     if not tokenizer:
-        method = task or "generate"
-        command = f"""python -c "from llmc_runtime import LLM; print(LLM('{artifact}').{method}([[1, 2, 3]]))\""""
+        code = f"from llmc_runtime import LLM; print(LLM({str(artifact)!r}).{task or 'generate'}([[1, 2, 3]]))"
+        command = "python -c " + (shlex.quote(code) if set(code) & set('"$`\\!') else f'"{code}"')
     return f"next{machine}: {command}"

@@ -69,7 +69,8 @@ def _head(model: Any, base: Any, pooling: Pooling) -> Any:
         return lambda rows: model.score(rows[0])
     classifier, pooler = getattr(model, "classifier", None), getattr(base, "pooler", None)
     if classifier is None or (pooler is None and not hasattr(classifier, "out_proj")):
-        raise Diagnostic("E305", f"{type(model).__name__} has no head that is known", SUPPORTED)
+        remedy = "supported: a module `score` of a decoder, and the heads of encoders of a supported type"
+        raise Diagnostic("E305", f"{type(model).__name__} has no head that is known", remedy)
     if pooler is None:
         return lambda rows: classifier(rows.transpose(0, 1))
     return lambda rows: classifier(pooler(rows.transpose(0, 1)))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 from report.conftest import Made
 
 from llmc import console as consoles
 from llmc.cli import main
-from llmc.console import Console, Quiet
+from llmc.console import Console, Quiet, Summary, next_command
+from llmc.extension import load
+from llmc.options import Options
 
 
 class Terminal(io.StringIO):
@@ -87,3 +91,21 @@ def test_the_summary_names_every_stage_and_the_next_command(made: Made, capsys: 
     assert main([*args, "--json", "--force"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["next"] == lines[-1] and set(output["seconds"]) == {"reuse"}
+
+
+@pytest.mark.parametrize("name", ["m.llmc", "my model.llmc", "it's $HOME.llmc"])
+def test_suggested_commands_quote_paths(name: str, tmp_path: Path) -> None:
+    """A shell splits them into the same words, whatever characters a path has."""
+    model, out, target = tmp_path / name, Path(name), load().target("cpu:portable")
+
+    def words(options: Options) -> list[str]:
+        return shlex.split(next_command(model, out, options, target).removeprefix("next: "))
+
+    assert words(Options(weights="none")) == ["llmc", "pack", name, str(model)]
+    assert words(Options(drafts_for=Path(name)))[:4] == ["llmc-run", name, "--draft-model", name]
+    assert words(Options())[2] == f"from llmc_runtime import LLM; print(LLM({name!r}).generate([[1, 2, 3]]))"
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    assert words(Options()) == ["llmc-run", name, "--prompt", "Hello"]
+    look = next(line for line in Summary(name).text().splitlines() if "look inside" in line)
+    assert shlex.split(look)[2:] == ["llmc", "inspect", *shlex.split(shlex.quote(name) + ";"), "llmc", "report", name]
