@@ -108,7 +108,8 @@ def checked_window(width: int | None) -> int:
     if width is None:
         return 0
     if width < 1:
-        remedy = "set the width of the window in config.json; sliding_window: null is attention to all earlier tokens"
+        remedy = "set the width of the window in config.json, and use_sliding_window to true if the model has it; "
+        remedy += "sliding_window: null is attention to all earlier tokens"
         raise Diagnostic("E305", f"the model attends within a sliding window of {width} tokens", remedy)
     return int(width)
 

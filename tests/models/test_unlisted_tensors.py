@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models.cases import LISTED, SMALL
-from models.kit import save
+from models.kit import fails, save
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -80,3 +80,11 @@ def test_a_window_of_no_tokens_is_refused(kind: str, field: str, width: int, tmp
     (tmp_path / "config.json").write_text(json.dumps({**entries, field: 4}))
     nodes = [n for n in trace(tmp_path, max_tokens=128).module.graphs["main"].nodes if n.op.name == "attention"]
     assert nodes and all(n.attrs["window"] == 4 for n in nodes)
+
+
+def test_layers_with_a_window_that_is_switched_off(tmp_path: Path) -> None:
+    """Qwen2-MoE's config ignores the width unless use_sliding_window is true; the error names that key."""
+    window = {"sliding_window": 8, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_moe", **SMALL, **experts, **window}))
+    fails("E305", "window of 0 tokens", "use_sliding_window", do=lambda: trace(tmp_path, max_tokens=128))
