@@ -101,7 +101,7 @@ def load_config(source: Source, pools: bool = False) -> Any:
         raise Diagnostic("E302", cause, "correct config.json") from e
     alibi.check_config(text)
     rope_interface.check_parameters(getattr(text, "rope_parameters", None))
-    if not pools and getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         why = "tokens of its prompts attend to later ones (use_bidirectional_attention)"
         raise Diagnostic("E305", f"model_type {name!r} is not supported: {why}", KNOWN_TO_WORK)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):

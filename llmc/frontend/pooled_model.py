@@ -22,10 +22,9 @@ def build(config: Any, pooling: Pooling, **options: Any) -> Any:
 
     The new `forward(input_ids [1, T], position_ids [1, T], logits_to_keep [R])` returns the hidden states of all tokens
     [1, T, width] if they are averaged, else the embedding or the logits of the kept tokens, [R, width]. Raises
-    Diagnostic E305.
+    Diagnostic E305 or E313.
     """
-    owner = transformers.AutoModel if pooling.task == EMBED else transformers.AutoModelForSequenceClassification
-    model = owner.from_config(config, **options)
+    model = _pooling_class(config, pooling).from_config(config, **options)
     base = model if pooling.task == EMBED else getattr(model, model.base_model_prefix)
     head = _head(model, base, pooling)
     inputs = _Inputs(config)
@@ -41,6 +40,20 @@ def build(config: Any, pooling: Pooling, **options: Any) -> Any:
         attention_interface.mark_encoder(model)
     model.forward = types.MethodType(forward, model)
     return model
+
+
+def _pooling_class(config: Any, pooling: Pooling) -> Any:
+    """Return the class of transformers that builds the base model or the classifier of a config.
+
+    Raises Diagnostic E313 if there is none: of some model types, the base model has a head, too.
+    """
+    embeds = pooling.task == EMBED
+    owner = transformers.AutoModel if embeds else transformers.AutoModelForSequenceClassification
+    cls = owner._model_mapping.get(type(config), None)
+    if cls is None or (embeds and cls.__name__.endswith("ForConditionalGeneration")):
+        kind = "base model without a head" if embeds else "classifier of texts"
+        raise Diagnostic("E313", f"transformers has no {kind} of model_type {config.model_type!r}", SUPPORTED)
+    return owner
 
 
 class _Inputs:

@@ -279,3 +279,20 @@ def test_refused_folders(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "distilbert"}))
     fails("E313", "distilbert", "xlm-roberta", do=lambda: trace(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "code", "words"),
+    [
+        ("qwen2_vl", "Qwen2VLForSequenceClassification", "E313", "no classifier of texts"),
+        ("llama4", "Llama4Model", "E313", "no base model without a head"),
+        ("qwen2_5_omni", "Qwen2_5OmniModel", "E313", "not supported for models that pool"),
+        ("gemma3_text", "Gemma3TextModel", "E305", "use_bidirectional_attention"),
+    ],
+)
+def test_refused_model_types(name: str, owner: str, code: str, words: str, tmp_path: Path) -> None:
+    entries = {"model_type": name, "architectures": [owner]}
+    if name == "gemma3_text":
+        entries |= {"use_bidirectional_attention": True}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    fails(code, name, words, do=lambda: trace(tmp_path))
