@@ -94,6 +94,18 @@ def test_programs_share_equal_buffers_and_launches(program: Program) -> None:
     assert Program.load(program.dump(), "p").launches[0] is not first.launches[0]
 
 
+def test_launches_share_the_values_of_fields_that_are_equal(program: Program) -> None:
+    """Layers differ in arguments and locations only."""
+    launch = program.launches[0]
+    layers = replace(launch, loc="a"), replace(launch, loc="b", args=launch.args[::-1])
+    made = replace(program, launches=layers)
+    first, second = Program.load(made.dump(), "p").launches
+    assert (first, second) == layers
+    assert first.sizes is second.sizes and first.args is not second.args
+    with pytest.raises(LlmcError, match=r"p\.launches\[1\]: 'args' is missing"):
+        Program.load(broken(made, "launches", 1, "args"), "p")
+
+
 def test_what_was_read_before_accepts_no_other_type(program: Program) -> None:
     """1, true and 1.0 are equal in Python."""
     Program.load(broken(program, "launches", 0, "threads", value=1), "p")

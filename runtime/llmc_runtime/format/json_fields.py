@@ -21,6 +21,7 @@ REMEDY = "copy the artifact again, or recompile it"
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\Z")
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
+_INTEGERS = {int}  # not bool
 _KEY = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
@@ -45,13 +46,15 @@ def too_much(data: bytes, max_bytes: int, max_values: int) -> str | None:
     """Return why parsing `data` as JSON might take too much memory or time, judged by its bytes; None if it cannot."""
     if len(data) > max_bytes:
         return f"{len(data)} bytes of JSON; at most {max_bytes} are allowed"
+    if len(data) <= max_values:  # a value takes a byte at least
+        return None
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     return f"up to {values} values of JSON; at most {max_values} are allowed" if values > max_values else None
 
 
 def check_unicode(data: bytes, value: Any) -> None:
     """Raise UnicodeEncodeError (a ValueError) if `value`, parsed from `data`, contains an unpaired surrogate."""
-    if b"\\ud" in data or b"\\uD" in data:
+    if b"\\" in data and (b"\\ud" in data or b"\\uD" in data):  # one byte is found sooner than three
         json.dumps(value, ensure_ascii=False).encode("utf-8")
 
 
@@ -141,6 +144,13 @@ class Fields:
         except LlmcError:
             pass  # read again, for an error that names the element: composing every element's place takes as long
         return tuple(read(v, f"{self.where}.{key}[{i}]") for i, v in enumerate(value))
+
+    def integers(self, key: str, cap: int = 1 << 20) -> tuple[int, ...]:
+        """Return a list of at most `cap` integers."""
+        value = self.get(key)
+        if isinstance(value, list) and len(value) <= cap and set(map(type, value)) <= _INTEGERS:
+            return tuple(value)
+        return self.list(key, an_integer, cap)
 
     def table(self, key: str, item: Item, cap: int = 1 << 20) -> Mapping[str, Any]:
         """Return an object of at most `cap` entries, whose values are read by `item(value, where)`."""

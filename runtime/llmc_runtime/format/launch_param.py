@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from llmc_runtime.format import expr
 from llmc_runtime.format.expr import Expr
-from llmc_runtime.format.json_fields import Fields, an_integer, damaged
+from llmc_runtime.format.json_fields import Fields, damaged
 from llmc_runtime.format.record import Record, stored
 
 ZERO = expr.of(0)
@@ -116,7 +116,7 @@ class TensorMap(Record):
 
     arg: int = stored(Fields.integer, high=4096)
     shape: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=5)
-    box: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=5)
+    box: tuple[int, ...] = stored(Fields.integers, cap=5)
     swizzle: int = stored(Fields.integer, high=3)
     strides: tuple[Expr, ...] = stored(Fields.list, (), omitted=True, item=a_size, cap=4)
     offset: Expr = stored(Fields.item, ZERO, omitted=True, item=a_size)

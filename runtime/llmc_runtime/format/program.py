@@ -10,7 +10,7 @@ from typing import Any
 
 from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.expr import Expr
-from llmc_runtime.format.json_fields import Fields, a_range, a_text, an_integer, damaged, load_json
+from llmc_runtime.format.json_fields import Fields, a_range, a_text, damaged, load_json
 from llmc_runtime.format.launch_param import ZERO, Param, TensorMap, a_size
 from llmc_runtime.format.names import DRAFT_MODEL, EAGLE, MAX_RANKS, MTP
 from llmc_runtime.format.record import Record, nullable, stored
@@ -43,6 +43,7 @@ class Buffer(Record):
 
     json_order = ("name", "kind", "dtype", "shape", "offset", "bytes", "alias")
     interned = True
+    own = ("name", "offset")
 
     name: str = stored(Fields.text)
     kind: str = stored(Fields.text)
@@ -78,10 +79,11 @@ class Launch(Record):
         "cluster", "flops", "bytes",
     )  # fmt: skip
     interned = True
+    own = ("args", "loc")
 
     kernel: str = stored(Fields.key)
     entry: str = stored(Fields.text)
-    args: tuple[int, ...] = stored(Fields.list, item=an_integer, cap=4096)
+    args: tuple[int, ...] = stored(Fields.integers, cap=4096)
     sizes: tuple[Expr, ...] = stored(Fields.list, item=a_size, cap=256)
     grid: tuple[Expr, ...] = stored(Fields.list, (), item=a_size, cap=3)
     threads: int = stored(Fields.integer, 0)
@@ -93,7 +95,7 @@ class Launch(Record):
     pdl: bool = stored(Fields.bit, False, omitted=True, write=int)
     maps: tuple[TensorMap, ...] = stored(Fields.list, (), omitted=True, item=TensorMap, cap=16)
     params: tuple[Param, ...] = stored(Fields.list, (), omitted=True, item=Param, cap=4096)
-    cluster: tuple[int, ...] = stored(Fields.list, (), omitted=True, item=an_integer, cap=3)
+    cluster: tuple[int, ...] = stored(Fields.integers, (), omitted=True, cap=3)
 
 
 def _read_step(reader: Fields, key: str) -> tuple[str, str]:
