@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,44 @@ def test_tensor_maps_that_a_kernel_receives(driver: Driver, tmp_path: Path) -> N
     assert take(6) == [32, 8, 2, 0, 0, 2] and take(4) == [0] * 4
     assert take(3) == [2, 6, 32] and longs(3) == [192, 32, 1]
     assert longs(2) == [y.address, y.address] and take(1) == [5] and longs(2) == [0, 0]
+
+
+def test_similar_launches_share_maps_and_a_configuration(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the launches of a model's layers. Each runs, with its own arguments."""
+    calls: Counter[str] = Counter()
+    tensor_map, launch_config = Cuda.tensor_map, Cuda.launch_config
+
+    def counted_map(*args: Any) -> bytes:
+        calls["tensor_map"] += 1
+        return tensor_map(*args)
+
+    def counted_config(*args: Any) -> Any:
+        calls["launch_config"] += 1
+        return launch_config(*args)
+
+    monkeypatch.setattr(Cuda, "tensor_map", counted_map)
+    monkeypatch.setattr(Cuda, "launch_config", counted_config)
+    write_artifact(
+        tmp_path / "toy.llmc", replace(toy.parts(tmp_path), kernels=(toy.kernel(KERNEL, "maps"),), programs=())
+    )
+    one = program()
+    first, other = one.launches[0], replace(one.buffers[2], name="z")
+    made = replace(one, buffers=(*one.buffers, other), launches=(first, first, replace(first, args=(0, 1, 3, 3))))
+    device = CudaDevice(TargetInfo("cuda:sm_90", "sm_90", ()), 1)
+    try:
+        device.load(open_artifact(tmp_path / "toy.llmc"))
+        x, w, y, z = (device.alloc(n) for n in (80 * ROWS, 768, 4 * WORDS, 4 * WORDS))
+        symbols = np.array([5, 1], np.int64)
+        device.bind(made, [m.address for m in (x, w, y, z)], symbols)()
+        of_y, of_z = (device.read(m).view(np.uint32).tolist() for m in (y, z))
+    finally:
+        device.close()
+    assert calls == {"tensor_map": 2, "launch_config": 1}
+    pointers = WORDS - 9, WORDS - 5  # the last arguments, T and two null pointers are the last 9 words
+    assert of_y[: pointers[0]] == of_z[: pointers[0]] and of_y[pointers[1]] == of_z[pointers[1]] == 5
+    assert of_z[pointers[0] : pointers[1]] == [z.address & 0xFFFFFFFF, z.address >> 32] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
-"""Runs a program on a GPU's stream: prepared launch parameters, and graphs for sizes that recur.
+"""Runs a program on a GPU's stream: prepared launches, and graphs for sizes that recur.
 
-Every parameter of every launch occupies a cell of 8 bytes, and every launch has a table with the addresses of its
-cells, which is the form that the driver takes. A run only updates the grids and the cells that hold sizes. A tensor
-map is stored separately, in 128 bytes. Launches without `params` pass what Triton's kernels take: after a map, the
-sizes (i32) and the strides (i64, in elements) of its tensor; after the sizes, two null pointers.
+A run only updates the grids and the sizes among the parameters of its launches.
 """
 
 from __future__ import annotations
@@ -17,15 +14,13 @@ from typing import Any
 import numpy as np
 
 from llmc_runtime.device.gpu.device_group import LibraryCall
-from llmc_runtime.device.gpu.driver import MAP_BYTES, GpuDriver
+from llmc_runtime.device.gpu.driver import GpuDriver
+from llmc_runtime.device.gpu.launch_params import LaunchParams, SizeTable
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.group_memory import PROGRAMS
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.launch_param import TensorMap
 from llmc_runtime.format.program import GROUP, Launch, Program
 
-_SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _INT32_MAX = (1 << 31) - 1
 # A program whose sequences have several tokens has at most _MAX_GRAPHS graphs, of sizes that recurred within the last
 # _MAX_SEEN different ones. A graph is replaced by that of another size if it was not used in the last _IDLE_RUNS runs.
@@ -34,29 +29,22 @@ _MAX_GRAPHS, _MAX_SEEN, _IDLE_RUNS = 32, 256, 1000
 
 @dataclass(slots=True)
 class _PreparedLaunch:
-    """A prepared launch.
-
-    submit:      submits it to the stream: (status,)
-    config:      holds the grid of the last run
-    grid:        indices of the three sizes of the grid
-    max_blocks:  maximum number of blocks along x
-    """
+    """A prepared launch. `submit` submits it to the stream, (status,), with the grid of `config`."""
 
     launch: Launch
     submit: Callable[[], tuple[Any, ...]]
     config: Any
-    grid: tuple[int, int, int]
-    max_blocks: int
 
 
-def _num_cells(launch: Launch) -> int:
-    """Return the number of cells for the parameters of a launch.
-
-    A "tensor" parameter has two more cells, which follow those of all parameters: its address and its size.
+@dataclass(slots=True)
+class _Grid:
+    """The grid of launches with the same `config`: indices of its three sizes, and the maximum number of blocks along
+    x.
     """
-    if launch.params:
-        return len(launch.params) + 2 * sum(p.kind == "tensor" for p in launch.params)
-    return len(launch.args) + len(launch.sizes) + _SCRATCH + sum(2 * len(m.box) for m in launch.maps)
+
+    config: Any
+    sizes: tuple[int, int, int]
+    max_blocks: int
 
 
 class GpuRun:
@@ -87,118 +75,54 @@ class GpuRun:
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
         allocated = {s: int(v) for s, v in zip(self._names, symbols) if s in program.state_symbols()}
-        self._env = {**program.top(), **allocated}  # for tensor maps
-        self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
-        self._exprs: list[Expr] = []
-        maps = [m for x in program.launches for m in x.maps]
-        count = sum(map(_num_cells, program.launches))
-        self._cells = np.zeros(max(1, count), np.uint64)  # invariant: never moved, as the driver reads it at launches
-        storage = np.zeros(MAP_BYTES * (len(maps) + 1), np.uint8)
-        self._maps = storage[-storage.ctypes.data % MAP_BYTES :]  # never moved either; maps are aligned to their size
-        self._table = self._cells.ctypes.data + 8 * np.arange(max(1, count), dtype=np.uint64)
-        self._cell_sizes: list[tuple[int, int]] = []  # (cell, index of the size that it holds)
+        env = {**program.top(), **allocated}  # for tensor maps
+        self._sizes = SizeTable()
         self._launches: list[_PreparedLaunch] = []
+        self._grids: list[_Grid] = []
+        self._configs: dict[tuple[Any, ...], Any] = {}  # of launches that differ in kernel and parameters only
         enter()  # encoding a tensor map needs it, whichever thread binds
-        self._prepare_launches(functions, addresses)
-        self._size_cells = np.array([cell for cell, _ in self._cell_sizes], np.intp)
-        self._size_index = np.array([size for _, size in self._cell_sizes], np.intp)
+        self._params = LaunchParams(driver, program, addresses, env, self._sizes)
+        self._prepare_launches(functions)
         self._current: bytes | None = None  # the symbol values that the cells and grids are set for; None: unknown
         self._graphs: dict[bytes, Any] = {}  # by symbol values, the one that was used last at the end
         self._used: dict[bytes, int] = {}  # the number of the run that used a graph last
         self._seen: dict[bytes, None] = {}  # symbol values that ran without a graph, in order of their first run
         self._runs = 0
 
-    def _prepare_launches(self, functions: Sequence[Any], addresses: Sequence[int]) -> None:
-        """Write the pointers, prepare the launches, and list the cells that hold sizes."""
-        at = num_maps = 0
-        for launch, function in zip(self._program.launches, functions):
-            params = int(self._table.ctypes.data) + 8 * at
-            if launch.params:
-                self._write_params(launch, addresses, at, num_maps)
-                at, num_maps = at + _num_cells(launch), num_maps + len(launch.maps)
-                self._add_launch(launch, function, params)
-                continue
-            maps = {m.arg: m for m in launch.maps}
-            for i, arg in enumerate(launch.args):
-                self._cells[at] = addresses[arg]
-                at += 1
-                if i in maps:
-                    at = self._write_map(maps[i], self._program.buffers[arg].dtype, at, num_maps)
-                    num_maps += 1
-            for size in launch.sizes:
-                self._cell_sizes.append((at, self._expr_index(size)))
-                at += 1
-            at += _SCRATCH
-            self._add_launch(launch, function, params)
-
-    def _add_launch(self, launch: Launch, function: Any, params: int) -> None:
-        """Prepare a launch, whose list of cells is at the address `params`."""
-        x, y, z = (*(self._expr_index(g) for g in launch.grid), *[self._expr_index(None)] * 3)[:3]
-        shares = any(self._program.buffers[a].kind == GROUP for a in launch.args)
-        config, submit = self._submission(launch, function, params)
-        self._launches.append(_PreparedLaunch(launch, submit, config, (x, y, z), PROGRAMS if shares else _INT32_MAX))
-
-    def _submission(self, launch: Launch, function: Any, params: int) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-        """Return the configuration of a launch, and the function that submits it.
+    def _prepare_launches(self, functions: Sequence[Any]) -> None:
+        """Prepare the launches of kernels and of libraries.
 
         A kernel does not start before a library's launch in front of it has ended: a library may submit more than
         kernels, and programmatic dependent launch is for two kernels.
         """
-        if isinstance(function, LibraryCall):
-            at = (params - self._table.ctypes.data) // 8
-            cells = self._cells[at : at + len(launch.args) + len(launch.sizes)]
-            return SimpleNamespace(gridDimX=1, gridDimY=1, gridDimZ=1), partial(function, cells, self._stream)
-        if self._launches and isinstance(self._launches[-1].config, SimpleNamespace):
-            launch = replace(launch, pdl=False)
-        config = self._driver.launch_config(launch, self._stream)
-        return config, partial(self._driver.launch, config, function, params)
-
-    def _write_params(self, launch: Launch, addresses: Sequence[int], at: int, num_maps: int) -> None:
-        """Set the cells from `at` on by `launch.params`, and make its tensor maps, numbered from `num_maps`."""
-        for i, m in enumerate(launch.maps):
-            arg = launch.args[m.arg]
-            self._make_map(m, self._program.buffers[arg].dtype, addresses[arg], num_maps + i)
-        top = self._program.top()
-        descriptor = at + len(launch.params)  # the next free pair of cells: address and size of a tensor
-        for i, param in enumerate(launch.params):
-            if param.kind == "arg":
-                self._cells[at + i] = addresses[launch.args[param.index]] + param.offset(top)
-            elif param.kind == "tensor":
-                self._cells[descriptor] = addresses[launch.args[param.index]] + param.offset(top)
-                self._cell_sizes.append((descriptor + 1, self._expr_index(param.size)))
-                self._table[at + i] = self._cells.ctypes.data + 8 * descriptor
-                descriptor += 2
-            elif param.kind == "map":
-                self._table[at + i] = self._maps.ctypes.data + MAP_BYTES * (num_maps + param.index)
-            elif param.kind == "size":
-                self._cell_sizes.append((at + i, self._expr_index(param.size)))
+        group = {i for i, buffer in enumerate(self._program.buffers) if buffer.kind == GROUP}
+        after_library = False
+        for i, (launch, function) in enumerate(zip(self._program.launches, functions)):
+            max_blocks = _INT32_MAX if group.isdisjoint(launch.args) else PROGRAMS
+            config: Any
+            if isinstance(function, LibraryCall):
+                config = SimpleNamespace(gridDimX=1, gridDimY=1, gridDimZ=1)
+                self._grids.append(_Grid(config, self._grid_sizes(launch), max_blocks))
+                submit = partial(function, self._params.cells(i), self._stream)
             else:
-                self._cells[at + i] = param.bits
+                config = self._config(replace(launch, pdl=False) if after_library else launch, max_blocks)
+                submit = partial(self._driver.launch, config, function, self._params.address(i))
+            after_library = isinstance(function, LibraryCall)
+            self._launches.append(_PreparedLaunch(launch, submit, config))
 
-    def _write_map(self, m: TensorMap, dtype: str, at: int, number: int) -> int:
-        """Encode the tensor map for the address in cell `at - 1` and make it that cell's parameter.
+    def _config(self, launch: Launch, max_blocks: int) -> Any:
+        """Return the configuration of a kernel's launch, which it shares with similar launches."""
+        sizes = self._grid_sizes(launch)
+        key = launch.threads, launch.shared, launch.pdl, launch.cluster, sizes, max_blocks
+        if key not in self._configs:
+            self._configs[key] = self._driver.launch_config(launch, self._stream)
+            self._grids.append(_Grid(self._configs[key], sizes, max_blocks))
+        return self._configs[key]
 
-        The tensor's sizes and strides are written from cell `at` on. Returns the index of the next cell.
-        """
-        shape, strides = self._make_map(m, dtype, int(self._cells[at - 1]), number)
-        self._table[at - 1] = self._maps.ctypes.data + MAP_BYTES * number
-        self._cells[at : at + 2 * len(shape)] = [*shape, *strides]
-        return at + 2 * len(shape)
-
-    def _make_map(self, m: TensorMap, dtype: str, address: int, number: int) -> tuple[list[int], list[int]]:
-        """Encode tensor map `number` of a buffer at `address`. Returns its tensor's sizes and strides in elements."""
-        env, begin = self._env, MAP_BYTES * number
-        shape, strides = m.layout(env)
-        encoded = self._driver.tensor_map(address + m.offset(env), dtype, shape, strides, m.box, m.swizzle)
-        self._maps[begin : begin + MAP_BYTES] = np.frombuffer(encoded, np.uint8)
-        return shape, strides
-
-    def _expr_index(self, size: Expr | None) -> int:
-        text = "1" if size is None else size.text
-        if text not in self._sizes:
-            self._sizes[text] = len(self._exprs)
-            self._exprs.append(Expr("1", (1,)) if size is None else size)
-        return self._sizes[text]
+    def _grid_sizes(self, launch: Launch) -> tuple[int, int, int]:
+        """Return the indices of the sizes of a launch's grid."""
+        x, y, z = (*map(self._sizes.index, launch.grid), *[self._sizes.index(None)] * 3)[:3]
+        return x, y, z
 
     def __call__(self) -> None:
         """Submit one run to the stream. Raises LlmcError E114 if a launch fails."""
@@ -289,19 +213,17 @@ class GpuRun:
         if symbols == self._current:
             return
         env = dict(zip(self._names, self._symbols.tolist()))
-        values = [e(env) for e in self._exprs]
+        values = [e(env) for e in self._sizes.exprs]
         if values and not 0 <= min(values) <= max(values) <= _INT32_MAX:
-            invalid = next(e.text for e, v in zip(self._exprs, values) if not 0 <= v <= _INT32_MAX)
+            invalid = next(e.text for e, v in zip(self._sizes.exprs, values) if not 0 <= v <= _INT32_MAX)
             raise LlmcError(
                 "E113", f"program {self._program.name}: {invalid} is negative or too large at {env}", REMEDY
             )
         self._current = None  # unknown if an assignment fails
-        if len(self._size_cells):
-            self._cells[self._size_cells] = np.array(values, np.uint64)[self._size_index]
-        for prepared in self._launches:
-            config = prepared.config
-            x, y, z = prepared.grid
-            config.gridDimX = min(values[x], prepared.max_blocks)
-            config.gridDimY = values[y]
-            config.gridDimZ = values[z]
+        self._params.update(values)
+        for grid in self._grids:
+            x, y, z = grid.sizes
+            grid.config.gridDimX = min(values[x], grid.max_blocks)
+            grid.config.gridDimY = values[y]
+            grid.config.gridDimZ = values[z]
         self._current = symbols
