@@ -121,7 +121,7 @@ class GpuRun:
 
     def _grid_sizes(self, launch: Launch) -> tuple[int, int, int]:
         """Return the indices of the sizes of a launch's grid."""
-        x, y, z = (*map(self._sizes.index, launch.grid), *[self._sizes.index(None)] * 3)[:3]
+        x, y, z = map(self._sizes.index, (*launch.grid, None, None, None)[:3])
         return x, y, z
 
     def __call__(self) -> None:

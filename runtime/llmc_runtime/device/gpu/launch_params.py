@@ -67,21 +67,23 @@ class LaunchParams:
     def _place(self) -> None:
         """Copy everything to arrays. Invariant: they are never moved, as the driver reads them at launches."""
         self._cells = np.array([*self._values, 0], np.uint64)  # never empty
-        self._table = self._cells.ctypes.data + _CELL_BYTES * np.arange(len(self._cells), dtype=np.uint64)
+        first_cell = self._cells.ctypes.data
+        self._table = first_cell + _CELL_BYTES * np.arange(len(self._cells), dtype=np.uint64)
+        self._table_address = self._table.ctypes.data
         storage = np.zeros(MAP_BYTES * (len(self._maps) + 1), np.uint8)
         aligned = storage[-storage.ctypes.data % MAP_BYTES :]  # maps are aligned to their size
         aligned[: MAP_BYTES * len(self._maps)] = np.frombuffer(b"".join(self._maps), np.uint8)
-        self._storage = aligned
+        self._storage, first_map = aligned, aligned.ctypes.data
         for param, cell in self._pointers:
-            self._table[param] = self._cells.ctypes.data + _CELL_BYTES * cell
+            self._table[param] = first_cell + _CELL_BYTES * cell
         for param, number in self._mapped:
-            self._table[param] = aligned.ctypes.data + MAP_BYTES * number
+            self._table[param] = first_map + MAP_BYTES * number
         self._size_cells = np.array([cell for cell, _ in self._cell_sizes], np.intp)
         self._size_indices = np.array([index for _, index in self._cell_sizes], np.intp)
 
     def address(self, index: int) -> int:
         """Return the address of the table of the launch number `index`."""
-        return int(self._table.ctypes.data) + _CELL_BYTES * self._begins[index]
+        return self._table_address + _CELL_BYTES * self._begins[index]
 
     def cells(self, index: int) -> np.ndarray:
         """Return the arguments and sizes of the launch number `index`, u64, which has no `params` and no tensor maps.
