@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from llmc_runtime import LLM
 from llmc_runtime.engine import open_model
-from llmc_runtime.engine_options import EngineOptions
+from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.gc_pause import paused_collections
 
@@ -39,13 +40,30 @@ def test_disabled_collections_remain_disabled() -> None:
     assert not gc.isenabled()
 
 
-def test_collections_are_paused_only_while_programs_are_read(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_llm_opens_without_collections(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected once, before, so that a dropped LLM frees its memory."""
+    events: list[str] = []
     enabled: list[bool] = []
+    collect = gc.collect
 
     def prepare(manifest: Manifest, number: int) -> None:
+        events.append("open")
         enabled.append(gc.isenabled())
 
+    def counted() -> int:
+        events.append("collect")
+        return collect()
+
     monkeypatch.setattr(open_model, "prepare_device", prepare)
-    with open_model.open_model(toy, EngineOptions(toy)):
+    monkeypatch.setattr(gc, "collect", counted)
+    with LLM(toy, say=lambda line: None):
         enabled.append(gc.isenabled())
-    assert enabled == [False, True]
+    assert events == ["collect", "open"] and enabled == [False, True]
+
+
+@pytest.mark.usefixtures("freezes")
+def test_nothing_is_frozen_that_could_not_be_opened(toy: Path) -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(LlmcError, match="E204"):
+        LLM(toy, say=lambda line: None, max_num_seqs=1000)
+    assert gc.isenabled() and gc.get_freeze_count() == before

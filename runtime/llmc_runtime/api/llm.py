@@ -25,6 +25,7 @@ from llmc_runtime.engine_options import to_stderr as to_stderr
 from llmc_runtime.fair_lock import FairLock
 from llmc_runtime.format.errors import LlmcError, llm_closed
 from llmc_runtime.format.names import GENERATE, is_artifact
+from llmc_runtime.gc_pause import lasting_objects
 from llmc_runtime.metrics import Metric, as_metrics
 from llmc_runtime.outputs import RequestOutput, RequestState
 from llmc_runtime.pooling_params import require_task
@@ -60,7 +61,8 @@ class LLM(PoolingAPI):
               those of an artifact
 
     Objects that exist when it is open are left out of garbage collections (gc.freeze), which would delay a step by tens
-    of milliseconds, until the last LLM that was opened in this way is closed (gc.unfreeze).
+    of milliseconds, until the last LLM that was opened in this way is closed (gc.unfreeze). Garbage is collected before
+    it is opened, and not meanwhile.
 
     Raises LlmcError E1xx (artifact), E2xx (memory and limits), E64x (compilation).
     """
@@ -73,6 +75,11 @@ class LLM(PoolingAPI):
             raise LlmcError("E201", cause, "use AsyncLLM or llmc-serve, or an LLM in each of several processes")
         path = resolve(model, args.compile_options, Path(args.cache_dir) if args.cache_dir else None, self._say)
         self._say(args.opening_line(path))
+        with lasting_objects():
+            self._open(path, args)
+        _frozen_by.add(self)
+
+    def _open(self, path: Path, args: EngineOptions) -> None:
         with open_model(path, args) as artifact:
             from llmc_runtime.engine.loader import open_engine  # with numpy: the GPU is initialized meanwhile
 
@@ -90,9 +97,6 @@ class LLM(PoolingAPI):
         self._start(opened.engine, tokenizer, generation, args.chat_template)
         if args.prepare and tokenizer is not None and (failure := self._core.prepare()):
             self._say(failure)
-        gc.collect()
-        gc.freeze()
-        _frozen_by.add(self)
 
     @classmethod
     def over(

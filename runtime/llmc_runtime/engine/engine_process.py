@@ -7,7 +7,6 @@ sockets, and the seconds between two heartbeats. The process exits when the fron
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import shutil
 import signal
@@ -44,9 +43,10 @@ from llmc_runtime.engine.messages import (
     Stop,
     error_message,
 )
-from llmc_runtime.engine.session import Opener, open_session
+from llmc_runtime.engine.session import Opener, Session, open_session
 from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.format.errors import LlmcError, as_llmc_error, brief
+from llmc_runtime.gc_pause import lasting_objects
 from llmc_runtime.host_info import usable_cpus
 from llmc_runtime.metrics import Stat
 
@@ -221,9 +221,8 @@ class EngineProcess:
         if not isinstance(opening, Open):
             return 0
         try:
-            session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
-            group, engines = session.group, int(opening.options.get("data_parallel_size", 1))
-            leave_time_for_front(session.threads * engines, group.pids if group else ())
+            with lasting_objects():
+                session, loop = self._open(opening)
         except Exception as e:
             error = as_llmc_error(e)
             if error.code == "E000":
@@ -231,18 +230,22 @@ class EngineProcess:
             self._send(Failed(error_message(error)))
             return 1
         config = session.engine.scheduler.config
-        self._loop = EngineLoop(session.engine, session.grammars)
-        if opening.options.get("prepare") and (failure := self._loop.core.prepare()):
-            self._send(Progress(brief(failure, 4)))
-        gc.collect()
-        gc.freeze()  # keeps later collections short: they would delay a step
         limits = {name: getattr(config, name) for name in LIMITS}
         self._send(Ready(**limits, summary=session.summary, stages=dict(session.stages), threads=session.threads))
         try:
-            return self._serve(self._loop, session.engine, ControlServer(session.engine), group)
+            return self._serve(loop, session.engine, ControlServer(session.engine), session.group)
         finally:
-            self._loop.core.close()
+            loop.core.close()
             session.close()
+
+    def _open(self, opening: Open) -> tuple[Session, EngineLoop]:
+        session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
+        group, engines = session.group, int(opening.options.get("data_parallel_size", 1))
+        leave_time_for_front(session.threads * engines, group.pids if group else ())
+        self._loop = loop = EngineLoop(session.engine, session.grammars)
+        if opening.options.get("prepare") and (failure := loop.core.prepare()):
+            self._send(Progress(brief(failure, 4)))
+        return session, loop
 
     def _serve(self, loop: EngineLoop, engine: Engine, control: ControlServer, group: RankGroup | None) -> int:
         """Run steps, and receive requests and control messages between them, until a message ends the process.

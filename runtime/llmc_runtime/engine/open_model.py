@@ -14,7 +14,6 @@ from llmc_runtime.device.open_device import discard_device, prepare_device
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.exec.draft_artifact import open_with_draft
 from llmc_runtime.format.manifest import Manifest
-from llmc_runtime.gc_pause import paused_collections
 
 
 @contextmanager
@@ -32,10 +31,9 @@ def open_model(path: Path, options: EngineOptions, digest: str = "", number: int
         prepare_device(manifest, number)
 
     try:
-        with paused_collections():  # the programs are tens of thousands of objects
-            artifact = open_with_draft(
-                path, options.draft_model, verify=options.verify, threads=options.engine_threads, on_manifest=begin
-            )
+        artifact = open_with_draft(
+            path, options.draft_model, verify=options.verify, threads=options.engine_threads, on_manifest=begin
+        )
         if digest:
             require_digest(artifact, digest, "was opened before")
         yield artifact
