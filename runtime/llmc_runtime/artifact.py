@@ -125,8 +125,10 @@ def open_artifact(
     for error in folder.check_small(manifest.files):
         raise error
     lenient = manifest.format[1] > MINOR
-    programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
-    Program.forget_interned()
+    try:
+        programs = tuple(Program.load(folder.read(p, manifest.files[p].bytes), p, lenient) for p in manifest.programs)
+    finally:
+        Program.forget_interned()
     threads = threads or default_threads()
     try:
         weights = manifest.weights.of_rank(rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ REMEDY = "copy the artifact again, or recompile it"
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\Z")
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
-_INTEGERS = {int}  # not bool
+_INTEGERS = frozenset((int,))  # not bool
 _KEY = re.compile(r"[0-9a-f]{8,64}\Z")
 
 
@@ -84,7 +84,7 @@ def is_safe_name(name: str) -> bool:
 
 
 class Fields:
-    """Reads one JSON object. Getters raise LlmcError E103, naming the field; `close` rejects keys that were not read.
+    """Reads one JSON object. Getters raise LlmcError E103, naming the field; `close` rejects unknown keys.
 
     With `lenient`, unknown keys are ignored. `item` arguments read a part by (value, where), or are classes whose
     method `read` does (see record.Record).
@@ -94,16 +94,15 @@ class Fields:
         if not isinstance(value, dict):
             raise damaged(where, "expected an object")
         self._value: dict[str, Any] = value
-        self._unread = set(value)
         self._lenient = lenient
         self.where = where
 
     def get(self, key: str) -> Any:
         """Return the raw value of a field."""
-        if key not in self._value:
-            raise damaged(self.where, f"{key!r} is missing")
-        self._unread.discard(key)
-        return self._value[key]
+        try:
+            return self._value[key]
+        except KeyError:
+            raise damaged(self.where, f"{key!r} is missing") from None
 
     def text(self, key: str) -> str:
         """Return a string."""
@@ -176,10 +175,10 @@ class Fields:
         """Return the reader of a nested object."""
         return Fields(self.get(key), f"{self.where}.{key}", self._lenient)
 
-    def close(self) -> None:
-        """Raise LlmcError E103 if the object has keys that were not read, unless the reader is lenient."""
-        if self._unread and not self._lenient:
-            raise damaged(self.where, f"unknown key {sorted(self._unread)[0][:80]!r}")
+    def close(self, known: Collection[str]) -> None:
+        """Raise LlmcError E103 if the object has other keys, unless the reader is lenient."""
+        if not self._lenient and (unknown := self._value.keys() - known):
+            raise damaged(self.where, f"unknown key {min(unknown)[:80]!r}")
 
     def _read(self, item: Item) -> Callable[[Any, str], Any]:
         read = getattr(item, "read", None)

@@ -19,6 +19,16 @@ ZERO = expr.of(0)
 TYPES: Mapping[str, str] = MappingProxyType({"i32": "<i", "i64": "<q", "f32": "<f", "u8": "<B"})
 # Dtypes supported in tensor maps, and the size of an element in bytes.
 MAPPED: Mapping[str, int] = MappingProxyType({"bf16": 2, "f16": 2, "f8e4m3": 1, "i8": 1})
+# The kinds of parameters, and their keys in JSON.
+_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "arg": ("arg", "offset"),
+        "tensor": ("tensor", "offset", "size"),
+        "map": ("map",),
+        "size": ("size", "type"),
+        "value": ("value", "type"),
+    }
+)
 MAX_BOX = 256  # maximum elements along an axis of a box
 MAX_AXIS = (1 << 31) - 1  # maximum elements along an axis of a mapped tensor: kernels receive its sizes as i32
 _MAX_STRIDE = 1 << 40  # bytes, exclusive
@@ -62,7 +72,7 @@ class Param(Record):
     def _read(cls, value: Any, where: str, lenient: bool) -> Self:
         """Read a parameter from parsed JSON; raise LlmcError E103 if its kind is unknown or its value does not fit."""
         f = Fields(value, where, lenient)
-        kind = next((k for k in ("arg", "tensor", "map", "size", "value") if k in value), "")
+        kind = next((k for k in _KEYS if k in value), "")
         more: dict[str, Any] = {}
         if kind in ("arg", "tensor", "map"):
             more["index"] = f.integer(kind, high=4096)
@@ -75,7 +85,7 @@ class Param(Record):
             more["offset"] = f.item("offset", a_size)
         if kind == "tensor":
             more["size"] = a_size(f.get("size"), where)
-        f.close()
+        f.close(_KEYS[kind])
         param = cls(kind, **more)
         param.validate(where)
         return param

@@ -209,7 +209,7 @@ class Kv(Record):
 def _read_tokenizer(reader: Fields, key: str) -> tuple[str, ...]:
     tokenizer = reader.sub(key)
     names = tokenizer.list("files", a_name, cap=1024)
-    tokenizer.close()
+    tokenizer.close(("files",))
     return names
 
 

@@ -43,7 +43,6 @@ class Buffer(Record):
 
     json_order = ("name", "kind", "dtype", "shape", "offset", "bytes", "alias")
     interned = True
-    own = ("name", "offset")
 
     name: str = stored(Fields.text)
     kind: str = stored(Fields.text)
@@ -101,7 +100,7 @@ class Launch(Record):
 def _read_step(reader: Fields, key: str) -> tuple[str, str]:
     function = reader.sub(key)
     step = function.key("kernel"), function.text("entry")
-    function.close()
+    function.close(("kernel", "entry"))
     return step
 
 

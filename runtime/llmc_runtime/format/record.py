@@ -8,7 +8,6 @@ class FileInfo(Record):
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
@@ -18,7 +17,6 @@ from llmc_runtime.format.expr import Expr
 from llmc_runtime.format.json_fields import Fields, damaged
 
 _MAX_INTERNED = 1 << 14
-_NO_REFERENCES = 2  # the version of marshal whose bytes do not depend on which equal values are one object
 
 
 @dataclass(frozen=True)
@@ -56,19 +54,26 @@ def stored(
     return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True)
+class _SharedValues:
+    """The values of the fields that some records have in common, and these records by their own values."""
+
+    values: Mapping[str, Any]
+    records: dict[tuple[Any, ...], Any]
+
+
 class Record:
     """A dataclass with stored fields. `json_order` names them in the order of the file; by default, their own.
 
     With `interned`, equal JSON gives the same object, so the class has to be frozen: the programs of a model share most
-    buffers and many launches. `own` names fields of such a class that differ between records whose other fields are
-    equal, as in the launches of a model's layers: the others are then read once.
+    buffers and many launches. `own` names fields of such a class, with hashable values, that differ between records
+    whose other fields are equal, as in the launches of a model's layers: the others are then read once.
     """
 
     json_order: ClassVar[tuple[str, ...]] = ()
     interned: ClassVar[bool] = False
     own: ClassVar[tuple[str, ...]] = ()
-    _by_json: ClassVar[dict[Any, Any]] = {}  # interned records of all classes
-    _shared: ClassVar[dict[Any, dict[str, Any]]] = {}  # the values of all fields that are not in `own`
+    _by_json: ClassVar[dict[Any, Any]] = {}  # interned records of all classes; of a class with `own`, _SharedValues
 
     @classmethod
     def read(cls, value: Any, where: str, lenient: bool = False) -> Self:
@@ -78,34 +83,49 @@ class Record:
         """
         if not cls.interned:
             return cls._read(value, where, lenient)
-        key = cls, lenient, _identity(value, where)
-        record = Record._by_json.get(key)
+        if cls.own and isinstance(value, dict):
+            return cls._read_own(value, where, lenient)
+        return cls._interned(value, where, lenient, cls._read)
+
+    @classmethod
+    def _interned(cls, value: Any, where: str, lenient: bool, read: Callable[[Any, str, bool], Any]) -> Any:
+        """Return what `read` returned for equal JSON."""
+        try:
+            key = cls, lenient, repr(value)
+        except RecursionError:
+            raise damaged(where, "is nested too deeply") from None
+        result = Record._by_json.get(key)
+        if result is None:
+            result = read(value, where, lenient)
+            if len(Record._by_json) >= _MAX_INTERNED:
+                Record._by_json.clear()
+            Record._by_json[key] = result
+        return result
+
+    @classmethod
+    def _read_own(cls, value: dict[str, Any], where: str, lenient: bool) -> Self:
+        """Read the fields that `own` names, and the others if no record with equal ones was read before."""
+        own = {name: value[name] for name in cls.own if name in value}
+        others = {name: item for name, item in value.items() if name not in own}
+        shared: _SharedValues = cls._interned(others, where, lenient, cls._read_others)
+        values = _read_fields(own, cls._fields(own=True), where, lenient)
+        key = tuple(values.values())
+        record = shared.records.get(key)
         if record is None:
-            record = cls._read(value, where, lenient)
-            _remember(Record._by_json, key, record)
+            record = cls(**shared.values, **values)
+            record.validate(where)
+            shared.records[key] = record
         return record
+
+    @classmethod
+    def _read_others(cls, value: dict[str, Any], where: str, lenient: bool) -> _SharedValues:
+        return _SharedValues(_read_fields(value, cls._fields(own=False), where, lenient), {})
 
     @classmethod
     def _read(cls, value: Any, where: str, lenient: bool) -> Self:
-        if cls.own and isinstance(value, dict):
-            values = cls._read_shared(value, where, lenient)
-        else:
-            values = _read_fields(value, cls._fields(), where, lenient)
-        record = cls(**values)
+        record = cls(**_read_fields(value, cls._fields(), where, lenient))
         record.validate(where)
         return record
-
-    @classmethod
-    def _read_shared(cls, value: dict[str, Any], where: str, lenient: bool) -> dict[str, Any]:
-        """Read the values of all fields, those that are not in `own` only if they differ from the ones read before."""
-        own = {name: value[name] for name in cls.own if name in value}
-        others = {name: item for name, item in value.items() if name not in own}
-        key = cls, lenient, _identity(others, where)
-        shared = Record._shared.get(key)
-        if shared is None:
-            shared = _read_fields(others, cls._fields(own=False), where, lenient)
-            _remember(Record._shared, key, shared)
-        return shared | _read_fields(own, cls._fields(own=True), where, lenient)
 
     @classmethod
     def _fields(cls, own: bool | None = None) -> dict[str, _Stored]:
@@ -117,7 +137,6 @@ class Record:
     def forget_interned() -> None:
         """Release the interned records, as soon as everything that has them in common is read."""
         Record._by_json.clear()
-        Record._shared.clear()
 
     def validate(self, where: str) -> None:
         """Raise LlmcError E103 if a value is unknown, or contradicts another field."""
@@ -143,22 +162,8 @@ def _read_fields(value: Any, declared: Mapping[str, _Stored], where: str, lenien
             raise damaged(where, f"{name!r} is missing")
         else:
             values[name] = stored.absent
-    reader.close()
+    reader.close(declared)
     return values
-
-
-def _identity(value: Any, where: str) -> bytes:
-    """Return bytes that are equal for equal JSON only. Unlike `==`, they tell 1, 1.0 and true apart."""
-    try:
-        return marshal.dumps(value, _NO_REFERENCES)
-    except ValueError:
-        raise damaged(where, "is nested too deeply") from None
-
-
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= _MAX_INTERNED:
-        cache.clear()
-    cache[key] = value
 
 
 @cache
