@@ -11,9 +11,10 @@ import pytest
 from artifact import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmc_runtime.artifact import open_artifact
 from llmc_runtime.format import expr, hashing, safetensors
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.format.json_fields import check_name, load_json
+from llmc_runtime.format.json_fields import check_name, damaged, load_json
 from llmc_runtime.format.manifest import MAJOR, MINOR, Manifest, check_digest
 from llmc_runtime.format.program import Program
 
@@ -92,6 +93,22 @@ def test_programs_share_equal_buffers_and_launches(program: Program) -> None:
     assert all(a is b for a, b in zip(first.launches, again.launches, strict=True))
     Program.forget_interned()
     assert Program.load(program.dump(), "p").launches[0] is not first.launches[0]
+
+
+def test_an_artifact_that_cannot_be_opened_leaves_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_artifact(tmp_path / "toy.llmc", tiny.parts(tmp_path))
+    load, read = Program.load, []
+
+    def second_fails(data: bytes, where: str, lenient: bool = False) -> Program:
+        if read:
+            raise damaged(where, "is wrong")
+        read.append(load(data, where, lenient))
+        return read[0]
+
+    monkeypatch.setattr(Program, "load", second_fails)
+    with pytest.raises(LlmcError, match="is wrong"):
+        open_artifact(tmp_path / "toy.llmc")
+    assert load(read[0].dump(), "p").launches[0] is not read[0].launches[0]
 
 
 def test_launches_share_the_values_of_fields_that_are_equal(program: Program) -> None:
