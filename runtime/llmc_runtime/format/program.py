@@ -188,7 +188,7 @@ class Program(Record):
             raise damaged(where, "two buffers have the same name")
         if not set(self.serves) <= frozenset(self.symbols):
             raise damaged(where, "'serves' uses an undeclared symbol")
-        check = _Check(self, by_name, self.top(), self.smallest_states())
+        check = _Check(self, by_name, frozenset(self.symbols), self.top(), self.smallest_states())
         for i, buffer in enumerate(self.buffers):
             check.buffer(buffer, f"{where}.buffers[{i}]")
         for i, launch in enumerate(self.launches):
@@ -218,14 +218,15 @@ class _Check:
 
     program: Program
     by_name: Mapping[str, Buffer]
-    top: Mapping[str, int]  # the symbols' upper bounds
+    declared: frozenset[str]  # the symbols
+    top: Mapping[str, int]  # their upper bounds
     smallest: Mapping[str, int]  # the upper bounds, except that states have their smallest sizes
     mapped: set[tuple[Any, ...]] = field(default_factory=set)  # the tensor maps that were checked, with their memory
 
     def symbols(self, sizes: Iterable[Expr], path: str) -> None:
         """Check that sizes use declared symbols."""
         for size in sizes:
-            if size.symbols and not size.symbols <= self.top.keys():
+            if not size.symbols <= self.declared:
                 raise damaged(path, f"size {size.text[:80]!r} uses an undeclared symbol")
 
     def buffer(self, buffer: Buffer, path: str) -> None:
