@@ -58,5 +58,11 @@ def test_numpy_and_the_engine_are_imported_while_a_gpu_is_initialized(toy: Path)
     assert "llmc_runtime.api.llm" in names and among(names, MEANWHILE) == []
 
 
+def test_an_engine_process_imports_no_event_loop() -> None:
+    names = imported("import sys\nimport llmc_runtime.engine.engine_process, llmc_runtime.engine.loader\n" + SHOW)
+    assert "llmc_runtime.engine.control_rpc" in names
+    assert among(names, ("asyncio", "ssl", "llmc_runtime.engine.control_client", "llmc_runtime.server")) == []
+
+
 def test_a_module_of_a_package_counts_as_the_package() -> None:
     assert among({"a.b", "a", "ab", "b.a"}, ("a", "c")) == ["a", "a.b"]

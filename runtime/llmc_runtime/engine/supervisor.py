@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from llmc_runtime.engine.client import EngineClient
-from llmc_runtime.engine.control_rpc import ControlClient
+from llmc_runtime.engine.control_client import ControlClient
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
