@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,26 @@ from llmc_runtime.text.tokenizer import Tokenizer
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
 
+class TextLoader:
+    """Calls `read` in a thread, once: a tokenizer takes up to half a second to load, in which the engine opens."""
+
+    def __init__(self, read: Callable[[], tuple[Tokenizer | None, list[int]]]) -> None:
+        self._read = read
+        self._task: asyncio.Task[tuple[Tokenizer | None, list[int]]] | None = None
+
+    async def load(self) -> tuple[Tokenizer | None, list[int]]:
+        """Return the result, or raise the error, of the one call."""
+        if self._task is None:
+            self._task = asyncio.create_task(asyncio.to_thread(self._read))
+        return await asyncio.shield(self._task)
+
+
 @dataclass(frozen=True)
 class Front:
     """A model as the front end needs it: the engine's command line and first message, and the text side.
 
     `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
+    `text` loads the tokenizer; it is None if `tokenizer` is the one.
     """
 
     command: Sequence[str]
@@ -34,6 +50,11 @@ class Front:
     generation: Mapping[str, Any] = field(default_factory=dict)
     step_timeout: float = _CPU_STEP
     pooling: Pooling | None = None
+    text: TextLoader | None = None
+
+    async def load_text(self) -> tuple[Tokenizer | None, list[int]]:
+        """Return the tokenizer and the token that ends a text, if it has one. Raises LlmcError E106, E107, E15x."""
+        return (self.tokenizer, []) if self.text is None else await self.text.load()
 
 
 def compiled(args: EngineArgs, say: Callable[[str], None]) -> Path:
@@ -42,15 +63,18 @@ def compiled(args: EngineArgs, say: Callable[[str], None]) -> Path:
 
 
 def read_front(args: EngineArgs, say: Callable[[str], None]) -> Front:
-    """Read the text side of the artifact, compiling it first if needed. Raises LlmcError E1xx, E208, E64x."""
+    """Read the manifest of the artifact, compiling it first if needed. Raises LlmcError E1xx, E208, E64x."""
     path = compiled(args, say)
     folder = Folder(path)
     manifest = folder.manifest()
     args.check_artifact(manifest)
-    for error in folder.check_small(manifest.files):
-        raise error
-    tokenizer, eos = open_tokenizer(path / TOKENIZER, manifest)
-    opening = Open(quoted(path), args.message(), eos, joint_digest(path, manifest, args.draft_model))
+    opening = Open(quoted(path), args.message(), None, joint_digest(path, manifest, args.draft_model))
     step = _CPU_STEP if manifest.target.name.startswith("cpu") else _GPU_STEP
     command = module_command("llmc_runtime.engine.engine_process")
-    return Front(command, opening, tokenizer, manifest.generation, step, manifest.pooling)
+
+    def read_text() -> tuple[Tokenizer | None, list[int]]:
+        for error in folder.check_small(manifest.files):
+            raise error
+        return open_tokenizer(path / TOKENIZER, manifest)
+
+    return Front(command, opening, None, manifest.generation, step, manifest.pooling, TextLoader(read_text))

@@ -104,8 +104,13 @@ class AsyncLLM(AsyncPoolingAPI):
         self.tokenizer, self.pooling, self.digest = front.tokenizer, front.pooling, front.opening.digest
         self.generation = generation_of(front.generation, args.generation_config, args.override_generation_config)
         step_timeout = args.step_timeout or front.step_timeout
+
+        async def eos() -> list[int]:
+            self.tokenizer, token_ids = await front.load_text()
+            return token_ids
+
         kind = Supervisor if args.data_parallel_size == 1 else Instances
-        self._supervisor = kind(front.command, front.opening, args, step_timeout, self._say)
+        self._supervisor = kind(front.command, front.opening, args, step_timeout, self._say, eos)
         for engine in self._supervisor.engines:
             engine.pause = lambda: 0.0 if self._num_streams else self.output_pause()
         if self._stopped:

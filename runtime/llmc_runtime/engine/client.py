@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ from llmc_runtime.engine.messages import (
     ControlReply,
     ControlRequest,
     Delta,
+    Eos,
     Failed,
     Heartbeat,
     Open,
@@ -41,6 +42,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.heartbeat import Silence
 from llmc_runtime.python_command import socket_folder
 
+EosSource = Callable[[], Awaitable[list[int]]]  # returns the token ids of the message Eos
 _MAX_PER_TURN = 128  # messages and deltas that are handled in one turn of the event loop
 _REASONS: Mapping[int, str] = MappingProxyType(
     {
@@ -108,17 +110,25 @@ class EngineClient:
         self._loop.add_reader(self._fd, self._on_readable)
         self._loop.call_soon(self._on_readable)
 
-    async def open(self, opening: Open, timeout: float) -> Ready:
-        """Open the artifact. Raises the engine's LlmcError, E661 if the process ends, E662 after `timeout` seconds."""
+    async def open(self, opening: Open, timeout: float, eos: EosSource | None = None) -> Ready:
+        """Open the artifact. If `opening.eos` is None, `eos` is called while the engine opens.
+
+        Raises the engine's LlmcError, that of `eos`, E661 if the process ends, E662 after `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
-        message = self._encode(opening)
-        while not self._push(self._control, message):
-            await self._pause(deadline, timeout)
+        await self._push_control(opening, deadline, timeout)
+        if opening.eos is None and eos is not None:
+            await self._push_control(Eos(await eos()), deadline, timeout)
         while self.ready is None or self.heartbeat is None:
             await self._pause(deadline, timeout)
         self._remove_folder()  # every socket is connected
         self._silence.end()
         return self.ready
+
+    async def _push_control(self, message: Open | Eos, deadline: float, timeout: float) -> None:
+        encoded = self._encode(message)
+        while not self._push(self._control, encoded):
+            await self._pause(deadline, timeout)
 
     async def _pause(self, deadline: float, timeout: float) -> None:
         error = self._exit_error()

@@ -34,6 +34,7 @@ from llmc_runtime.engine.messages import (
     ControlReply,
     ControlRequest,
     Delta,
+    Eos,
     Failed,
     Heartbeat,
     Open,
@@ -240,6 +241,11 @@ class EngineProcess:
 
     def _open(self, opening: Open) -> tuple[Session, EngineLoop]:
         session = self._opener(opening, lambda line: self._send(Progress(brief(line, 4))))
+        if opening.eos is None:
+            message = self._control_message()
+            if not isinstance(message, Eos):
+                raise LlmcError("E663", "the engine is shutting down", "send the request to another server, or later")
+            session.engine.scheduler.add_eos(message.token_ids)
         group, engines = session.group, int(opening.options.get("data_parallel_size", 1))
         leave_time_for_front(session.threads * engines, group.pids if group else ())
         self._loop = loop = EngineLoop(session.engine, session.grammars)

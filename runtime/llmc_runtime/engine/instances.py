@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from llmc_runtime.engine.client import EosSource
 from llmc_runtime.engine.control_rpc import RESET
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Open, Ready
@@ -81,13 +82,19 @@ class Instances:
     """
 
     def __init__(
-        self, command: Sequence[str], opening: Open, args: EngineArgs, step_timeout: float, say: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        opening: Open,
+        args: EngineArgs,
+        step_timeout: float,
+        say: Callable[[str], None],
+        eos: EosSource | None = None,
     ) -> None:
         self._say = say
         self.engines = tuple(
             Supervisor(
                 command, msgspec.structs.replace(opening, engine=i), args, step_timeout,
-                partial(_say_of, say, i), MeteredOutputs,
+                partial(_say_of, say, i), eos, MeteredOutputs,
             )
             for i in range(args.data_parallel_size)
         )  # fmt: skip

@@ -59,16 +59,22 @@ class Open(_Message):
 
     path:     percent-encoded, since file names are bytes
     options:  as by EngineOptions.message
-    eos:      token ids that end a text, besides those of the artifact
+    eos:      token ids that end a text, besides those of the artifact; None: the message Eos has them, which follows
     digest:   the digest of the artifact that the front end has read; empty if it has read none
     engine:   the number of this engine, if there are several
     """
 
     path: str
     options: dict[str, Any] = {}
-    eos: list[int] = []
+    eos: list[int] | None = []
     digest: str = ""
     engine: int = 0
+
+
+class Eos(_Message):
+    """The token ids of `Open.eos`, from a front end that loads the tokenizer while the engine opens."""
+
+    token_ids: list[int]
 
 
 class Abort(_Message):
@@ -175,7 +181,7 @@ class ControlReply(_Message):
     rows: list[Row]
 
 
-Control = Open | Abort | ControlRequest | Stop
+Control = Open | Eos | Abort | ControlRequest | Stop
 Report = Progress | Ready | Failed | Outputs | Heartbeat | ControlReply
 
 

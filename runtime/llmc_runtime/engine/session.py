@@ -52,7 +52,7 @@ def open_session(opening: Open, say: Callable[[str], None]) -> Session:
         stages = {"artifact": time.monotonic() - began}
         from llmc_runtime.engine.loader import open_engine  # with numpy: the GPU is initialized meanwhile
 
-        opened = open_engine(artifact, options, opening.eos, opening.engine)
+        opened = open_engine(artifact, options, opening.eos or (), opening.engine)
 
     def grammars() -> Grammars | None:
         if not has_tokenizer(artifact.manifest):

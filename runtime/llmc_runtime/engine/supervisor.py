@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from llmc_runtime.engine.client import EngineClient
+from llmc_runtime.engine.client import EngineClient, EosSource
 from llmc_runtime.engine.control_client import ControlClient
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
@@ -32,6 +32,7 @@ class Supervisor:
     opening:       the first message to each process
     step_timeout:  maximum duration of a step, in seconds
     say:           called with log lines
+    eos:           see EngineClient.open
     outputs:       the open requests
     error:         the last failure
     ready:         the limits in force
@@ -48,10 +49,11 @@ class Supervisor:
         args: EngineArgs,
         step_timeout: float,
         say: Callable[[str], None],
+        eos: EosSource | None = None,
         outputs: Callable[[Callable[[list[str]], None]], OutputProcessor] = OutputProcessor,
     ) -> None:
         self._command, self._opening, self._args = command, opening, args
-        self._step_timeout, self._say = step_timeout, say
+        self._step_timeout, self._say, self._eos = step_timeout, say, eos
         self.outputs = outputs(self._abort)
         self.pause: Callable[[], float] = lambda: 0.0
         self._control = ControlClient()
@@ -194,7 +196,7 @@ class Supervisor:
             self._command, heartbeat, self._take, self._control.deliver, self._say, lambda: self.pause()
         )
         try:
-            self.ready = await client.open(self._opening, self._args.start_timeout)
+            self.ready = await client.open(self._opening, self._args.start_timeout, self._eos)
         except BaseException:
             await asyncio.shield(client.kill())
             raise

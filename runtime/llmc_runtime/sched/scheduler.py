@@ -44,7 +44,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,11 @@ class Scheduler(LiveRequests):
         self._lacked_pages = False  # whether the last admission lacked pages
         self._full_mask = mask_of(None, config.vocab_size)
         self._lookup_drafts = 0 if config.speculation is None else config.speculation.proposals
+
+    def add_eos(self, token_ids: Iterable[int]) -> None:
+        """Let these tokens end texts, too. Called before the first request."""
+        known = [i for i in token_ids if 0 <= i < self.config.vocab_size]
+        self.config = replace(self.config, eos_token_ids=tuple(dict.fromkeys((*self.config.eos_token_ids, *known))))
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises LlmcError E601 to E607 if it can never run; then nothing changes."""
