@@ -41,7 +41,7 @@ class Front:
     """A model as the front end needs it: the engine's command line and first message, and the text side.
 
     `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
-    `text` loads the tokenizer; it is None if `tokenizer` is the one.
+    `text` loads the tokenizer while the engine opens; None: it is `tokenizer`, and `opening` has its tokens.
     """
 
     command: Sequence[str]
