@@ -17,7 +17,7 @@ Orders = dict[str, float]  # the order of sums -> time of the best candidate wit
 Key = tuple[str, str, tuple[str, ...]]  # op, module, weights
 Member = tuple[str, Node, Orders]  # the graph's name, the node, its orders
 ATTENTION = ("paged_attention", "paged_attention_parts")  # one computation, whole or in parts
-FAMILIES = ("step", "decode", "verify")  # with which the names of the model's own entry points begin
+FAMILIES = ("step", "decode", "verify")  # prefixes of the names of the model's own entry points
 
 
 def order_of(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> str | None:

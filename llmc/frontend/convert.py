@@ -197,7 +197,7 @@ class _Lowering:
         read_later = any(self._read_after(u, n) for u in users if _is_view(u) and self.order[u] < self.order[n])
         new: Value | None = value
         if whole is not target:
-            defaults = [0, 0, END, 1]  # of aten.slice: dim, start, end, step
+            defaults = [0, 0, END, 1]  # aten.slice: dim, start, end, step
             passed = list(target.args[1:])
             arguments = passed + defaults[len(passed) :]
             new = joined(call, self.env[whole], value, *map(self._value, arguments))

@@ -14,7 +14,7 @@ from llmc.passes.fuse.fuse_pointwise import expression
 from llmc.passes.rewrite import Match, Pat, Rewrite, apply, through
 
 NAME = "fuse-experts"
-MAX_COLUMNS, MAX_K = 4096, 64  # of a row that one program keeps in registers
+MAX_COLUMNS, MAX_K = 4096, 64  # maximum sizes of a row that one program keeps in registers
 p = Pat()
 TOTAL = p.sum(p.y, axis=1, keepdim=False)
 

@@ -49,7 +49,7 @@ class _Narrowing:
         self.index = take.operands[1]
         self.entries = self.index.type.shape[0]
         self.narrowed: dict[Value, Value] = {}  # value of all tokens -> the same of one token per entry
-        self.starts: Value | None = None  # as row_spans returns them, of one token per entry
+        self.starts: Value | None = None  # the starts that row_spans returns if each entry has one token
 
     def run(self) -> int:
         """Move the take up; return the number of nodes that compute fewer tokens."""

@@ -152,7 +152,7 @@ class _Rows:
         self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
         head = _takes_hidden(g)
         prompt_inputs = list(g.inputs)
-        g.inputs.clear()  # those of a step come first
+        g.inputs.clear()  # the inputs of a step come first
         self.rows = g.input("rows", tensor("i32", "R"))
         self.qlens = g.input("qlens", tensor("i32", "R"))
         if not options.pool:
@@ -163,7 +163,7 @@ class _Rows:
         self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
         if not options.pool:
             self._sampling(g.outputs[0].type.shape[-1], drafts)
-        first_position = self.length  # of each row's new tokens
+        first_position = self.length  # the position of each row's first new token
         if drafts:
             first_position = self.reach = g.input("row.reach", state("i32", n))
         elif options.speculate:

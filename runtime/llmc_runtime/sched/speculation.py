@@ -21,22 +21,25 @@ from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from llmc_runtime.sched.step_drafts import StepDrafts
 
-PROBE_PERIOD = 64  # while drafting does not pay, one plan in so many verifies drafts of some rows to learn their rate
-MODEL_PROBE_PERIOD = 512  # the same for a head, for all rows, or a draft model, for one row, as it lacks KV
-HEAD_WAITS = 4, 128  # the same for the only row of a head: at first, and at most; doubles
-MODEL_WAITS = 32, MODEL_PROBE_PERIOD  # the same for the only row of a draft model
-ROWS_PER_PROBE = 16  # one row in so many is probed otherwise, other rows each time
+# While drafting does not pay, some plans probe: they verify drafts to learn the rate of acceptance.
+PROBE_PERIOD = 64  # plans between two probes of drafts made on the host; a probe verifies one row in ROWS_PER_PROBE
+# Plans between two probes of a head, which verify all rows, or of a draft model, which lacks KV: they verify one row.
+MODEL_PROBE_PERIOD = 512
+# Plans between two probes if there is a single row: at first, and at most; the number doubles with each probe.
+HEAD_WAITS = 4, 128
+MODEL_WAITS = 32, MODEL_PROBE_PERIOD
+ROWS_PER_PROBE = 16  # a probe of drafts made on the host verifies one row in so many, other rows each time
 WARM_UP_PLANS = 8  # plans before a probe in which a head computes its entries, without which it drafts worse
 HOST_TRIES = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
-_HEAD_MEMORY = 0.7  # the same for a head: its drafts are accepted where the text is easy, many in a row
-_BRIEF_MEMORY = 0.5  # the same if drafting stops after unlikely drafts, so that a wrong estimate costs little
+_HEAD_MEMORY = 0.7  # this weight for a head: its drafts are accepted where the text is easy, many in a row
+_BRIEF_MEMORY = 0.5  # this weight if drafting stops after unlikely drafts, so that a wrong estimate costs little
 _UNVERIFIED_WEIGHT = 0.5  # weight of a draft that was not verified, as unlikely, in a row's past acceptance
 _MIN_RATE = 0.01  # lowest rate of acceptance for which a limit is computed
 _CHOICE_PERIOD = 16  # plans after which the number of drafts is chosen anew
 _MEASURING_PERIOD = 16384  # plans after which costs are measured again
 _PLAIN_PERIOD = 4  # one plan in so many is measured if it has no drafts and its cost is known
-_IDLE_PERIOD = 32  # the same while prompt lookup finds nothing
+_IDLE_PERIOD = 32  # one plan in so many is measured while prompt lookup finds nothing
 _LONGEST_IDLE = 64  # plans of several rows after which the number of drafts is chosen anew although nothing was learned
 
 
@@ -67,7 +70,7 @@ class Speculation:
         self._probe_plan = 0  # the plan of the next probe of a draft model or head
         self._promising = False  # the last step has verified drafts and was faster than one without
         self._warms_up = False  # a head computes its entries in this plan, for the next probe
-        self._last_id = ""  # of the last row's request
+        self._last_id = ""  # request id of the last row
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
         self._recent, self._checks = RecentSteps(), PlainChecks()

@@ -21,7 +21,7 @@ from llmc.targets.target import Target
 HALF_COLUMNS = 32  # columns between the two codes of a byte
 SPAN, RUN = 64, 32  # columns that the integer products read at once; the number that shares scales is a multiple of RUN
 ROWS_PER_PASS = 8  # rows of x that share a pass over a weight row
-ALL_COLUMNS = 1 << 20  # for the C++ template: a block with all columns
+ALL_COLUMNS = 1 << 20  # the C++ template's value for a block with all columns
 # C++ element types and encodings of codes.
 CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

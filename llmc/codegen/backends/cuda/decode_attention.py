@@ -18,7 +18,7 @@ from llmc.targets.target import PDL, Target
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
 TILE, ROW_BYTES = 16, 128  # tokens of a tile; bytes of a row of a stripe
 STEP = 64  # heads are multiples of this number of elements
-SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # of tensor maps, by the bytes of a row
+SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # bytes per row -> CUtensorMapSwizzle
 MAX_HEAD, MAX_GROUP = 256, 16  # elements of a head, query heads of a key head
 SCHEDULES = ((4, 2), (4, 1), (2, 2), (4, 3), (2, 3), (2, 4), (8, 1), (4, 4))  # warps, stages
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block

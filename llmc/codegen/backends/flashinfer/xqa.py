@@ -51,7 +51,7 @@ class Problem(PagedProblem):
         """Bytes of shared memory: queries, keys, probabilities, values, maxima and sums, barriers."""
         queries = self.rows * self.padded * 2
         keys = WARPS * BUFFERS * TOKENS * min(CHUNK, self.padded * self.item)
-        groups = WARPS * 64 // min(256, self.padded)  # of warps, each for all elements of the values
+        groups = WARPS * 64 // min(256, self.padded)  # groups of warps; each computes all elements of the values
         slices = 1 if self.item == 1 else WARPS // groups
         values = groups * slices * BUFFERS * TOKENS * (self.padded if self.item == 1 else 64 * self.item)
         maxima = 3 * WARPS * -(-self.rows // 32) * ROW_BYTES

@@ -87,7 +87,7 @@ class GpuRun:
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
         allocated = {s: int(v) for s, v in zip(self._names, symbols) if s in program.state_symbols()}
-        self._env = {**program.top(), **allocated}  # for tensor maps
+        self._env = {**program.top(), **allocated}  # sizes for tensor maps
         self._sizes: dict[str, int] = {}  # size expression as text -> its index in self._exprs
         self._exprs: list[Expr] = []
         maps = [m for x in program.launches for m in x.maps]

@@ -69,8 +69,8 @@ _BY_KEY: Mapping[str, str] = MappingProxyType({
     "key_prompt_tokens_cached": "Those of them that were in the prefix cache",
     "key_generation_tokens": "Generated tokens",
 })  # fmt: skip
-_STEP_SECONDS = 0.001  # for which the event loop is held at a time
-_TEXT_SECONDS = 0.05  # from the beginning of a text of all metrics, which takes about 5 ms, to that of the next one
+_STEP_SECONDS = 0.001  # maximum time for which the event loop is blocked at once
+_TEXT_SECONDS = 0.05  # minimum interval between two expositions of all metrics, each of which takes about 5 ms
 
 
 class ServerMetrics:
@@ -269,7 +269,7 @@ class RequestMetrics:
         self._first: float | None = None
         self._prefill = 0.0
         self.tokens = 0
-        self._lengths = dict[int, int]()  # of outputs, by index
+        self._lengths = dict[int, int]()  # output index -> length in tokens
 
     def take(self, output: RequestOutput) -> None:
         """Record an update of the request."""

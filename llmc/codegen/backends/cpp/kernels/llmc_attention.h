@@ -16,11 +16,11 @@ namespace llmc {
 
 struct attention_args {
   const void* q;
-  const void* rotary;  // of latent attention: the part of each query after its first E elements
+  const void* rotary;  // latent attention: the part of each query after its first E elements
   const void* kv;
   const int32_t *pages, *rows, *starts, *positions;
   const void* sinks;
-  const float* slopes;  // of the bias by distance, if C::ALIBI
+  const float* slopes;  // slopes of the bias by distance, if C::ALIBI
   void* out;
   int64_t tokens, count, row_pages;  // tokens T, rows R, length of a row's page table
 };

@@ -12,9 +12,9 @@
 namespace llmc {
 
 constexpr int EXPERT_ROWS = 8;
-constexpr int LANES = EXPERT_ROWS > VN ? EXPERT_ROWS : VN;  // of the results of a weight row
+constexpr int LANES = EXPERT_ROWS > VN ? EXPERT_ROWS : VN;  // results computed at once per weight row
 constexpr int64_t SPAN = 64;
-constexpr int VECTORS = SPAN / LLMC_VB;  // of bytes in a span
+constexpr int VECTORS = SPAN / LLMC_VB;  // vectors of bytes per span
 enum Encoding { FLOAT, INTEGER, E4M3, E5M2, E2M1 };
 
 typedef int8_t vq __attribute__((vector_size(LLMC_VB)));

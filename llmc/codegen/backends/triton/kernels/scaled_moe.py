@@ -109,7 +109,7 @@ def scaled_moe(
     wait_for_previous(DEPENDENT_LAUNCH)
     N: tl.constexpr = product.N
     GROUPS: tl.constexpr = product.K // GROUP
-    SCALES: tl.constexpr = (product.PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # of an expert
+    SCALES: tl.constexpr = (product.PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # scales per expert
     expert, first_row, stop = find_block(product)
     if expert < product.EXPERTS:
         row, pair, left_row = block_rows(product, first_row, stop)
