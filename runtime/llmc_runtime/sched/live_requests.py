@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from llmc_runtime.sched.speculation import Speculation
     from llmc_runtime.sched.speculation_config import SpeculationConfig
 
-# A step is planned at least AHEAD seconds, and AHEAD_SHARE of the running step's duration, before that step ends.
-AHEAD, AHEAD_SHARE = 0.002, 0.25
+# A step is planned before the running step ends, earlier by the larger of:
+AHEAD = 0.002  # seconds
+AHEAD_SHARE = 0.25  # share of the running step's duration
 MAX_RELEASED = 1 << 13  # retired pages that an admission releases at once while other requests run
 _KEY = attrgetter("key")
 

@@ -55,14 +55,14 @@ class Speculation:
         self._looks_up = config.looks_up
         self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
         self.unmeasured = False  # nor is the step measured, unless it has a prompt or drafts
-        # The plans before which nothing is to be decided, steps are not measured, and what a head's prompt lookup finds
-        # is not worth verifying.
-        self._idle_until, self._unmeasured_until, self._ignores_until = NEVER if self._looks_up else 0, 0, 0
+        self._idle_until = NEVER if self._looks_up else 0  # the plan before which nothing is to be decided
+        self._unmeasured_until = 0  # the plan before which steps are not measured
+        self._ignores_until = 0  # the plan before which what a head's prompt lookup finds is not worth verifying
         self._next_measuring = _MEASURING_PERIOD  # the plan at which costs are measured again
         self._has_model = config.max_rows > 0
         self._memory = _BRIEF_MEMORY if config.stops else _HEAD_MEMORY if config.head else _MEMORY
-        self._costs_changed = False  # since these were computed:
         self._draft_cost, self._verification_costs = 0.0, list[float]()  # empty: not computed yet
+        self._costs_changed = False  # whether costs have changed since the two above were computed
         self._first_wait, self._last_wait = HEAD_WAITS if config.head else MODEL_WAITS
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait, Trials(MODEL_PROBE_PERIOD))
         self._batch_trials = self._trials_by_kind.batch  # where the number of drafts is chosen for all rows

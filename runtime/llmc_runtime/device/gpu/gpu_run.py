@@ -27,9 +27,10 @@ from llmc_runtime.format.program import GROUP, Launch, Program
 
 _SCRATCH = 2  # null pointers after the sizes: Triton's scratch arguments, which our kernels do not use
 _INT32_MAX = (1 << 31) - 1
-# A program whose sequences have several tokens has at most _MAX_GRAPHS graphs, of sizes that recurred within the last
-# _MAX_SEEN different ones. A graph is replaced by that of another size if it was not used in the last _IDLE_RUNS runs.
-_MAX_GRAPHS, _MAX_SEEN, _IDLE_RUNS = 32, 256, 1000
+# Graphs of a program whose sequences have several tokens, which are captured for sizes that recur:
+_MAX_GRAPHS = 32  # maximum number of graphs
+_MAX_SEEN = 256  # a size recurs if it is among this many latest different sizes
+_IDLE_RUNS = 1000  # runs without use after which a graph may be replaced by that of another size
 
 
 @dataclass(slots=True)

@@ -207,8 +207,9 @@ class ServerMetrics:
         engines: dict[str, Mapping[str, Stat]] = (
             {"": stats} if isinstance(stats, Mapping) else {str(i): each for i, each in enumerate(stats)}
         )
-        names = [name for name in next(iter(engines.values())) if name != "request_success"]  # the server counts these:
-        for name in names:  # also disconnects and engine failures
+        # The server itself counts successful requests, along with disconnects and engine failures.
+        names = [name for name in next(iter(engines.values())) if name != "request_success"]
+        for name in names:
             values = {engine: each[name] for engine, each in engines.items() if name in each}
             if name in _ENGINE_HISTOGRAMS:
                 full_name, bounds = _ENGINE_HISTOGRAMS[name]

@@ -289,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   __syncwarp();
 
   if (!READ_BEFORE_WAIT) begin_launch();
-  // The token of this block, and the first one behind its row.
+  // The token of this block, and the first one after its row.
   const int token = SINGLE ? STARTS[entry] : entry, next = SINGLE ? STARTS[entry + 1] : token + 1;
   const int row = SINGLE ? rows[entry] : row_of(rows, STARTS, row_count, token);
   const bool computed = !SINGLE || (next - token == 1 && row >= 0);

@@ -94,7 +94,7 @@ __device__ inline void copy_weights(const Ring& ring, const Stack& w, const Tile
   const int i = threadIdx.x;
   if (i >= TILE_BLOCKS) return;
   if (i == 0) barrier_expect(ring.arrived(), W_BYTES);
-  const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks behind the last one are copies of it
+  const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks after the last one are copies of it
   const long long place = (long long)(tile.expert * ROW_BLOCKS + block) * (K / BLOCK) + step * CHUNKS;
   copy_bytes(ring.buffer() + CODES_AT + i * CODE_BYTES, w.codes + place * (BLOCK * BLOCK / 2), CODE_BYTES,
              ring.arrived());

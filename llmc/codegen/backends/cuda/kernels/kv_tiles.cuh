@@ -106,7 +106,7 @@ __device__ inline void load_values(unsigned (&a)[STEPS_OF_LOAD][4], unsigned til
   }
 }
 
-// The queries as right factors: 8 query heads, 16 columns a step. Heads behind the last one are zeros.
+// The queries as right factors: 8 query heads, 16 columns a step. Heads after the last one are zeros.
 struct Queries {
   unsigned of[COLUMNS][STEPS][2];
 

@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * SUMS)), squares + warp * TOKENS);
   sum_tokens(x_sums, tokens, lane);
   __syncthreads();  // the sums overwrite the tokens of other warps, which must have been read
-  add_squares(squares);  // read behind the barriers of the rounds
+  add_squares(squares);  // read after the barriers of the rounds
 
   multiply_units<Sums, UNITS, DEPTH, WARPS, SUMS>(
       shared, totals, written,

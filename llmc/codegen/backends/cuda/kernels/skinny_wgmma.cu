@@ -84,7 +84,7 @@ __device__ inline void produce(const Tile& t, const TensorMap& x, const TensorMa
   }
 }
 
-// Orders reads of a number behind the wait for the products that write it.
+// Orders reads of a number after the wait for the products that write it.
 __device__ inline void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ inline void pin(int& x) { asm volatile("" : "+r"(x)::"memory"); }
 

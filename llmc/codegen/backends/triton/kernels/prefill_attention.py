@@ -63,7 +63,7 @@ def row_of_tile(
     """Return (row of the page table, first token, end of the row's tokens) of a tile.
 
     The first tile of row i has the number starts[i] // TILE_TOKENS + i, so that the tiles of different rows never
-    overlap; a program whose tile is behind its row's tokens returns at once. The padding after the last row counts as
+    overlap; a program whose tile is after its row's tokens returns at once. The padding after the last row counts as
     one more row, with the value -1, which is also the value for rows of fewer than MIN_TOKENS tokens.
     """
     index = tile * 0 - 1
