@@ -56,9 +56,8 @@ def agreed_orders(members: Sequence[tuple[Graph, Node, Orders]]) -> dict[Key, st
 
 def key_of(g: Graph, n: Node) -> Key:
     """Return the key that the nodes of one computation share in all entry points."""
-    prefix = (
-        "" if _is_own(g.name) else f"{g.name} "
-    )  # a draft model does not change tokens, so its graphs may differ
+    # A draft model does not change tokens, so its graphs may differ.
+    prefix = "" if _is_own(g.name) else f"{g.name} "
     if n.op.name in ATTENTION:  # a sink is an operand of attention_combine if there are parts
         return prefix + ATTENTION[0], n.loc, ()
     return prefix + n.op.name, n.loc, tuple(v.name for v in n.operands if v.weight)

@@ -127,4 +127,4 @@ class DraftSteps:
 
 def _ends(work: Work, chance: float) -> bool:
     """Whether drafting ends for a row whose drafts are all accepted with this probability."""
-    return work.stop is not None and chance < work.stop.least
+    return work.stop is not None and chance < work.stop.min_chance

@@ -27,11 +27,11 @@ class Stop:
     """When to stop drafting for a row.
 
     chances: the probability that a draft is accepted if those before it are, by the interval of the draft's own
-    probability. least: drafting ends when the probability that all drafts are accepted falls below it.
+    probability. min_chance: drafting ends when the probability that all drafts are accepted falls below it.
     """
 
     chances: tuple[float, ...]
-    least: float
+    min_chance: float
 
     def chance(self, probability: float) -> float:
         """Return the probability of acceptance of a draft to which the draft model gives this probability."""

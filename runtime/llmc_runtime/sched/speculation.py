@@ -215,8 +215,8 @@ class Speculation:
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
-        most = 0 if self._checks.active else self.choose(request, self.config.num_tokens)
-        return self.config.num_tokens if most and self._stops else most
+        num_drafts = 0 if self._checks.active else self.choose(request, self.config.num_tokens)
+        return self.config.num_tokens if num_drafts and self._stops else num_drafts
 
     def prefers_lookup(self, request: Request) -> bool:
         """Whether the head makes no drafts for a request if prompt lookup finds some."""
@@ -298,8 +298,8 @@ class Speculation:
         """Return the number of drafts that pays for a request, up to `room`."""
         if self._choice.max_drafts:
             return min(room, self._choice.drafts(self._rate(request)))
-        least = 0 if self.config.head else PROBE_PERIOD * min(ROWS_PER_PROBE, self._rows)
-        if not self._probes or self.plans - request.last_probe < least:
+        period = 0 if self.config.head else PROBE_PERIOD * min(ROWS_PER_PROBE, self._rows)
+        if not self._probes or self.plans - request.last_probe < period:
             return 0
         self._probes -= 1
         request.last_probe = self.plans
@@ -312,11 +312,11 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        found = self.plans >= self._ignores_until and any(output.proposed)
-        if self.unmeasured and not (found or output.accepted or output.likely or self.prompts.in_flight):
+        lookup_found = self.plans >= self._ignores_until and any(output.proposed)
+        if self.unmeasured and not (lookup_found or output.accepted or output.likely or self.prompts.in_flight):
             return
         if self._looks_up:
-            self._idle_until, self._unmeasured_until = 0 if found else NEVER, self.plans + _IDLE_PERIOD
+            self._idle_until, self._unmeasured_until = 0 if lookup_found else NEVER, self.plans + _IDLE_PERIOD
             for request, count in zip(requests, output.proposed):
                 request.num_drafts = count  # found by prompt lookup
         if self.prompts.in_flight:
@@ -334,7 +334,7 @@ class Speculation:
                 self._trials_of(request).chances.record_run(self._rate(request), request.verified[:drafts], accepted)
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
-        if self._lookup is not None and found:
+        if self._lookup is not None and lookup_found:
             trials = self._single.trials if self._alone and len(work) == 1 else None
             self._ignores_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 

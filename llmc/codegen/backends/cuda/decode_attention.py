@@ -145,15 +145,15 @@ def _stages(node: Node) -> int:
 def _operands(node: Node) -> str:
     """Return the definitions of the parameters after the rows, and of the names of those that a node may lack."""
     names = {"starts": "starts", "positions": "positions", "y": "longer", "scales": "scales", "sinks": "sinks"}
-    given = {name: v.type for name in names if (v := node.operand(name))}
-    parameters = [f"const {CTYPES[t.dtype]}* {names[name]}, " for name, t in given.items()]
+    types = {name: v.type for name in names if (v := node.operand(name))}
+    parameters = [f"const {CTYPES[t.dtype]}* {names[name]}, " for name, t in types.items()]
     lse = node.op.name == SPLIT
     defined = {
         "OTHER_PARAMETERS": "".join(parameters) + "OUT* y," + " float* lse," * lse,
-        "STARTS": "starts" if "starts" in given else "((const int*)nullptr)",
-        "LONGER": "longer" if "y" in given else "y",
-        "SCALES": "scales" if "scales" in given else "((const float*)nullptr)",
-        "SINKS": "(sinks + head * GROUP)" if "sinks" in given else "((const float*)nullptr)",
+        "STARTS": "starts" if "starts" in types else "((const int*)nullptr)",
+        "LONGER": "longer" if "y" in types else "y",
+        "SCALES": "scales" if "scales" in types else "((const float*)nullptr)",
+        "SINKS": "(sinks + head * GROUP)" if "sinks" in types else "((const float*)nullptr)",
         "LSE": "lse" if lse else "((float*)nullptr)",
     }
     return "\n".join(f"#define {name} {text}" for name, text in defined.items())
