@@ -12,6 +12,7 @@ from llmc.ir.ops.moe import parts
 from llmc.ir.types import Type
 from llmc.passes.analysis import Origin, origin
 
+STARTS = 2  # the operand that has the first row of each expert
 CODE = 3  # the operand that is the stack, or the codes of a quantised one
 
 

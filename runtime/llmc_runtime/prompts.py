@@ -5,6 +5,7 @@ Lengths are checked by the scheduler.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -40,8 +41,12 @@ class TokensPrompt(TypedDict):
 class Prompt:
     """Token ids, and the text that they were made from, if any."""
 
-    ids: list[int]
+    ids: Sequence[int]
     text: str | None = None
+
+    def packed(self) -> Prompt:
+        """Return the prompt with its ids in an array of 4 bytes each; as objects in a list they take 40."""
+        return self if isinstance(self.ids, array) else Prompt(array("I", self.ids), self.text)
 
 
 def as_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:

@@ -154,7 +154,9 @@ def test_experts(interpreter: None) -> None:
     moe, pairs = module("moe"), tokens * choices
     chosen = torch.randint(experts, (tokens, choices), dtype=torch.int32)
     order, starts = torch.full((pairs,), -1, dtype=torch.int32), torch.zeros(experts + 1, dtype=torch.int32)
-    moe.moe_route[(experts,)](chosen, order, starts, pairs, EXPERTS=experts, CHUNK=16, DEPENDENT_LAUNCH=False)
+    moe.moe_route[(experts,)](
+        chosen, order, starts, pairs, EXPERTS=experts, CHUNK=16, EAGER_LAUNCH=False, DEPENDENT_LAUNCH=False
+    )
     assert starts[-1] == pairs
     x, w, scale = torch.randn(pairs, k), torch.randn(experts, n, k), torch.randn(tokens, choices)
     out = torch.full((tokens, choices, n), float("nan"))
@@ -164,7 +166,8 @@ def test_experts(interpreter: None) -> None:
     }  # fmt: skip
     fields = {name: tl.constexpr(value) for name, value in constants.items()}
     moe.moe_product[(1, pairs)](
-        moe.ExpertProduct(x, order, starts, scale, None, out, **fields), w, FLOAT32_FACTORS=False, EPILOGUE=only_part(),
+        moe.ExpertProduct(x, order, starts, scale, None, out, **fields), w, pairs,
+        moe.Prefetch(*map(tl.constexpr, (0, 1, 0))), FLOAT32_FACTORS=False, EARLY_ROWS=True, EPILOGUE=only_part(),
         DEPENDENT_LAUNCH=False,
     )  # fmt: skip
     for row, pair in enumerate(order.tolist()):

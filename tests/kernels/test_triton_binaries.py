@@ -126,7 +126,7 @@ def test_kernels_that_wait_first_do(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["triton/rows", "triton/attention_combine"])
+@pytest.mark.parametrize("name", ["triton/rows", "triton/attention_combine", "triton/topk_map", "triton/moe_route"])
 def test_eager_kernels_wait_before_they_touch_operands(name: str) -> None:
     kernel, target = resolve(KERNELS[name]), next(t for t in TARGETS if t.has(PDL))
     assert kernel.can_trigger_before_wait

@@ -10,12 +10,13 @@ import pytest
 from draw import generator
 from kernels.cases import CLAMPED, SQUARED
 from kernels.harness import Case
-from kernels.triton_harness import ONE_TARGET, run_case, some
+from kernels.triton_harness import ONE_TARGET, TARGETS, run_case, some
+from kernels.triton_order import memory_order, ttir
 
 from llmc.codegen.backends.triton.moe import MOE_COMBINE, MOE_DOWN, MOE_ROUTE, MOE_UP
 from llmc.codegen.backends.triton.topk_map import TOPK_MAP, TOPK_ROUTE
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
-from llmc.codegen.kernel import Kernel
+from llmc.codegen.kernel import READ_BEFORE_WAIT, Kernel
 from llmc.ir.graph import Graph, Node
 from llmc.ir.ops import OPS
 from llmc.ir.ops.moe import SWIGLU, moe_route, parts
@@ -201,6 +202,31 @@ def test_selection_among_equals_and_odd_values() -> None:
     x = np.array([[1, 2, 2, 2, -1, 2], [np.inf, -np.inf, np.nan, 0, 5, -0.0]], np.float32)
     g = graph("topk_map", [tensor("f32", 2, 6)], {"k": 5})
     run_case(Case("equals", g, TOPK_MAP, {"warps": 1}, [x]))
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_settled_starts_are_read_before_the_wait(settled: bool) -> None:
+    """The second product reads rows that the previous launch writes, but not where the rows of an expert begin."""
+    target = next(t for t in TARGETS if t.has("pdl"))
+    (node,) = down("T", 8, 128, 768, 2048).nodes
+    schedule = {**first(MOE_DOWN, node, target, 128), **({READ_BEFORE_WAIT: 1} if settled else {})}
+    order = memory_order(MOE_DOWN.emit(node, schedule, target), target)
+    at = order.index("wait")
+    assert set(order[:at]) == ({"load x2"} if settled else set())
+    assert {"load x0", "load x1", "load x3", "store y0"} <= set(order[at:]) and order.count("wait") == 1
+
+
+def test_likely_weights_are_prefetched_before_the_wait() -> None:
+    """By the first product, whose weights no launch writes; the second one's launch would take the bandwidth of it."""
+    target = next(t for t in TARGETS if t.has("pdl"))
+    for kernel, g, before in (
+        (MOE_UP, up("T", 8, 128, 768, 2048), True),
+        (MOE_DOWN, down("T", 8, 128, 768, 2048), False),
+    ):
+        (node,) = g.nodes
+        text = ttir(kernel.emit(node, first(kernel, node, target, 128), target), target)
+        assert ("prefetch.global.L2" in text[: text.index("griddepcontrol.wait")]) == before
+        assert "prefetch.global.L2" not in text[text.index("griddepcontrol.wait") :]
 
 
 def first(kernel: Kernel, node: Node, target: Target, tokens: int) -> dict[str, int]:

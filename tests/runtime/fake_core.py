@@ -40,11 +40,11 @@ class Mischief:
 
     def launch(self, step: Any) -> Any:
         for init in step.inits:
-            if init.tokens[:4] == CRASH:
+            if list(init.tokens[:4]) == CRASH:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if init.tokens[:4] == HANG:
+            if list(init.tokens[:4]) == HANG:
                 time.sleep(3600)
-            if init.tokens[:4] == FAIL:
+            if list(init.tokens[:4]) == FAIL:
                 raise RuntimeError("the device fell off")
         time.sleep(self.pace)
         return self.inner.launch(step)

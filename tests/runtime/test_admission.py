@@ -128,6 +128,30 @@ def test_a_light_key_is_not_refused_for_what_a_heavy_one_has_queued() -> None:
     assert wait is not None and light is not None and wait > 15 > 1.0 > light
 
 
+def test_an_estimate_looks_at_each_key_only_if_all_of_them_take_too_long() -> None:
+    class Work(dict[str, float]):
+        looks = 0
+
+        def values(self) -> Any:
+            Work.looks += 1
+            return super().values()
+
+    clock = Clock()
+    where = admission(clock, keys=200, max_wait=90.0, work=Work())
+    engine = Engine(clock, where, 2.0)
+    for number in range(100):
+        engine.come(f"key {number}")
+    engine.go_on(20.0)
+    for number in range(100):
+        assert where.blocked_reason(f"key {number}") is None
+        where.reserve(1, 10, 20, f"key {number}").close()
+    assert where.all_work == pytest.approx(sum(where.work.values())) and Work.looks == 1
+    with pytest.raises(ApiError):
+        for _ in range(300):
+            where.reserve(1, 10, 20, "heavy")
+    assert where.blocked_reason("heavy") == "queue_wait" and where.blocked_reason("light") is None
+
+
 def test_one_of_several_keys_cannot_take_all() -> None:
     where = admission(Clock(), sequences=100, keys=3)
     places = []

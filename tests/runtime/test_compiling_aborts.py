@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_an_abort_looks_at_no_other_request_that_compiles(monkeypatch: pytest.Mo
     loop = EngineLoop(rig.engine, lambda: compiler)  # type: ignore[arg-type, return-value]
     params = SamplingParams(n=2, max_tokens=1, structured_outputs=StructuredOutputsParams(regex="a"))
     for first in range(0, 40, 2):
-        loop.add(Add(first, [1, 2, 3], params_message(params), 0, "", []))
+        loop.add(Add(first, array("I", [1, 2, 3]).tobytes(), params_message(params), 0, "", []))
     looked = Counter[str]()
     right = EngineRequest.numbers.fget
     assert right is not None

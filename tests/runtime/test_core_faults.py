@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,8 @@ def test_a_process_that_ends_or_talks_nonsense_while_opening_is_an_error() -> No
 
 def some_add(rng: random.Random) -> bytes:
     params = params_message(SamplingParams(seed=rng.randrange(2**63), max_tokens=3))
-    return msgspec.msgpack.encode(Add(rng.randrange(1 << 40), [rng.randrange(300)], params, 0, "", []))
+    prompt = array("I", [rng.randrange(300)]).tobytes()[: rng.choice([4, 4, 3])]
+    return msgspec.msgpack.encode(Add(rng.randrange(1 << 40), prompt, params, 0, "", []))
 
 
 def garbled(rng: random.Random) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from draw import of_test
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from llmc_runtime.kv.cached_lists import CachedList, CachedLists
 from llmc_runtime.kv.pages import MAX_AGE, PageError, PagePool
 from llmc_runtime.kv.prefix import PrefixCache
 
@@ -169,6 +171,54 @@ def test_a_tenant_that_has_left_keeps_nothing() -> None:
         assert turn > MAX_AGE * 8 or len(shares(pool)["left"]) == 2
         pool.release(table(pool, prefix, [turn + 10, 0], "present"))
     assert set(shares(pool)) == {"present"} and len(prefix) == 8
+
+
+def test_pages_are_taken_without_looking_at_all_tenants() -> None:
+    """A server may have a thousand API keys, and a long prompt takes thousands of pages."""
+
+    def calls_per_page(num_tenants: int, count: int) -> float:
+        pool = PagePool(2048)
+        for tenant in range(num_tenants):
+            pages = pool.take(pool.num_pages // num_tenants)
+            for page in pages:
+                pool.mark_cached(page, str(tenant))
+            pool.release(reversed(pages))
+        pool.release(pool.take(pool.num_pages // 4))  # corrects the order of the tenants
+        calls = Counter[str]()
+        sys.setprofile(lambda frame, event, argument: calls.update([event]))
+        try:
+            pool.take(count)
+        finally:
+            sys.setprofile(None)
+        return (calls["call"] + calls["c_call"]) / count
+
+    for count in (1, 1536):
+        assert calls_per_page(512, count) < 40, f"{count} pages"
+        assert calls_per_page(2, count) < 40, f"{count} pages"
+
+
+def test_the_longest_and_the_oldest_list_are_those_that_a_search_finds() -> None:
+    rng = random.Random(of_test())
+    first_used = dict[CachedList, int]()
+    lists = CachedLists(first_used.__getitem__)
+    for now in range(5000):
+        tenant = str(int(rng.expovariate(0.2)))
+        cached = lists.get(tenant)
+        if cached is None:
+            first_used[cached := lists.make(tenant, 0, now)] = now
+            lists.grow(cached)
+        elif rng.random() < 0.5:
+            lists.grow(cached)
+        else:
+            lists.shrink(cached, rng.randint(1, min(3, cached.length)))
+            first_used[cached] = max(first_used[cached], now - rng.randrange(99))
+        if lists and rng.random() < 0.5:
+            longest, excess = lists.longest()
+            lengths = sorted(cached.length for cached in lists.values())
+            assert longest.length == lengths[-1] and excess <= lengths[-1] - (lengths[-2] if lengths[:-1] else 0)
+        if lists and rng.random() < 0.5:
+            assert first_used[lists.oldest()] == min(first_used[cached] for cached in lists.values())
+        assert len(lists._longest) + len(lists._oldest) <= 4 * len(lists) + 200
 
 
 def test_with_one_tenant_the_least_recently_used_goes_first() -> None:

@@ -191,13 +191,6 @@ def test_the_error_for_complex_and_long_bodies_has_the_limit(server: Served) -> 
     server.rest()
 
 
-def test_fields_that_are_too_large_for_the_server_are_refused_by_name(server: Served) -> None:
-    for name, value in (("cache_salt", "x" * m.MAX_FIELD_BYTES), ("response_format", {"type": "text", "json_schema":
-                        {"schema": {"x": "y" * m.MAX_FIELD_BYTES}}})):  # fmt: skip
-        reply = post(server, "/v1/completions", {"prompt": "x", name: value})
-        assert reply.status_code == 400 and reply.json()["error"]["param"] == name, reply.text[:300]
-
-
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every process that gets a job is stopped (SIGSTOP) right before it, and its pid added to this list."""

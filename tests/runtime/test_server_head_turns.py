@@ -106,6 +106,26 @@ def test_short_heads_share_a_turn() -> None:
     assert asyncio.run(run()) == ["first", "0", "1", "2", "3"]
 
 
+def test_one_turn_looks_for_refused_keys_for_a_limited_time(clock: Clock) -> None:
+    """Requests of a thousand keys may wait."""
+    looks: list[str] = []
+
+    def blocked(lane: str) -> bool:
+        clock.now += HEAD_SECONDS / 4
+        looks.append(lane)
+        return False
+
+    async def run() -> int:
+        turns = HeadTurns()
+        turns.lane_of, turns.sheds, turns.blocked = bytes.decode, lambda data: True, blocked
+        for number in range(100):
+            turns.begin(Connection("", []), str(number).encode())
+        await asyncio.sleep(0)
+        return len(looks)
+
+    assert asyncio.run(run()) == 4
+
+
 def test_probes_do_not_wait_and_closed_connections_are_forgotten() -> None:
     async def run() -> list[str]:
         log: list[str] = []

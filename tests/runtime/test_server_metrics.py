@@ -278,6 +278,21 @@ def test_usage_is_counted_by_the_names_of_keys() -> None:
         assert not any(name.startswith("key_") for name, _ in scrape(server))
 
 
+def test_figures_of_thousands_of_keys_are_made_in_steps() -> None:
+    names = {f"id {number}": f"customer-{number}" for number in range(2500)}
+    metrics = ServerMetrics("toy", dict, alias="vllm", key_names=names)
+    metrics.count_for_key("id 2400", "key_requests", 7)
+    assert max(part.count(b"\n") for part in metrics._parts()) < 200, "lines that are made without a pause"
+    text = metrics.text().decode()
+    for prefix in ("llmc", "vllm"):
+        assert text.count(f"# TYPE {prefix}:key_requests_total counter") == 1
+        lines = [line for line in text.splitlines() if line.startswith(f"{prefix}:key_requests_total{{")]
+        assert len(set(lines)) == len(names)
+        assert f'{prefix}:key_requests_total{{key="customer-2400",model_name="toy"}} 7.0' in lines
+    families = [family.name for family in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
+
+
 def test_many_requests_for_the_metrics_share_few_texts() -> None:
     """A text takes the event loop 5 ms: requests one after the other, and at the same time, wait for the next one."""
 

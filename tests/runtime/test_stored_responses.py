@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -111,6 +113,22 @@ def test_a_key_has_half_and_the_heaviest_key_gives_way() -> None:
         put(one, f"c{i}", key="c")
     assert names(one, "b") == {"b0", "b1"} and names(one, "c") == {"c0", "c1", "c2", "c3"} and names(one, "a") < kept
     check(one, 14_200)
+
+
+def test_making_room_does_not_look_at_all_keys_for_each_response() -> None:
+    one, keys = store(2_000_000, keys=400), [f"key {number}" for number in range(400)]
+    for number in range(1200):
+        assert put(one, str(number), key=keys[number % 400])
+    count, calls = one.count, Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        pending = one.begin("other", "large", None, [b" " * 900_000])
+    finally:
+        sys.setprofile(None)
+    assert count - one.count > 200 and (calls["call"] + calls["c_call"]) / (count - one.count) < 40
+    assert all(names(one, key) for key in keys), "a key has lost more than others"
+    pending.close()
+    check(one, 2_000_000)
 
 
 def test_a_response_that_never_fits_and_one_that_does_not_fit_now() -> None:

@@ -42,7 +42,7 @@ class AsyncRequestState(RequestState):
         self._waiting: asyncio.Future[None] | None = None
         self._open = list(self.parts)  # whose last output has not been returned yet
         self._texts = [""] * len(self.parts)
-        self._ids = list(self.prompt_ids)
+        self._ids: list[int] | None = None  # those of the prompt, once there is an output
 
     @property
     def streams(self) -> bool:
@@ -115,6 +115,8 @@ class AsyncRequestState(RequestState):
         return [replace(part.output(), text=self._texts[part.index]) for part in self.parts]
 
     def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        if self._ids is None:
+            self._ids = list(self.prompt_ids)
         first = self.parts[0]
         scores = first.scores if self._kind == "delta" else first.prompt_logprobs
         return RequestOutput(

@@ -7,6 +7,7 @@ number, assigned by the front end in ascending order.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,10 +43,10 @@ class ErrorMessage(msgspec.Struct, array_like=True, gc=False):
 
 
 class Add(_Message):
-    """An EngineRequest; `params` as by `params_message`."""
+    """An EngineRequest. `prompt` has its ids in 4 bytes each, and `params` is as by `params_message`."""
 
     first: int
-    prompt: list[int]
+    prompt: bytes
     params: dict[str, Any]
     priority: int
     cache_salt: str
@@ -190,17 +191,14 @@ def error_of(message: ErrorMessage) -> LlmcError:
 
 def add_message(request: EngineRequest) -> Add:
     """Return the request as it is sent."""
-    return Add(
-        request.first, request.prompt.ids, params_message(request.params), request.priority, request.cache_salt,
-        request.bad_words, request.tenant,
-    )  # fmt: skip
+    prompt, params = array("I", request.prompt.ids).tobytes(), params_message(request.params)
+    return Add(request.first, prompt, params, request.priority, request.cache_salt, request.bad_words, request.tenant)
 
 
 def request_of(add: Add) -> EngineRequest:
     """Return the request that was sent. Raises LlmcError E601 for parameters that are not allowed."""
-    return EngineRequest(
-        add.first, Prompt(add.prompt), params_of(add.params), add.priority, add.cache_salt, add.bad_words, add.tenant
-    )
+    prompt, params = Prompt(array("I", add.prompt)), params_of(add.params)
+    return EngineRequest(add.first, prompt, params, add.priority, add.cache_salt, add.bad_words, add.tenant)
 
 
 def params_message(params: SamplingParams) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class _Biases:
 class _Tokens:
     """The tokens of the row that was built last, i32, and the bitmap of the first `num_prompt` of them."""
 
-    source: list[int] = field(default_factory=list)
+    source: Sequence[int] = field(default_factory=list)
     num_prompt: int = 0
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     seen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+from array import array
 from functools import cached_property
 from typing import Any
 
@@ -130,12 +131,19 @@ Reply = Joined | Done | Settled | Failed | Hello
 Placement = Placed | Failed
 
 
+def _listed(value: object) -> list[int]:
+    """Return the tokens of a prompt, which msgspec encodes as a list only."""
+    if not isinstance(value, array):
+        raise NotImplementedError(f"a message contains a {type(value).__name__}")
+    return value.tolist()
+
+
 class Link:
     """One end of the socket pair. `kinds` are the messages that it receives."""
 
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         self.socket = connection
-        self._encode, self._decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(kinds)
+        self._encode, self._decoder = msgspec.msgpack.Encoder(enc_hook=_listed).encode, msgspec.msgpack.Decoder(kinds)
 
     def encode(self, message: _Message) -> bytes:
         """Return the bytes of a message, which `send` takes."""

@@ -10,7 +10,7 @@ The pages of long tables are not released at once when their requests end: `reti
 (`begin_step`), or until free pages run short (`reclaim`). Until then they count as used.
 
 With one tenant, this is the order of last use. Every operation takes O(1) time per page; to choose the tenant whose
-pages are taken takes O(n log n) for n tenants with such pages.
+pages are taken takes O(log n) amortized for n tenants with such pages.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
+
+from llmc_runtime.kv.cached_lists import CachedList, CachedLists
 
 RELEASED_PER_STEP = 1024  # retired pages that a step releases
 RELEASED_SHARE = 1 / 128  # or this share of all of them, if that is more
@@ -28,15 +29,6 @@ MAX_AGE = 4  # evictions since a cached page was last used, in sizes of the pool
 
 class PageError(RuntimeError):
     """An operation that violates the pool's contract, such as freeing a page twice: a bug in the caller."""
-
-
-@dataclass(eq=False, slots=True)
-class _CachedList:
-    """The free pages with a tenant's cached prefixes: a ring whose sentinel is `end`."""
-
-    tenant: str
-    end: int
-    length: int = 0
 
 
 class PagePool:
@@ -65,7 +57,7 @@ class PagePool:
         # tenants follow.
         self._next = [*range(1, num_pages + 1), 0]
         self._prev = [num_pages, *range(num_pages)]
-        self._lists: dict[str, _CachedList] = {}  # by tenant; none is empty
+        self._lists = CachedLists(self._first_used)
         self._unused_ends: list[int] = []
 
     @property
@@ -196,11 +188,11 @@ class PagePool:
 
     def _evict(self, count: int) -> list[int]:
         """Take up to `count` pages of cached prefixes from a tenant's list, at least one."""
-        victim, max_pages = self._victim()
+        victim, max_pages = self._victim(count)
         following, cached = self._next, self.cached
         evicted: list[int] = []
         page = following[victim.end]
-        for _ in range(min(count, max_pages)):
+        for _ in range(max_pages):
             cached[page] = 0
             if self.forget is not None:
                 self.forget(page)
@@ -208,24 +200,29 @@ class PagePool:
             page = following[page]
         following[victim.end], self._prev[page] = page, victim.end
         self._evictions += len(evicted)
-        victim.length -= len(evicted)
-        if not victim.length:
-            self._remove(victim)
+        self._take_off(victim, len(evicted))
         return evicted
 
-    def _victim(self) -> tuple[_CachedList, int]:
-        """Return the list from which pages are taken next, and how many may be until another one has to be chosen."""
-        lists = self._lists.values()
-        if len(lists) == 1:
-            (only,) = lists
-            return only, only.length
-        oldest = min(lists, key=lambda cached: self._last_used[self._next[cached.end]])
-        if self._evictions - self._last_used[self._next[oldest.end]] > MAX_AGE * self.num_pages:
-            return oldest, 1
-        second, longest = sorted(lists, key=lambda cached: cached.length)[-2:]
-        return longest, max(1, longest.length - second.length)
+    def _victim(self, count: int) -> tuple[CachedList, int]:
+        """Return the list from which pages are taken next if `count` are needed, and how many of them.
 
-    def _list_of(self, page: int) -> _CachedList:
+        Of n lists, the longest one loses at least `count` / n pages, as those that lose pages end with equal lengths.
+        """
+        lists = self._lists
+        if len(lists) == 1:
+            (only,) = lists.values()
+            return only, min(count, only.length)
+        oldest = lists.oldest()
+        if self._evictions - self._first_used(oldest) > MAX_AGE * self.num_pages:
+            return oldest, 1
+        longest, excess = lists.longest()
+        return longest, min(count, max(1, excess, count // len(lists)))
+
+    def _first_used(self, cached: CachedList) -> int:
+        """Return the number of evictions when the first page of a list became free."""
+        return self._last_used[self._next[cached.end]]
+
+    def _list_of(self, page: int) -> CachedList:
         """Return the list that a cached page is about to be appended to."""
         tenant = self._tenants[page]
         cached = self._lists.get(tenant)
@@ -235,8 +232,8 @@ class PagePool:
                 self._next.append(end)
                 self._prev.append(end)
                 self._unused_ends.append(end)
-            cached = self._lists[tenant] = _CachedList(tenant, self._unused_ends.pop())
-        cached.length += 1
+            cached = self._lists.make(tenant, self._unused_ends.pop(), self._evictions)
+        self._lists.grow(cached)
         return cached
 
     def _unlink(self, page: int) -> None:
@@ -244,12 +241,9 @@ class PagePool:
         before, after = self._prev[page], self._next[page]
         self._next[before], self._prev[after] = after, before
         if self.cached[page]:
-            cached = self._lists[self._tenants[page]]
-            cached.length -= 1
-            if not cached.length:
-                self._remove(cached)
+            self._take_off(self._lists[self._tenants[page]], 1)
 
-    def _remove(self, cached: _CachedList) -> None:
-        """Remove an empty list."""
-        del self._lists[cached.tenant]
-        self._unused_ends.append(cached.end)
+    def _take_off(self, cached: CachedList, count: int) -> None:
+        """Count `count` pages less on a list."""
+        if self._lists.shrink(cached, count):
+            self._unused_ends.append(cached.end)

@@ -6,6 +6,7 @@ Each id is an object, and freeing it takes about 10 ns: 0.1 s for 64 requests of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import MutableSequence
 
 FREED_PER_STEP = 1 << 14  # ids that a step frees
 FREED_SHARE = 1 / 32  # or this share of all discarded ids, if that is more
@@ -15,10 +16,10 @@ class DiscardedTokens:
     """Lists of ids that nothing reads any more."""
 
     def __init__(self) -> None:
-        self._lists: deque[list[int]] = deque()
+        self._lists: deque[MutableSequence[int]] = deque()
         self.num_tokens = 0
 
-    def add(self, tokens: list[int]) -> None:
+    def add(self, tokens: MutableSequence[int]) -> None:
         """Take a list, unless it is so short that its owner frees it."""
         if len(tokens) > FREED_PER_STEP:
             self._lists.append(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -61,9 +61,9 @@ class Request:
 
     status: Status = field(default=Status.NEW, init=False)
     key: tuple[int, int] = field(default=(0, 0), init=False)  # order in queues: the policy's value, then arrival
-    # Prompt and output as known to the host; the list of the prompt, which others may share, until the first start.
-    # Those of a long request that has ended are freed (see discarded_tokens).
-    tokens: list[int] = field(default_factory=list, init=False)
+    # Prompt and output as known to the host; until the first start the prompt itself, which others may share. Those of
+    # a long request that has ended are freed (see discarded_tokens).
+    tokens: MutableSequence[int] = field(default_factory=list, init=False)
     num_prompt: int = field(default=0, init=False)
     num_total: int = field(default=0, init=False)  # while running: len(tokens) plus those that steps in flight sample
     num_planned: int = field(default=0, init=False)  # tokens whose KV is in `pages` after the steps in flight
@@ -138,7 +138,7 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens generated so far."""
-        return self.tokens[self.num_prompt :]
+        return list(self.tokens[self.num_prompt :])
 
     def inherit(self, page_size: int) -> None:
         """Copy the prompt's prefix digests that the leader has computed."""
@@ -154,20 +154,26 @@ class Request:
         self.row, self.pages, self.num_published = row, pages, hits
         self.needs_init = True
         if self.tokens is self.prompt_token_ids:
-            self.tokens = list(self.tokens)
+            self.tokens = self._own_tokens()
         self.num_total = len(self.tokens)
         self.num_planned = self.num_computed = cached
         self.num_drafts = self.lookahead = self.reach = 0
         self.take_drafts(())
         self.decode = Work(row, 1, emit=True)
 
+    def _own_tokens(self) -> list[int]:
+        """Return a list of the prompt's tokens. The outputs of a request share the objects that its leader has made."""
+        leader, source = self.leader, self.tokens
+        if leader is not None and leader.status is not Status.FINISHED and leader.prompt_token_ids is source:
+            source = leader.tokens
+        tokens = source[: self.num_prompt]
+        return tokens if isinstance(tokens, list) else list(tokens)
+
     def row_init(self) -> RowInit:
         """Return the data that builds the row of this running request."""
         self.needs_init = False
-        prompt, computed = self.prompt_token_ids, self.num_computed
-        if len(self.tokens) == self.num_prompt and isinstance(prompt, list):
-            tokens = prompt  # it is never changed
-        else:
+        tokens, computed = self.prompt_token_ids, self.num_computed  # the prompt is never changed
+        if len(self.tokens) > self.num_prompt:
             tokens = list(self.tokens)
         return RowInit(self.row, tokens, computed, self.num_prompt, self.row_params, list(self.pages), self.snapshot)
 

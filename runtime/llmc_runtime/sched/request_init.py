@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 
 from llmc_runtime.format.errors import LlmcError
@@ -34,7 +35,7 @@ def init_request(request: Request, config: SchedulerConfig, seed: int) -> None:
     stops = frozenset(params.stop_token_ids or ())
     early_stops = stops.union(config.eos_token_ids) if params.min_tokens else frozenset()
     allowed = _allowed_mask(request, early_stops, config)
-    request.tokens = prompt if isinstance(prompt, list) else list(prompt)
+    request.tokens = prompt if isinstance(prompt, MutableSequence) else list(prompt)
     request.num_prompt = len(prompt)
     request.limit = limit
     request.min_length = len(prompt) + params.min_tokens
@@ -116,7 +117,7 @@ def _bans(request: Request, early_stops: frozenset[int], config: SchedulerConfig
 
 
 def _check_prompt(prompt: object, config: SchedulerConfig, checked: bool) -> None:
-    if not isinstance(prompt, list | tuple) or not (checked or set(map(type, prompt)) <= {int}):
+    if not isinstance(prompt, list | tuple | array) or not (checked or set(map(type, prompt)) <= {int}):
         raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
     if not checked:
         check_token_ids(prompt, config.vocab_size)

@@ -78,7 +78,7 @@ def _signed(word: int) -> int:
 class RowInit:
     """Build a row from host data, at admission and after a preemption.
 
-    tokens:      all tokens known so far; outputs of a request that have none of their own share the list of its prompt
+    tokens:      all tokens known so far; outputs of a request that have none of their own share its prompt
     computed:    the KV of this many first tokens is in `pages` already
     num_prompt:  this many first tokens are the prompt: they set the `seen` bitmap, the others the output counts
     pages:       cover all tokens
@@ -87,7 +87,7 @@ class RowInit:
     """
 
     row: int
-    tokens: list[int]
+    tokens: Sequence[int]
     computed: int
     num_prompt: int
     params: RowParams

@@ -143,7 +143,7 @@ class Endpoints(Endpoint):
             if fields.prompt is not None:
                 ids = await in_thread(prompting.encode, fields.prompt, fields.add_special_tokens is not False)
             else:
-                ids = (await in_thread(prompting.chat, fields, tools, serving.formats.short_ids)).ids
+                ids = list((await in_thread(prompting.chat, fields, tools, serving.formats.short_ids)).ids)
             return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
 
         return await self._text(request, api.TOKENIZE, run)

@@ -79,7 +79,7 @@ class Endpoint:
                 return
         job = await while_connected(request.receive, self.serving.text_processes.begin(route.job, body))
         try:
-            yield msgspec.json.decode(job.parsed.fields, type=route.request), job
+            yield job.take_fields(route.request), job
         finally:
             job.close()
 

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 import msgspec
@@ -238,12 +239,21 @@ class ResponseStore:
             if not of_key.entries:
                 return False
             self._drop(key, next(iter(of_key.entries)))
+        if self.used + size <= self._limits[0] and self.count < self._limits[1]:
+            return True
+        # A heap, as a large response takes the place of thousands of small ones, of perhaps as many keys.
+        heaviest = [(-of_owner.used, owner) for owner, of_owner in self._keys.items() if of_owner.entries]
+        heapify(heaviest)
         while self.used + size > self._limits[0] or self.count >= self._limits[1]:
-            others = [owner for owner, o in self._keys.items() if o.entries]
-            if not others:
+            if not heaviest:
                 return False
-            heaviest = max(others, key=lambda owner: self._keys[owner].used)
-            self._drop(heaviest, next(iter(self._keys[heaviest].entries)))
+            owner = heaviest[0][1]
+            of_owner = self._keys[owner]
+            self._drop(owner, next(iter(of_owner.entries)))
+            if of_owner.entries:
+                heapreplace(heaviest, (-of_owner.used, owner))
+            else:
+                heappop(heaviest)
         return True
 
     def _drop(self, key: str, name: str) -> None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR, operand_macros
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, OptionalCudaKernel
-from llmc.codegen.backends.cuda.grouped_wgmma import MAX_EXPERTS, STARTS
+from llmc.codegen.backends.cuda.grouped_wgmma import MAX_EXPERTS
 from llmc.codegen.backends.cuda.wgmma import ALIGN, WARPGROUP, lacks_wgmma, multiply_registers
-from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
+from llmc.codegen.expert_stack import CODE, STARTS, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.graph import Graph, Node

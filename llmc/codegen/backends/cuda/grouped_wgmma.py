@@ -10,7 +10,7 @@ from types import MappingProxyType
 from llmc.codegen.backends.cuda.cuda_epilogue import PAIR, operand_macros
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
-from llmc.codegen.expert_stack import CODE, Stack, chosen_experts, overlapped, row_blocks
+from llmc.codegen.expert_stack import CODE, STARTS, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.dim import D
@@ -21,7 +21,6 @@ from llmc.targets.target import Target
 TILE_K = 64
 HEIGHTS = (64, 128)  # rows per tile
 COLUMNS = (256, 192, 128, 96, 64)  # rows of w per tile, of all parts together
-STARTS = 2  # index of the operand with the first row of each expert
 GROUP_SIZE_M = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
 MAX_STAGES = 8
 MAX_EXPERTS = 512  # maximum experts, whose rows are counted in shared memory

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmc.codegen.backends.triton.dot_order import dot_order
+from llmc.codegen.backends.triton.gemm_small import LINE_BYTES
 from llmc.codegen.backends.triton.template import Argument, Template, function, record
-from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.tiling import next_power_of_2, previous_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype
-from llmc.codegen.expert_stack import Stack, chosen_experts, overlapped, row_blocks
+from llmc.codegen.expert_stack import STARTS, Stack, chosen_experts, overlapped, row_blocks
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
@@ -28,6 +29,7 @@ from llmc.targets.target import Target
 
 CHUNKS = ((1024, 4), (8192, 8))  # pairs that a routing program reads at once, and its warps
 COMBINED = ((512, 4), (256, 2))  # columns of a program that adds up choices, and its warps
+PREFETCHED = 18 << 20  # bytes of weights that programs prefetch together, a third of an H200's L2 cache
 MAX_CHOICES = 64  # of a token, whose loads are unrolled
 MAX_EXPERTS = 4096  # experts whose pairs a program can count at once
 # bn, bk, warps, stages
@@ -87,6 +89,7 @@ class Route(TritonKernel):
             pairs=u.sizes(numel),
             EXPERTS=experts,
             CHUNK=u.schedule["chunk"],
+            EAGER_LAUNCH=u.triggers_before_wait,
         )
 
 
@@ -156,6 +159,9 @@ class Grouped(TritonKernel):
     def experts(self, node: Node) -> Experts:
         """Return the problem of a node."""
         raise NotImplementedError
+
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
+        return (STARTS,)
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported_dtype(node, FLOATS, besides=(1, 2)) or self.reject_sizes(node)
@@ -234,8 +240,9 @@ class Grouped(TritonKernel):
             BLOCK_K=s["bk"],
             STAGES=s["stages"],
         )
+        arguments |= {"product": product, "EARLY_ROWS": u.reads_before_wait, "EPILOGUE": "epilogue"}
         grid = (D(-(-p.n // s["bn"])), p.blocks(s["bm"]))
-        return u.launch(template, grid, 0, 0, epilogue(u.node), product=product, EPILOGUE="epilogue", **arguments)
+        return u.launch(template, grid, 0, 0, epilogue(u.node), **arguments)
 
 
 def pointer(stack: Stack, name: str) -> str | None:
@@ -292,7 +299,27 @@ class FloatGrouped(Grouped):
     def code(self, u: Unit) -> Code:
         p = self.experts(u.node)
         wide = u.interpret or p.left.dtype != p.w.dtype
-        return self.grouped(u, Template("moe", "moe_product"), weight_ptr="x3", FLOAT32_FACTORS=wide)
+        return self.grouped(
+            u,
+            Template("moe", "moe_product"),
+            weight_ptr="x3",
+            pairs=u.sizes(p.pairs),
+            ahead=self.prefetch(u, p),
+            FLOAT32_FACTORS=wide,
+        )
+
+    def prefetch(self, u: Unit, p: Experts) -> str:
+        """Return the template's `Prefetch`. Only the first product prefetches weights.
+
+        Before it, short launches choose the experts while the memory is idle; before the second product, the first one
+        reads its weights.
+        """
+        line, s, limits = LINE_BYTES * 8 // DTYPES[p.w.dtype].bits, u.schedule, u.target.limits
+        programs = limits.units * max(1, limits.shared // max(1, self.shared_bytes(p, s, u.target)))
+        most = PREFETCHED // (programs * s["bn"] * p.parts * LINE_BYTES)
+        lines = previous_power_of_2(max(1, min(most, p.k // line)))
+        prefetches = u.pdl and Stack(u.node).up
+        return record("Prefetch", PROGRAMS=programs, LINE=line, LINES=lines if prefetches else 0)
 
 
 class Combine(TritonKernel):
@@ -334,7 +361,7 @@ class Combine(TritonKernel):
         )
 
 
-MOE_ROUTE = Route("triton/moe_route", ("moe_route",))
-MOE_UP = FloatGrouped("triton/moe_up", ("moe_up",))
+MOE_ROUTE = Route("triton/moe_route", ("moe_route",), can_trigger_before_wait=True)
+MOE_UP = FloatGrouped("triton/moe_up", ("moe_up",), preloads=True)
 MOE_DOWN = FloatGrouped("triton/moe_down", ("moe_down",))
 MOE_COMBINE = Combine("triton/moe_combine", ("moe_combine",))

@@ -131,5 +131,5 @@ def row_statements(e: E, operand: str, mask: str, width: int, prefix: str) -> tu
     return lines, f"tl.where({mask}, {value}, 0.0)"
 
 
-TOPK_MAP = TopkMap("triton/topk_map", ("topk_map",))
+TOPK_MAP = TopkMap("triton/topk_map", ("topk_map",), can_trigger_before_wait=True)
 TOPK_ROUTE = TopkRoute("triton/topk_route", ("topk_route",))

@@ -165,7 +165,11 @@ class HeadTurns:
 
     def _refuse_blocked(self, end: float) -> None:
         """Refuse waiting requests whose key is refused now, the first of each lane, until the time `end`."""
-        for lane in [lane for lane in self.waiting if self.blocked(lane)]:
+        for lane in list(self.waiting):
+            if time.monotonic() >= end:
+                return
+            if not self.blocked(lane):
+                continue
             for connection in list(islice(self._lanes.get(lane, ()), MAX_CHECKED)):
                 if time.monotonic() >= end:
                     return

@@ -180,7 +180,7 @@ class Record:
         self.params = params
         if self._texts:
             for prompt in prompts:
-                text = prompt.text if prompt.text is not None else str(prompt.ids[:_MAX_TEXT])
+                text = prompt.text if prompt.text is not None else str(list(prompt.ids[:_MAX_TEXT]))
                 fields = {"request_id": request_id, "id": name, "prompt": text[:_MAX_TEXT]}
                 log.info("prompt", extra={"fields": fields})
 

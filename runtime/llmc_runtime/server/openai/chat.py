@@ -106,7 +106,7 @@ class ChatResponse(GenerationResponse[ChatRequest]):
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(scores[0])
         if self._request.return_token_ids:
-            body["prompt_token_ids"] = self._prompts[0].ids
+            body["prompt_token_ids"] = list(self._prompts[0].ids)
         return body
 
     def _new_choice(self) -> Choice:
@@ -136,7 +136,7 @@ class ChatResponse(GenerationResponse[ChatRequest]):
         for i in range(self._params.n):
             chunk = self._chunk(_choice(i, {"role": "assistant", "content": ""}))
             if i == 0 and self._request.return_token_ids:
-                chunk["prompt_token_ids"] = self._prompts[0].ids
+                chunk["prompt_token_ids"] = list(self._prompts[0].ids)
             yield chunk
 
     def _plain_encoder(self) -> PlainEvents | None:

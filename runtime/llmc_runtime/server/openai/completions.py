@@ -105,7 +105,7 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
         """
         request, ids = self._request, {}
         if request.return_token_ids:
-            ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": prompt.ids})
+            ids = {"token_ids": choice.token_ids} | ({} if prompt is None else {"prompt_token_ids": list(prompt.ids)})
         text, echoed = "".join(choice.text), prompt if request.echo else None
         if echoed is not None:
             text = (echoed.text or "") + text
@@ -129,7 +129,7 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
         every = self._request.skip_special_tokens is False
         shown: Iterator[bool] = (every or not prompting.is_special(token) for token in choice.token_ids)
         if echoed is not None:
-            tokens = echoed.ids + tokens
+            tokens = [*echoed.ids, *tokens]
             unseen = prompting.unseen(echoed)
             shown = chain(repeat(False, unseen), repeat(True, len(echoed.ids) - unseen), shown)
             rows = [scores or [None] * len(echoed.ids), *rows]

@@ -126,6 +126,7 @@ class GenerationResponse(ABC, Generic[R]):
 
     async def _started(self) -> Updates:
         await self._prepare()
+        self._prompts = [prompt.packed() for prompt in self._prompts]
         self._usage.prompt = sum(len(prompt.ids) for prompt in self._prompts)
         return self._updates()
 

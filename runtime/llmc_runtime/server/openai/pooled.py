@@ -70,7 +70,8 @@ class PooledResponse:
             raise ApiError(f"{call.prompt_param}: at most {MAX_INPUTS} a request", param=call.prompt_param)
         self._reserve_response(count, pooling, params)
         reserve_slot(serving, call, count)
-        prompts, salt = await self._prompts(pooling), call.cache_salt(request.cache_salt)
+        prompts = [prompt.packed() for prompt in await self._prompts(pooling)]
+        salt = call.cache_salt(request.cache_salt)
         outputs = await run_prompts(serving, prompts, request.priority or 0, salt, call)
         if isinstance(request, EmbeddingRequest):
             return self._list(outputs, Lazy(_embeddings(request, pooling, params, outputs), small=False))

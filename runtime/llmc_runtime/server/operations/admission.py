@@ -100,6 +100,7 @@ class Admission:
     open_tokens: int = 0
     waiting_sequences: int = 0  # sequences of slots that are queued and have not started
     work: dict[str, float] = field(default_factory=dict)  # their expected tokens, by key
+    all_work: float = 0.0  # the sum of `work`
     by_key: KeyCounts = field(default_factory=KeyCounts)
     tokens_by_key: KeyCounts = field(default_factory=KeyCounts)
     mean_output: float = math.inf  # recent mean of the tokens per output
@@ -124,12 +125,21 @@ class Admission:
         """
         if not self.waiting_sequences or not self.queued:
             return 0.0
-        ahead = total = sum(self.work.values())
-        if key is not None:
-            limit = self.work.get(key, 0.0) + total / self.waiting_sequences
-            ahead = sum(min(work, limit) for work in self.work.values())
-        seconds = self.throughput.seconds(total, self.waiting_sequences)
-        return None if seconds is None else seconds * ahead / total
+        seconds = self.throughput.seconds(self.all_work, self.waiting_sequences)
+        if seconds is None or key is None:
+            return seconds
+        limit = self.work.get(key, 0.0) + self.all_work / self.waiting_sequences
+        return seconds * sum(min(work, limit) for work in self.work.values()) / self.all_work
+
+    def _too_long(self, key: str | None, within: float) -> float | None:
+        """Return the expected seconds if a new sequence of the key would wait longer than `within` seconds, else None.
+
+        The work of each key is looked at only if all of it takes that long: there may be thousands of keys.
+        """
+        if (self.wait() or 0.0) <= within:
+            return None
+        wait = self.wait(key)
+        return wait if wait is not None and wait > within else None
 
     @property
     def retry(self) -> float:
@@ -145,8 +155,8 @@ class Admission:
 
     def check_wait(self, key: str | None = None, within: float = math.inf) -> None:
         """Raise ApiError 503 if a new sequence would wait longer than the server allows, or than `within` seconds."""
-        wait = self.wait(key)
-        if wait is None or wait <= min(within, self.max_wait):
+        wait = self._too_long(key, min(within, self.max_wait))
+        if wait is None:
             return
         message = f"the request would wait about {wait:.0f} s"
         if wait > self.max_wait:
@@ -190,8 +200,7 @@ class Admission:
         reason = self._key_reason(1, 2, key)
         if reason is not None or math.isinf(self.max_wait):
             return reason
-        wait = self.wait(key)
-        return "queue_wait" if wait is not None and wait > self.max_wait else None
+        return None if self._too_long(key, self.max_wait) is None else "queue_wait"
 
     def crowded_reason(self, key: str, passed: Sequence[str]) -> str | None:
         """Return what `blocked_reason` would return if one more sequence of each key in `passed` were open."""
@@ -348,5 +357,6 @@ class AdmissionSlot:
             admission.work[key] = remaining
         else:
             admission.work.pop(key, None)
+        admission.all_work = admission.all_work + work - before if admission.work else 0.0
         self._work = work
         admission.throughput.queue(admission.waiting_sequences > 0)

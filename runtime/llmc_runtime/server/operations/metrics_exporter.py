@@ -70,6 +70,7 @@ _BY_KEY: Mapping[str, str] = MappingProxyType({
     "key_generation_tokens": "Generated tokens",
 })  # fmt: skip
 _STEP_SECONDS = 0.001  # maximum time for which the event loop is blocked at once
+_STEP_KEYS = 100  # API keys whose values are formatted at once
 _TEXT_SECONDS = 0.05  # minimum interval between two expositions of all metrics, each of which takes about 5 ms
 
 
@@ -136,10 +137,13 @@ class ServerMetrics:
         return b"".join(parts)
 
     def _parts(self) -> Iterator[bytes]:
-        """Yield the text of each metric family; with `alias`, its repetition at the end."""
-        repeated = list[bytes]()
+        """Yield the text of each metric family, or of a part of it; with `alias`, its repetition at the end."""
+        repeated, name = list[bytes](), ""
         for family in self.registry.collect():
             part = generate_latest(_OneFamily(family))
+            if family.name == name:  # it continues the family before, whose HELP and TYPE come once
+                part = part.split(b"\n", 2)[2]
+            name = family.name
             yield part
             if self._alias is not None and family.name.startswith(PREFIX):  # process_* have no prefix
                 repeated.append(re.sub(rb"(?m)^(# (?:HELP|TYPE) )?llmc:", rb"\1" + self._alias.encode() + b":", part))
@@ -181,7 +185,7 @@ class ServerMetrics:
         return RequestMetrics(self, params.n, key, prompt_tokens)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metric families with their current values."""
+        """Yield all metric families with their current values; those by API key in parts, as there may be thousands."""
         for name, count in self._counts.items():
             yield self._family(CounterMetricFamily, name, _COUNTERS[name], count)
         yield self._family(
@@ -190,8 +194,12 @@ class ServerMetrics:
         yield self._family(
             CounterMetricFamily, "request_success", "Outputs by finish reason", self.ends, "finished_reason"
         )
-        for name, text in _BY_KEY.items() if self.key_names else ():
-            yield self._family(CounterMetricFamily, name, f"{text}, by API key", self._by_key[name], "key")
+        for name, text in _BY_KEY.items():
+            values = self._by_key[name]
+            owners = list(values)
+            for start in range(0, len(owners), _STEP_KEYS):
+                some = {owner: values[owner] for owner in owners[start : start + _STEP_KEYS]}
+                yield self._family(CounterMetricFamily, name, f"{text}, by API key", some, "key")
         for name, (text, value) in self.gauges.items():
             if (number := value()) is not None:
                 yield self._family(GaugeMetricFamily, name, text, number)

@@ -6,6 +6,7 @@ text_worker calls this module in the text process, one job at a time; endpoints 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -79,7 +80,7 @@ class TextJobs:
         check_model(request.model, self._spec.names)
         of_completion(request, self._spec)
         count, known = prompts_in(request.prompt)
-        parsed = m.Parsed(_fields(msgspec.structs.replace(request, prompt="")), count, known)
+        parsed = _parsed(msgspec.structs.replace(request, prompt=""), prompts=count, known=known)
         limit = self._spec.max_prompt_tokens
         return Job(parsed, lambda earlier: limited(self._prompting.completion(request), limit, "prompt"))
 
@@ -89,7 +90,7 @@ class TextJobs:
         rest = msgspec.structs.replace(
             request, messages=[], documents=None, chat_template_kwargs=None, reasoning_effort=None
         )
-        return self._chat(request, _fields(rest), lambda earlier: (request, []))
+        return self._chat(request, rest, lambda earlier: (request, []))
 
     def response(self, body: bytearray) -> Job:
         """Parse and check a request for a response, except for its input. Raises ApiError."""
@@ -101,7 +102,7 @@ class TextJobs:
             stores = self._spec.stores and request.store is not False
             return chat, list(map(msgspec.json.encode, items)) if stores else []
 
-        return self._chat(to_chat(rest, [], []), _fields(rest), whole, references_of(request))
+        return self._chat(to_chat(rest, [], []), rest, whole, references_of(request))
 
     def input_tokens(self, body: bytearray) -> Job:
         """Parse and check a request to count the tokens of an input, except for the input. Raises ApiError."""
@@ -114,14 +115,14 @@ class TextJobs:
             chat, _ = continued(request, earlier)
             yield Prompt(self._prompting.whole_ids(*counted(chat, self._formats)), None)
 
-        return Job(m.Parsed(_fields(rest), references=references_of(request)), prompts)
+        return Job(_parsed(rest, references=references_of(request)), prompts)
 
     def message(self, body: bytearray) -> Job:
         """Parse and check a request for a message, except for its messages. Raises ApiError."""
         request = self._parse(body, MessagesRequest)
         chat = of_messages(request)
         rest = msgspec.structs.replace(request, messages=[], system=None, chat_template_kwargs=None)
-        return self._chat(chat, _fields(rest), lambda earlier: (chat, []))
+        return self._chat(chat, rest, lambda earlier: (chat, []))
 
     def pooled(self, kind: type[Any], body: bytearray) -> Job:
         """Parse and check a request to a model that pools, except for its texts. Raises ApiError."""
@@ -130,16 +131,18 @@ class TextJobs:
         check_model(request.model, self._spec.names)
         pooling = require_pooled(request, self._spec.pooling)
         prompts = PooledPrompts(self._prompting, pooling, self._spec.max_prompt_tokens)
-        return Job(m.Parsed(_fields(without_texts(request))), lambda earlier: prompts.of(request))
+        return Job(_parsed(without_texts(request)), lambda earlier: prompts.of(request))
 
     def _chat(
         self,
         request: ChatRequest,
-        fields: bytes,
+        rest: msgspec.Struct,
         whole: Callable[[bytes | bytearray], tuple[ChatRequest, list[bytes]]],
         references: Sequence[str] = (),
     ) -> Job:
-        """Check a chat. `whole` returns it with all messages, those of earlier responses first, and Done.items."""
+        """Check a chat. `rest` is the request without the fields of the prompt; `whole` returns the chat with all
+        messages, those of earlier responses first, and Done.items.
+        """
         check_model(request.model, self._spec.names)
         of_chat(request, self._spec)
         plan, done = plan_of(request, self._formats), m.Done()
@@ -154,7 +157,7 @@ class TextJobs:
             done.earlier = calls_in(chat.messages)
             yield prompt
 
-        return Job(m.Parsed(fields, references=list(references)), prompts, done)
+        return Job(_parsed(rest, references=list(references)), prompts, done)
 
     def tokenize(self, body: bytearray) -> bytes:
         """Return the JSON response of /tokenize. Raises ApiError."""
@@ -164,7 +167,7 @@ class TextJobs:
         if request.prompt is not None:
             ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
         else:
-            ids = self._prompting.chat(request, tools, self._formats.short_ids).ids
+            ids = list(self._prompting.chat(request, tools, self._formats.short_ids).ids)
         return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
 
     def count(self, body: bytearray) -> bytes:
@@ -194,13 +197,18 @@ class TextJobs:
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
+def _counted_json(body: bytes | bytearray) -> tuple[int, int]:
+    """Return how many objects and lists, and how many values, a JSON text has at most."""
+    bare = _STRING.sub(b"", body)
+    containers = bare.count(b"{") + bare.count(b"[")
+    return containers, containers + bare.count(b",")
+
+
 def check_size(body: bytes | bytearray) -> None:
     """Raise ApiError 400 if a body has more objects and lists than MAX_CONTAINERS, or more values than MAX_VALUES."""
     if body.count(b",") + body.count(b"{") + body.count(b"[") < m.MAX_CONTAINERS:
         return
-    bare = _STRING.sub(b"", body)
-    containers = bare.count(b"{") + bare.count(b"[")
-    values = containers + bare.count(b",")
+    containers, values = _counted_json(body)
     if containers > m.MAX_CONTAINERS:
         cause = f"the body has {containers} objects and lists; at most {m.MAX_CONTAINERS} are allowed"
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
@@ -250,15 +258,26 @@ def _tokenizer(spec: m.TextProcessConfig, text: str) -> Tokenizer:
     return Tokenizer(Backend.from_str(text), spec.named_tokens, spec.chat_templates)
 
 
-def _fields(request: msgspec.Struct) -> bytes:
-    """Encode the fields as JSON.
+def _parsed(rest: msgspec.Struct, **more: Any) -> m.Parsed:
+    """Return a checked body; `rest` is the request without the fields of the prompt. Raises ApiError 400."""
+    ids: list[int] | None = getattr(rest, "allowed_token_ids", None)
+    if ids is None:
+        return m.Parsed(_fields(rest), **more)
+    rest = msgspec.structs.replace(rest, allowed_token_ids=None)
+    return m.Parsed(_fields(rest), array("I", ids).tobytes(), **more)
 
-    Raises ApiError 400, naming the largest field, if they are too large for the server process.
+
+def _fields(request: msgspec.Struct) -> bytes:
+    """Encode the fields as JSON, which the server process decodes, and keeps while the request is open.
+
+    Raises ApiError 400, naming the largest field, if they are too large for that.
     """
     encoded = msgspec.json.encode(request)
-    if len(encoded) > m.MAX_FIELD_BYTES or encoded.count(b"{") + encoded.count(b"[") > m.MAX_FIELD_CONTAINERS:
+    containers, values = _counted_json(encoded)
+    if len(encoded) > m.MAX_FIELD_BYTES or containers > m.MAX_FIELD_CONTAINERS or values > m.MAX_FIELD_VALUES:
         sizes = {name: len(msgspec.json.encode(getattr(request, name))) for name in request.__struct_fields__}
         name = max(sizes, key=lambda name: sizes[name])
         cause = f"{name}: {sizes[name]} bytes of JSON; all fields but the prompt have at most {m.MAX_FIELD_BYTES} bytes"
-        raise ApiError(f"{cause} and {m.MAX_FIELD_CONTAINERS} objects and lists; shorten it", param=name)
+        limits = f"{m.MAX_FIELD_CONTAINERS} objects and lists, and {m.MAX_FIELD_VALUES} values"
+        raise ApiError(f"{cause}, {limits}; shorten it", param=name)
     return encoded

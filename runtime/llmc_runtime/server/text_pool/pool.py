@@ -201,6 +201,14 @@ class OffloadedJob:
         self.close()
         return prompts
 
+    def take_fields(self, kind: Any) -> Any:
+        """Return the request without the fields of the prompt. Their JSON is dropped."""
+        fields = msgspec.json.decode(self.parsed.fields, type=kind)
+        self.parsed.fields = b""
+        if self.parsed.allowed is not None:
+            fields.allowed_token_ids = array("I", self.parsed.allowed)
+        return fields
+
     def close(self) -> None:
         """Release the process once the current work has ended."""
         if not self._closed:
@@ -269,9 +277,8 @@ class OffloadedJob:
             if kind != m.IDS:
                 self._ended(kind, payload)
                 return prompts
-            ids = array("i", payload).tolist()
             _, text = await self._process.receive()
-            prompts.append(Prompt(ids, text[1:].decode() if text else None))
+            prompts.append(Prompt(array("I", payload), text[1:].decode() if text else None))
             await asyncio.sleep(0)
 
     async def _drop(self) -> None:

@@ -28,6 +28,7 @@ MAX_CONTAINERS = 262_144  # objects and lists in a body
 MAX_VALUES = 2_097_152  # values in a body
 MAX_FIELD_BYTES = 1 << 20  # bytes of all fields except the prompt, as JSON
 MAX_FIELD_CONTAINERS = 16_384  # objects and lists in them
+MAX_FIELD_VALUES = 32_768  # values in them, without allowed_token_ids
 CPU_SECONDS = 10.0  # per job; the process is killed if it exceeds this
 SECONDS = 30.0  # wall time per job, for a heavily loaded machine
 MEMORY_BYTES = 1 << 30  # bytes that a process may allocate beyond the tokenizer
@@ -68,12 +69,13 @@ class TextProcessConfig(msgspec.Struct):
 class Parsed(msgspec.Struct):
     """A checked body.
 
-    `fields` is the JSON of all fields except those that only form the prompt. `prompts` is the number of prompts, and
-    `known` the number of token ids if there is one prompt given as ids. `references` are the ids of stored items that
-    form a part of the prompt.
+    `fields` is the JSON of all fields except those that only form the prompt, and `allowed_token_ids`, which are in
+    `allowed`, 4 bytes each. `prompts` is the number of prompts, and `known` the number of token ids if there is one
+    prompt given as ids. `references` are the ids of stored items that form a part of the prompt.
     """
 
     fields: bytes
+    allowed: bytes | None = None
     prompts: int = 1
     known: int = 0
     references: list[str] = []

@@ -113,7 +113,7 @@ class Worker:
             return m.Done()
         characters = int.from_bytes(payload[:4], "little", signed=True)
         for prompt in job.prompts(payload[4:]):
-            self._link.send(m.IDS, memoryview(array("i", prompt.ids)).cast("B"))
+            self._link.send(m.IDS, memoryview(array("I", prompt.ids)).cast("B"))
             text = prompt.text if prompt.text is None or characters < 0 else prompt.text[:characters]
             self._link.send(m.TEXT, b"" if text is None or not characters else b"+" + text.encode())
         return job.done

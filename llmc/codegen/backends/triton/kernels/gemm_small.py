@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
+from llmc.codegen.backends.triton.kernels.l2_prefetch import prefetch
 from llmc.codegen.backends.triton.kernels.product_output import Output, load_extras_at, store_epilogue
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
@@ -63,15 +64,6 @@ def weight_rows(column_tile, column, N: tl.constexpr, K: tl.constexpr, BLOCK_N: 
         return (first + row // BLOCK_N * N).to(tl.int64) * K
     else:
         return clamp(column, N, WHOLE_N).to(tl.int64) * K
-
-
-@triton.jit
-def prefetch(weight_ptr, row, K: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Prefetch the first LINES cache lines of LINE elements of each row into the L2 cache, without waiting."""
-    at = row[:, None] + tl.minimum(tl.arange(0, LINES) * LINE, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(weight_ptr + at).to(tl.int64)], tl.int32, False, 1
-    )
 
 
 @triton.jit

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
+from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous, wait_or_launch
+from llmc.codegen.backends.triton.kernels.l2_prefetch import prefetch
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
 
 
@@ -22,10 +23,11 @@ def moe_route(
     pairs,
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,  # pairs that a program reads at once
+    EAGER_LAUNCH: tl.constexpr,  # let the next kernel begin before the pairs are sorted
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """One expert per program: count the pairs of earlier experts, then store the expert's own pairs behind them."""
-    wait_for_previous(DEPENDENT_LAUNCH)
+    wait_or_launch(DEPENDENT_LAUNCH, EAGER_LAUNCH)
     expert = tl.program_id(0)
     place = tl.arange(0, CHUNK)
     before = tl.zeros([CHUNK], tl.int32)
@@ -85,6 +87,21 @@ def find_block(product: ExpertProduct):
 
 
 @triton.jit
+def wait_and_find_block(product: ExpertProduct, EARLY_ROWS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr):
+    """Wait for the previous kernels, and return the block of this program as `find_block`.
+
+    EARLY_ROWS: the previous launch does not write `starts`, so the block is found before the wait.
+    """
+    if EARLY_ROWS:
+        block = find_block(product)
+        wait_for_previous(DEPENDENT_LAUNCH)
+    else:
+        wait_for_previous(DEPENDENT_LAUNCH)
+        block = find_block(product)
+    return block
+
+
+@triton.jit
 def block_rows(product: ExpertProduct, first_row, stop):
     """Return the rows of a block in the order of the experts, their pairs, and their rows of x [BLOCK_M]."""
     row = first_row + tl.arange(0, product.BLOCK_M)
@@ -114,6 +131,32 @@ def expert_weights(weight_ptr, product: ExpertProduct, expert, column):
     for part in tl.static_range(product.PARTS):
         weights = weights + (first + part * N * K,)
     return weights
+
+
+class Prefetch(NamedTuple):
+    """The weights that a grouped product prefetches before it knows which experts have rows."""
+
+    PROGRAMS: tl.constexpr  # that run at a time, so that they may begin before the wait
+    LINE: tl.constexpr  # elements of a cache line
+    LINES: tl.constexpr  # lines of each row of the weights; 0: none are prefetched
+
+
+@triton.jit
+def prefetch_likely_weights(weight_ptr, product: ExpertProduct, ahead: Prefetch, pairs):
+    """Prefetch the first columns of the weights that this program needs if every expert has one block of rows.
+
+    This is a guess: with at least as many pairs as experts, most experts have rows, so that another program needs the
+    weights soon if this one does not. Only the first programs guess, as the later ones find no time before the wait.
+    """
+    K: tl.constexpr = product.K
+    N: tl.constexpr = product.N
+    expert = tl.program_id(1)
+    program = expert * tl.num_programs(0) + tl.program_id(0)
+    if (program < ahead.PROGRAMS) & (expert < product.EXPERTS) & (pairs >= product.EXPERTS):
+        column = clamp(block_columns(product), N, N % product.BLOCK_N == 0).to(tl.int64)
+        weight_ptr += expert.to(tl.int64) * (product.PARTS * N * K)
+        for part in tl.static_range(product.PARTS):
+            prefetch(weight_ptr + part * N * K, column * K, K, ahead.LINE, ahead.LINES)
 
 
 @triton.jit
@@ -178,13 +221,17 @@ def store_block(product: ExpertProduct, sums, expert, row, pair, stop, column, E
 def moe_product(
     product: ExpertProduct,
     weight_ptr,  # [EXPERTS, PARTS, N, K]
+    pairs,
+    ahead: Prefetch,
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    EARLY_ROWS: tl.constexpr,  # the previous launch does not write `starts`
     EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
-    wait_for_previous(DEPENDENT_LAUNCH)
-    expert, first_row, stop = find_block(product)
+    if ahead.LINES:
+        prefetch_likely_weights(weight_ptr, product, ahead, pairs)
+    expert, first_row, stop = wait_and_find_block(product, EARLY_ROWS, DEPENDENT_LAUNCH)
     if expert < product.EXPERTS:
         row, pair, left_row = block_rows(product, first_row, stop)
         column = block_columns(product)

@@ -15,7 +15,8 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
 from llmc.codegen.backends.triton.kernels.gemm import grouped_tile
-from llmc.codegen.backends.triton.kernels.gemm_small import prefetch, weight_rows
+from llmc.codegen.backends.triton.kernels.gemm_small import weight_rows
+from llmc.codegen.backends.triton.kernels.l2_prefetch import prefetch
 from llmc.codegen.backends.triton.kernels.product_output import Output, store_product
 from llmc.codegen.backends.triton.kernels.quantized_codes import WeightCodes, add_pair, byte_factors, nibble_factors
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp

@@ -10,14 +10,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.float_codes import e2m1_factors, e4m3_factors
 from llmc.codegen.backends.triton.kernels.moe import (
     ExpertProduct,
     block_columns,
     block_rows,
-    find_block,
     store_block,
+    wait_and_find_block,
     zero_sums,
 )
 from llmc.codegen.backends.triton.kernels.quantized_codes import add_pair, byte_factors, nibble_factors
@@ -150,12 +149,12 @@ def multiply_codes(codes: ExpertCodes, product: ExpertProduct, left_row, pointer
 def quantized_moe(
     product: ExpertProduct,
     codes: ExpertCodes,
+    EARLY_ROWS: tl.constexpr,  # the previous launch does not write `starts`
     EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns. A step has BLOCK_K bytes of a row."""
-    wait_for_previous(DEPENDENT_LAUNCH)
-    expert, first_row, stop = find_block(product)
+    expert, first_row, stop = wait_and_find_block(product, EARLY_ROWS, DEPENDENT_LAUNCH)
     if expert < product.EXPERTS:
         row, pair, left_row = block_rows(product, first_row, stop)
         column = block_columns(product)

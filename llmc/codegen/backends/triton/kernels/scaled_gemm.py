@@ -16,7 +16,8 @@ import triton.language as tl
 
 from llmc.codegen.backends.triton.kernels.dependent_launch import launch_after_loads, wait_before_loads
 from llmc.codegen.backends.triton.kernels.gemm import grouped_tile
-from llmc.codegen.backends.triton.kernels.gemm_small import prefetch, tile_pointers, weight_rows
+from llmc.codegen.backends.triton.kernels.gemm_small import tile_pointers, weight_rows
+from llmc.codegen.backends.triton.kernels.l2_prefetch import prefetch
 from llmc.codegen.backends.triton.kernels.product_output import Output, store_product
 from llmc.codegen.backends.triton.kernels.quantized_gemm import spread
 from llmc.codegen.backends.triton.kernels.tile_masks import clamp

@@ -8,14 +8,13 @@ added to the total in float32.
 import triton
 import triton.language as tl
 
-from llmc.codegen.backends.triton.kernels.dependent_launch import wait_for_previous
 from llmc.codegen.backends.triton.kernels.moe import (
     ExpertProduct,
     block_columns,
     block_rows,
     expert_weights,
-    find_block,
     store_block,
+    wait_and_find_block,
     zero_sums,
 )
 from llmc.codegen.backends.triton.kernels.tile_masks import bound, clamp
@@ -102,15 +101,15 @@ def scaled_moe(
     GROUP: tl.constexpr,  # columns that share a scale, a multiple of BLOCK_K if that is not K
     SUM: tl.constexpr,  # dtype of sums of codes
     FLOAT32_FACTORS: tl.constexpr,  # convert both factors to float32 before the product
+    EARLY_ROWS: tl.constexpr,  # the previous launch does not write `starts`
     EPILOGUE: tl.constexpr,  # (sums of each part) -> float32
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
-    wait_for_previous(DEPENDENT_LAUNCH)
     N: tl.constexpr = product.N
     GROUPS: tl.constexpr = product.K // GROUP
     SCALES: tl.constexpr = (product.PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # scales per expert
-    expert, first_row, stop = find_block(product)
+    expert, first_row, stop = wait_and_find_block(product, EARLY_ROWS, DEPENDENT_LAUNCH)
     if expert < product.EXPERTS:
         row, pair, left_row = block_rows(product, first_row, stop)
         column = block_columns(product)
