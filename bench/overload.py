@@ -184,14 +184,14 @@ def medians(rows: list[Row]) -> list[str]:
     """Describe the medians of the loads that were measured several times."""
     lines = []
     for mode, load in dict.fromkeys((row.mode, row.load) for row in rows):
-        some = [row for row in rows if (row.mode, row.load) == (mode, load)]
-        if len(some) > 1:
+        runs = [row for row in rows if (row.mode, row.load) == (mode, load)]
+        if len(runs) > 1:
             share, per_cpu, engine, p50, p99, cpu = (
-                statistics.median(getattr(row, name) for row in some)
+                statistics.median(getattr(row, name) for row in runs)
                 for name in ("share", "cpu_share", "engine_share", "refused_p50", "refused_p99", "refusal_cpu")
             )
             lines.append(
-                f"median of {len(some)}, {mode}, {load:g} times the peak: goodput {share:.0%}, "
+                f"median of {len(runs)}, {mode}, {load:g} times the peak: goodput {share:.0%}, "
                 f"by CPU time {per_cpu:.0%}, engine's part {engine:.0%}, refusals p50 / p99 {p50:.1f} / {p99:.1f} ms, "
                 f"{cpu:.3f} ms of the front end each"
             )
@@ -202,9 +202,9 @@ def costs(rows: list[Row]) -> list[str]:
     """Describe the CPU time of the front end for a refusal, over all loads of a mode together."""
     lines = []
     for mode in dict.fromkeys(row.mode for row in rows):
-        some = [row for row in rows if row.mode == mode]
-        if refused := sum(row.refused for row in some):
-            cost = sum(row.refusal_cpu * row.refused for row in some) / refused
+        of_mode = [row for row in rows if row.mode == mode]
+        if refused := sum(row.refused for row in of_mode):
+            cost = sum(row.refusal_cpu * row.refused for row in of_mode) / refused
             lines.append(f"all loads, {mode}: {cost:.3f} ms of the front end's CPU time for each refusal")
     return lines
 
@@ -310,7 +310,7 @@ def row(
     extra = (cpu[0] - peak.front * number) / len(log.refused) if log.refused else 0.0
     ours, at_peak = cpu[0] + cpu[1], peak.front + peak.engine
     shares = good / peak.rate, at_peak * number / ours, cpu[1] / ours * at_peak / peak.engine
-    done, refused = ([took for _, took in some] for some in (log.done, log.refused))
+    done, refused = ([took for _, took in events] for events in (log.done, log.refused))
     return Row(
         mode, load, rate, len(log.late) / seconds, good, *shares, number / seconds,
         len(refused) / seconds, log.failed,

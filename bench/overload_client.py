@@ -27,7 +27,8 @@ class Log:
 
     def within(self, begin: float, end: float) -> Log:
         """Return the outcomes between two times; failures are counted at any time."""
-        parts = ([event for event in some if begin <= event[0] < end] for some in (self.done, self.refused, self.late))
+        kinds = (self.done, self.refused, self.late)
+        parts = ([event for event in events if begin <= event[0] < end] for events in kinds)
         return Log(*parts, self.failed)
 
 

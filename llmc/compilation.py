@@ -73,13 +73,13 @@ class Compilation:
         self.clock = time.perf_counter()
         self.ir: list[tuple[str, str]] = []  # (stage, IR text)
         self.reports: dict[str, Any] = {}  # file name in report/ -> data
-        self.formats: dict[str, int] = {}  # of quantised weights of the checkpoint -> how many weights
+        self.formats: dict[str, int] = {}  # quantised format -> number of the checkpoint's weights in it
         self.extensions: dict[str, list[str]] = {}  # extension -> its parts that the compile used
         self.shapes_known = False  # whether stored tensors have the shapes that the whole model's weights have
         self.head = head_of(options)  # the head that drafts, if there is one
         # the artifact for which the model drafts, if it is a draft model
         self.verifier = read_verifier(options.drafts_for) if options.drafts_for else None
-        self.kv_dtype = ""  # of the KV cache; empty: that of the activations
+        self.kv_dtype = ""  # dtype of the KV cache; empty: the dtype of the activations
         self.pool = ""  # how the model pools (see PageAttention); empty: it generates
 
     def done(self, stage: str, detail: str) -> None:
@@ -200,7 +200,7 @@ class Compilation:
             self._pool(facts.pooling, traced)
         self._choose_kv_dtype()
         for text in notes_of(traced):
-            if self.verifier is None or not text.startswith("sampling defaults"):  # those of the model are used
+            if self.verifier is None or not text.startswith("sampling defaults"):  # the model's own defaults are used
                 self.note(text)
         if facts.layers:
             part = Source("", "", "", {}, *facts.layers).part

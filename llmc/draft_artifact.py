@@ -77,9 +77,10 @@ def with_verifier(o: Options, verifier: Verifier) -> Options:
     """
     path, defaults = verifier.folder, Options()
     for name, value in verifier.options.items():
-        given, flag = getattr(o, name), "--" + name.replace("_", "-")
-        if given not in (getattr(defaults, name), value):
-            raise Diagnostic("E360", f"{flag} {given} with --drafts-for {path}, which has {value}", f"leave {flag} out")
+        option, flag = getattr(o, name), "--" + name.replace("_", "-")
+        if option not in (getattr(defaults, name), value):
+            cause = f"{flag} {option} with --drafts-for {path}, which has {value}"
+            raise Diagnostic("E360", cause, f"leave {flag} out")
     if o.draft is not None:
         cause = "--draft with --drafts-for: a draft model has no draft model of its own"
         raise Diagnostic("E360", cause, "leave one of them out")

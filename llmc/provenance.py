@@ -111,10 +111,10 @@ def versions(toolchains: Mapping[str, str], registry: Registry, used: Mapping[st
     """
     from importlib.metadata import version
 
-    found = {"llmc": __version__, "torch": version("torch"), "transformers": version("transformers"), **toolchains}
+    result = {"llmc": __version__, "torch": version("torch"), "transformers": version("transformers"), **toolchains}
     for extension, parts in used.items():
-        found[f"extension {extension}"] = f"{_version(registry, extension)} ({', '.join(parts)})".lstrip()
-    return found
+        result[f"extension {extension}"] = f"{_version(registry, extension)} ({', '.join(parts)})".lstrip()
+    return result
 
 
 def source_of(traced: Any, origin: Located) -> Source:

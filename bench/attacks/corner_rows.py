@@ -178,7 +178,7 @@ def headed(lines: str, path: str = COMPLETIONS, body: Any = None, version: str =
 
 
 def half_closed(path: str, body: Any) -> Client:
-    """Return a client that closes its side of the connection behind the request, and reads the response."""
+    """Return a client that closes its side of the connection after the request, and reads the response."""
 
     async def client(senders: Senders, number: int) -> None:
         data = request(senders.door.host, senders.door.key, path, body)

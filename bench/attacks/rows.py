@@ -267,10 +267,10 @@ def scored(ground: Field) -> list[Answer]:
     """Request log-probabilities of many long prompts."""
     draw = random.Random(7)
     prompts = [[draw.randrange(3, 250) for _ in range(IDS)] for _ in range(PROMPTS)]
-    got = ground.door.ask(f"{PROMPTS} x {IDS} ids", "/v1/completions",
+    answer = ground.door.ask(f"{PROMPTS} x {IDS} ids", "/v1/completions",
                           {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 20})  # fmt: skip
-    ground.notes.append(f"the answer has {got.size / 1e6:.1f} MB")
-    return [got]
+    ground.notes.append(f"the answer has {answer.size / 1e6:.1f} MB")
+    return [answer]
 
 
 def flooded(ground: Field) -> list[Answer]:
@@ -285,11 +285,11 @@ def flooded(ground: Field) -> list[Answer]:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=ground.door.remaining, env=env)
     except subprocess.TimeoutExpired:
         return [Answer("flood", 0, 0.0, "the load did not end before the deadline")]
-    got = json.loads(done.stdout)
-    ground.notes.append(json.dumps(got))
-    share = f"goodput {got['goodput']:.1f}/s, {100 * got['share']:.0f} % of the peak of {got['peak']:.1f}/s"
-    refused = f"refusals p50 {got['refused_p50_ms']:.1f}, p99 {got['refused_p99_ms']:.1f} ms"
-    return [Answer(f"{got['offered']:.0f}/s", 200, got["seconds"], f"{share}, {refused}")]
+    figures = json.loads(done.stdout)
+    ground.notes.append(json.dumps(figures))
+    share = f"goodput {figures['goodput']:.1f}/s, {100 * figures['share']:.0f} % of the peak of {figures['peak']:.1f}/s"
+    refused = f"refusals p50 {figures['refused_p50_ms']:.1f}, p99 {figures['refused_p99_ms']:.1f} ms"
+    return [Answer(f"{figures['offered']:.0f}/s", 200, figures["seconds"], f"{share}, {refused}")]
 
 
 def bursts(make: Callable[[Field], bytes]) -> Run:

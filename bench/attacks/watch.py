@@ -125,13 +125,13 @@ class Streams:
 
     def _slowest(self, begin: float, end: float) -> list[tuple[float, float]]:
         """Return the largest gaps of different steps: (milliseconds since the beginning of the window, of the gap)."""
-        found: list[tuple[float, float]] = []
-        for t, gap in sorted((one for one in self.gaps if one[0] <= end), key=lambda one: -one[1]):
-            if not any(abs(t - other) < STEP_SPREAD for other, _ in found):
-                found.append((t, gap))
-            if len(found) == SLOWEST:
+        slowest: list[tuple[float, float]] = []
+        for t, gap in sorted((event for event in self.gaps if event[0] <= end), key=lambda event: -event[1]):
+            if not any(abs(t - other) < STEP_SPREAD for other, _ in slowest):
+                slowest.append((t, gap))
+            if len(slowest) == SLOWEST:
                 break
-        return [(milliseconds(t - begin), milliseconds(gap)) for t, gap in found]
+        return [(milliseconds(t - begin), milliseconds(gap)) for t, gap in slowest]
 
 
 def near(t: float, times: Sequence[float]) -> bool:

@@ -63,16 +63,16 @@ class Request:
         }  # fmt: skip
         return json.dumps(fields).encode()
 
-    def judge(self, got: Answer) -> str:
+    def judge(self, response: Answer) -> str:
         """Classify the response."""
-        if got.status == 200 and got.done:
-            want = {i: answer(self.prompt, self.max_tokens, self.seed + i, self.temperature) for i in range(self.n)}
-            return RIGHT if got.texts == want else WRONG
-        if got.announced:
-            return REPORTED if got.error == "engine_unavailable" else REFUSED
-        if got.status == 200 and got.error == "engine_unavailable":
+        if response.status == 200 and response.done:
+            expected = {i: answer(self.prompt, self.max_tokens, self.seed + i, self.temperature) for i in range(self.n)}
+            return RIGHT if response.texts == expected else WRONG
+        if response.announced:
+            return REPORTED if response.error == "engine_unavailable" else REFUSED
+        if response.status == 200 and response.error == "engine_unavailable":
             return REPORTED
-        return CUT if got.status in (0, 200) else FAILED if got.status >= 500 else INVALID
+        return CUT if response.status in (0, 200) else FAILED if response.status >= 500 else INVALID
 
 
 def drawn(draw: Random, max_tokens: int = 40, shared: list[list[int]] | None = None, longest: int = 60) -> Request:

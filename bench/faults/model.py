@@ -38,11 +38,11 @@ class Story(Request):
         super().__init__([], TOKENS, stream, 7, extra={"prompt": text})
         self.text, self.known = text, known
 
-    def judge(self, got: Answer) -> str:
+    def judge(self, response: Answer) -> str:
         """Judge an answer as for any request, against the first output."""
-        if got.status == 200 and got.done:
-            return RIGHT if got.texts[0] == self.known.setdefault(self.text, got.texts[0]) else WRONG
-        return super().judge(got) if got.status != 200 or got.error else CUT
+        if response.status == 200 and response.done:
+            return RIGHT if response.texts[0] == self.known.setdefault(self.text, response.texts[0]) else WRONG
+        return super().judge(response) if response.status != 200 or response.error else CUT
 
 
 async def story(path: Path, start: Any, draw: Random, share: float) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from bench.faults.strikes import outcomes
 from tests.attacks.bodies import damaged
 from tests.attacks.target import Target, leaks
 
-LINKS = 6
-BESIDE = 2  # clients that send valid requests
-EVERY = 500  # bodies between two checks of the server
+CONNECTIONS = 6  # that send damaged bodies
+VALID_CLIENTS = 2  # clients that send valid requests meanwhile
+CHECK_EVERY = 500  # bodies between two checks of the server
 
 
 async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
@@ -32,27 +32,27 @@ async def nonsense(server: Target, draw: Random, times: int) -> dict[str, Any]:
             number = remaining.pop()
             path, body = damaged(draws)
             began = time.monotonic()
-            got = await client.ask(body, path)
+            response = await client.ask(body, path)
             slowest = max(slowest, time.monotonic() - began)
-            statuses[got.status] += 1
-            if got.status == 0 or (got.status >= 500 and not got.announced):
+            statuses[response.status] += 1
+            if response.status == 0 or (response.status >= 500 and not response.announced):
                 judged.counts[FAILED] += 1
-                judged.odd.append(f"{got.status} {got.body[:200]!r} {path} {body[:1000]!r}")
-            if got.status != 200 and leaks(got.body.decode(errors="replace")):
-                leaking.append(f"{path} {body[:300]!r}: {got.body[:300]!r}")
-            if number % EVERY == 0:
+                judged.odd.append(f"{response.status} {response.body[:200]!r} {path} {body[:1000]!r}")
+            if response.status != 200 and leaks(response.body.decode(errors="replace")):
+                leaking.append(f"{path} {body[:300]!r}: {response.body[:300]!r}")
+            if number % CHECK_EVERY == 0:
                 await asyncio.to_thread(server.steady, body[:500])
 
-    async def beside() -> None:
+    async def send_valid() -> None:
         draws = Random(draw.random())
         while not over.is_set():
             await judged.send(client, drawn(draws))
             await asyncio.sleep(0.01)
 
-    others = [asyncio.create_task(beside()) for _ in range(BESIDE)]
+    others = [asyncio.create_task(send_valid()) for _ in range(VALID_CLIENTS)]
     began = time.monotonic()
     memory = await asyncio.to_thread(server.memory)
-    await asyncio.gather(*(feed() for _ in range(LINKS)))
+    await asyncio.gather(*(feed() for _ in range(CONNECTIONS)))
     seconds = time.monotonic() - began
     over.set()
     await asyncio.gather(*others)

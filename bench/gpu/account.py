@@ -104,14 +104,14 @@ def show(path: Path, artifact: Path | None) -> None:
     kernels = load(path)
     steps = steps_of(kernels) or [kernels]
     common = statistics.mode(len(step) for step in steps)
-    some = [step for step in steps if len(step) == common][1:] or steps[:1]
+    compared = [step for step in steps if len(step) == common][1:] or steps[:1]
     programs: Sequence[Program] = ()
     if artifact is not None:
         from llmc_runtime.artifact import open_artifact
 
         programs = open_artifact(artifact, verify=False).programs
-    rows = table(some, places(programs, some[0]))
-    print(f"{path.name}: {len(some)} steps of {common} kernels; us a step: in sequence, from begin to end, each")
+    rows = table(compared, places(programs, compared[0]))
+    print(f"{path.name}: {len(compared)} steps of {common} kernels; us a step: in sequence, from begin to end, each")
     for label, count, alone, whole in sorted(rows, key=lambda row: -row[2]):
         print(f"{alone:9.1f} {whole:9.1f} {alone / count:8.2f} x{count:<4} {label}")
     print(f"{sum(row[2] for row in rows):9.1f} all")

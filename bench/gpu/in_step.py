@@ -51,12 +51,12 @@ def ranked(records: Sequence[Record]) -> dict[Key, list[Record]]:
     for r in records:
         if r.node.partition("(")[0] in OPS:
             records_of.setdefault((r.node, r.sizes), []).append(r)
-    return {key: sorted(some, key=lambda r: r.us) for key, some in records_of.items()}
+    return {key: sorted(of_node, key=lambda r: r.us) for key, of_node in records_of.items()}
 
 
 def promoted(records: Sequence[Record], k: int) -> list[Record]:
     """Return the records with the k-th best schedule of every node made its best."""
-    first = {some[k].key: some[0].us / 2 for some in ranked(records).values() if k < len(some)}
+    first = {of_node[k].key: of_node[0].us / 2 for of_node in ranked(records).values() if k < len(of_node)}
     return [replace(r, us=first.get(r.key, r.us)) for r in records]
 
 
@@ -147,12 +147,12 @@ def _exchanged(now: Sequence[Launch], by: Program, group: Group) -> list[Launch]
 
 def adjusted(group: Group, times: Mapping[int, float], ways: Mapping[Key, Sequence[Record]]) -> list[Record]:
     """Return the records of the schedules that were compared."""
-    some = ways.get(group.key, ())
+    of_node = ways.get(group.key, ())
     fastest = min(times.values())
     return [
-        replace(some[k], us=float(f"{some[0].us + (us - fastest) / len(group.places):.4g}"))
+        replace(of_node[k], us=float(f"{of_node[0].us + (us - fastest) / len(group.places):.4g}"))
         for k, us in times.items()
-        if k < len(some)
+        if k < len(of_node)
     ]
 
 

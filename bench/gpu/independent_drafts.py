@@ -12,7 +12,7 @@ from llmc.passes.lower.page_attention import DRAFT
 
 @dataclass(frozen=True)
 class IndependentDrafts(Pass):
-    """Let the draft model sample with separate random numbers, those of positions far behind every sequence.
+    """Let the draft model sample with separate random numbers, those of positions far after every sequence.
 
     In an engine it samples with the number of the position, as the model does. Both would then draw the same one of two
     ids, whatever their weights.

@@ -27,8 +27,8 @@ def artifact(plan: Plan, shape: Shape) -> Path:
 
 def artifacts(plan: Plan) -> None:
     """Return the artifacts of all models of a plan, compiling several at once if there are enough cores."""
-    some = max(1, min(len(plan.models), (os.cpu_count() or 1) // 4))
-    with ProcessPoolExecutor(some, mp_context=multiprocessing.get_context("spawn")) as pool:
+    workers = max(1, min(len(plan.models), (os.cpu_count() or 1) // 4))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(_one, [(replace(plan, models=()), s.name) for s in plan.models]))
 
 

@@ -71,9 +71,9 @@ class Nvml:
 
 def reasons_of(samples: Iterable[Sample]) -> list[str]:
     """Return the names of all reasons that the samples have, each with its share of the samples in percent."""
-    some = list(samples)
-    counts = {name: sum(bool(s.reasons & bit) for s in some) for bit, name in REASONS.items()}
-    return [f"{name} {count * 100 // len(some)} %" for name, count in counts.items() if count]
+    masks = [sample.reasons for sample in samples]
+    counts = {name: sum(bool(mask & bit) for mask in masks) for bit, name in REASONS.items()}
+    return [f"{name} {count * 100 // len(masks)} %" for name, count in counts.items() if count]
 
 
 def _sample_until_told(link: Connection) -> None:

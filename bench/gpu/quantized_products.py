@@ -49,7 +49,7 @@ SILU = "mul(mul(a0, sigmoid(a0)), a1)"
 SHAPES = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 1), "up": (14336, 4096, 2), "down": (4096, 14336, 1)}
 TOKENS = "1,2,4,8,16,32,64,128,256,2048"
 # dtype of the codes, columns that share a scale (0: all), dtype of zero points. wgmma: as pack_fragments packs them;
-# normed: the same behind a norm, residual: the same added to a residual, for the products that have one.
+# normed: the product of a norm's result. residual: the product added to a residual. For the products that have one.
 FORMATS = {
     "g128": ("u8", 128, ""), "wgmma": ("u8", 128, ""), "normed": ("u8", 128, ""), "residual": ("u8", 128, ""),
     "g32": ("u8", 32, ""), "zeros": ("u8", 128, "u8"), "int8": ("i8", 0, ""),

@@ -18,7 +18,7 @@ from llmc.artifact.files import Files, Hook, check_writable, no_hook, sync_folde
 from llmc.diagnostics import Diagnostic
 
 PART = "manifest.json.part"
-EVALUATION = "report/eval.json"  # of llmc eval
+EVALUATION = "report/eval.json"  # written by llmc eval
 OF_WEIGHTS = (CANARY, EVALUATION)  # files that describe what the weights compute
 _AT_FDCWD, _EXCHANGE = -100, 2
 

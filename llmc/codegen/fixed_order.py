@@ -7,6 +7,7 @@ in those of decoding and in those that verify drafts, if op, module and weights 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from llmc.codegen.kernel import EXACT, Kernel, Schedule
 from llmc.diagnostics import Diagnostic, extension_code
@@ -15,9 +16,16 @@ from llmc.targets.target import Target
 
 Orders = dict[str, float]  # the order of sums -> time of the best candidate with it, relative to the best of all
 Key = tuple[str, str, tuple[str, ...]]  # op, module, weights
-Member = tuple[str, Node, Orders]  # the graph's name, the node, its orders
 ATTENTION = ("paged_attention", "paged_attention_parts")  # one computation, whole or in parts
-FAMILIES = ("step", "decode", "verify")  # with which the names of the model's own entry points begin
+FAMILIES = ("step", "decode", "verify")  # prefixes of the names of the model's own entry points
+
+
+class Member(NamedTuple):
+    """A node of a computation, the name of its graph, and the orders that its kernels offer."""
+
+    graph: str
+    node: Node
+    orders: Orders
 
 
 def order_of(kernel: Kernel, node: Node, schedule: Schedule, target: Target) -> str | None:
@@ -36,45 +44,47 @@ def agreed_orders(members: Sequence[tuple[Graph, Node, Orders]]) -> dict[Key, st
     """
     by_key: dict[Key, list[Member]] = {}
     for g, n, orders in members:
-        by_key.setdefault(key_of(g, n), []).append((g.name, n, orders))
-    kinds = {g.name for g, _, _ in members if _kind(g.name)}
+        by_key.setdefault(key_of(g, n), []).append(Member(g.name, n, orders))
+    entry_points = {g.name for g, _, _ in members if _is_own(g.name)}
     agreed = {}
     for key, equal in by_key.items():
         agreed[key] = _fastest(equal)
-        if agreed[key] != EXACT and _kind(equal[0][0]):
-            _check_everywhere(equal, kinds)
+        if agreed[key] != EXACT and _is_own(equal[0].graph):
+            _check_everywhere(equal, entry_points)
     return agreed
 
 
 def key_of(g: Graph, n: Node) -> Key:
     """Return the key that the nodes of one computation share in all entry points."""
-    kind = "" if _kind(g.name) else f"{g.name} "  # drafts do not change tokens: a draft model's graphs need not agree
+    # A draft model does not change tokens, so its graphs may differ.
+    prefix = "" if _is_own(g.name) else f"{g.name} "
     if n.op.name in ATTENTION:  # a sink is an operand of attention_combine if there are parts
-        return kind + ATTENTION[0], n.loc, ()
-    return kind + n.op.name, n.loc, tuple(v.name for v in n.operands if v.weight)
+        return prefix + ATTENTION[0], n.loc, ()
+    return prefix + n.op.name, n.loc, tuple(v.name for v in n.operands if v.weight)
 
 
-def _kind(graph: str) -> bool:
+def _is_own(graph: str) -> bool:
     """Whether a graph is an entry point of the model itself."""
     return graph.startswith(FAMILIES)
 
 
 def _fastest(members: Sequence[Member]) -> str:
     """Return the order with the smallest sum of relative times; raises Diagnostic E442 if none is common to all."""
-    total = {o: sum(m[2][o] for m in members) for o in members[0][2] if all(o in m[2] for m in members)}
-    if total:
-        return min(total, key=lambda o: total[o])
-    graph, node, orders = next(m for m in members if not set(m[2]) & set(members[0][2]))
+    first = members[0]
+    common = [order for order in first.orders if all(order in m.orders for m in members)]
+    if common:
+        return min(common, key=lambda order: sum(m.orders[order] for m in members))
+    other = next(m for m in members if not set(m.orders) & set(first.orders))
     cause = (
-        f"kernels of @{members[0][0]} add in the orders {_list(members[0][2])}, those of @{graph} in {_list(orders)}"
+        f"kernels of @{first.graph} add in the orders {_list(first.orders)}, "
+        f"those of @{other.graph} in {_list(other.orders)}"
     )
-    raise Diagnostic("E442", f"--deterministic: {cause}", "compile without --deterministic", node=node)
+    raise Diagnostic("E442", f"--deterministic: {cause}", "compile without --deterministic", node=other.node)
 
 
 def _check_everywhere(members: Sequence[Member], graphs: Iterable[str]) -> None:
     """Raise Diagnostic E443 if a graph has no node of the computation."""
-    have = {name for name, _, _ in members}
-    if missing := sorted(set(graphs) - have):
+    if missing := sorted(set(graphs) - {m.graph for m in members}):
         graph, node, _ = members[0]
         cause = f"--deterministic: @{graph} computes a {node.op.name} that @{missing[0]} computes by other ops"
         remedy = "leave passes out of --pipeline that depend on the number of tokens, such as split-kv"

@@ -63,11 +63,11 @@ class Storage:
 
     def _add_results(self, n: Node, outputs: set[Value]) -> None:
         """Set the roots of a node's results: a state's next version has the memory of the state that it replaces."""
-        slots = [s.name for s in n.op.operands]
-        written = iter(n.op.writes)  # the states whose next versions are results, in the same order
+        names = [slot.name for slot in n.op.operands]
+        written_states = iter(n.op.writes)  # the states whose next versions are results, in the same order
         for r in n.results:
             if r.type.state:
-                self.root[r] = self.root[n.operands[slots.index(next(written))]]
+                self.root[r] = self.root[n.operands[names.index(next(written_states))]]
             elif n.op.name == "reshape" and self._can_alias(n, r, outputs):
                 self.root[r] = self.root[n.operands[0]]
             else:
@@ -91,7 +91,7 @@ def _kind_of_input(v: Value) -> str:
 
 
 def launched(n: Node, storage: Storage) -> bool:
-    """Whether the node is launched; a reshape that is an alias is not."""
+    """Whether the node is launched as a kernel; a reshape that is an alias is not."""
     return n.op.name != "reshape" or n in storage.copies
 
 
@@ -99,32 +99,33 @@ class Arena:
     """Best-fit allocation of ranges below a high-water mark. All sizes are multiples of ALIGN."""
 
     def __init__(self) -> None:
-        self.free: list[tuple[int, int]] = []
-        self.top = 0
+        self.free: list[tuple[int, int]] = []  # (offset, bytes) of every free range
+        self.top = 0  # the high-water mark
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate `nbytes` and return the offset."""
-        fits = [(size, at) for at, size in self.free if size >= nbytes]
-        if fits:
-            size, at = min(fits)
-            self.free.remove((at, size))
+        """Allocate `nbytes` and return the offset: in the smallest free range that fits, else at the top."""
+        fitting = [(size, offset) for offset, size in self.free if size >= nbytes]
+        if fitting:
+            size, offset = min(fitting)
+            self.free.remove((offset, size))
             if size > nbytes:
-                self.free.append((at + nbytes, size - nbytes))
-            return at
-        at, size = max(self.free, default=(self.top, 0))
-        if at + size != self.top:
-            at, size = self.top, 0
-        elif size:
-            self.free.remove((at, size))
-        self.top = at + nbytes
-        return at
+                self.free.append((offset + nbytes, size - nbytes))
+            return offset
+        offset, size = max(self.free, default=(self.top, 0))
+        if offset + size != self.top:
+            offset = self.top
+        elif size:  # the last free range ends at the top, and grows
+            self.free.remove((offset, size))
+        self.top = offset + nbytes
+        return offset
 
-    def release(self, at: int, nbytes: int) -> None:
+    def release(self, offset: int, nbytes: int) -> None:
         """Free a range, merging it with adjacent free ranges."""
-        for other in [f for f in self.free if f[0] + f[1] == at or at + nbytes == f[0]]:
-            self.free.remove(other)
-            at, nbytes = min(at, other[0]), nbytes + other[1]
-        self.free.append((at, nbytes))
+        adjacent = [r for r in self.free if r[0] + r[1] == offset or offset + nbytes == r[0]]
+        for other_offset, other_bytes in adjacent:
+            self.free.remove((other_offset, other_bytes))
+            offset, nbytes = min(offset, other_offset), nbytes + other_bytes
+        self.free.append((offset, nbytes))
 
 
 def top_bytes(v: Value, symbols: Mapping[str, tuple[int, int]]) -> int:
@@ -140,9 +141,11 @@ def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlac
     arena, offsets = Arena(), dict[Value, int]()  # the offsets of all roots so far, also of those that are released
     slots: list[Slot] = []
     for i, n in enumerate(nodes):
-        reused = _reused(n, i, storage, last, offsets, symbols, inplace(n) if n.choice else ())
-        placed = [r for r in n.results if storage.in_arena(r)]
-        for r in placed:
+        ending = {storage.root[v] for v in n.operands if last[storage.root[v]] == i and storage.root[v] in offsets}
+        reused = _reused(n, storage, ending, symbols, inplace(n) if n.choice else ())
+        for r in n.results:
+            if not storage.in_arena(r):
+                continue
             size = top_bytes(r, symbols)
             offsets[r] = offsets[reused[r]] if r in reused else arena.allocate(size)
             slots.append(Slot(r.name, str(r.type), offsets[r], size, i, last.get(r, i), n.loc))
@@ -154,6 +157,7 @@ def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlac
 
 
 def _last_uses(nodes: list[Node], storage: Storage) -> dict[Value, int]:
+    """Return the number of the last node that reads or writes each root."""
     last: dict[Value, int] = {}
     for i, n in enumerate(nodes):
         for v in [*n.operands, *n.results]:
@@ -163,23 +167,25 @@ def _last_uses(nodes: list[Node], storage: Storage) -> dict[Value, int]:
 
 def _reused(
     n: Node,
-    i: int,
     storage: Storage,
-    last: dict[Value, int],
-    at: dict[Value, int],
+    ending: set[Value],
     symbols: Mapping[str, tuple[int, int]],
     pairs: tuple[tuple[int, int], ...],
 ) -> dict[Value, Value]:
-    """Return the results that reuse the memory of an operand of equal size that is read once and last used here."""
+    """Return result -> operand for the results that take the memory of an operand.
+
+    ending: the arena roots whose last use is this node. pairs: the (operand, result) numbers for which the kernel
+    permits it. The operand must be read once and have the result's size.
+    """
     roots = [storage.root[v] for v in n.operands]
-    out: dict[Value, Value] = {}
+    reused: dict[Value, Value] = {}
     for operand, result in pairs:
-        v, r = roots[operand], n.results[result]
-        owns = storage.in_arena(r) and r not in out
-        free = v in at and last[v] == i and roots.count(v) == 1 and v not in out.values()
-        if owns and free and top_bytes(v, symbols) == top_bytes(r, symbols):
-            out[r] = v
-    return out
+        root, r = roots[operand], n.results[result]
+        needs_memory = storage.in_arena(r) and r not in reused
+        is_free = root in ending and roots.count(root) == 1 and root not in reused.values()
+        if needs_memory and is_free and top_bytes(root, symbols) == top_bytes(r, symbols):
+            reused[r] = root
+    return reused
 
 
 def report(m: Module) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from llmc.ir.scalar import E, expr
 
@@ -49,11 +49,21 @@ ELEMENT: Primitives = MappingProxyType(
 )
 
 
+class DagNode(NamedTuple):
+    """A primitive with its operands.
+
+    args: the indices of the operand nodes; of an "arg", the number of the argument; of a "const", its value.
+    """
+
+    fn: str
+    args: tuple[float, ...]
+
+
 @dataclass
 class Dag:
     """Expressions with common subexpressions merged. Nodes are identified by index; operands precede their users."""
 
-    nodes: list[tuple[str, tuple[float, ...]]] = field(default_factory=list)
+    nodes: list[DagNode] = field(default_factory=list)
     index: dict[tuple[str, tuple[float, ...]], int] = field(default_factory=dict)
 
     def add(self, e: E) -> int:
@@ -68,13 +78,17 @@ class Dag:
         key = (fn, tuple(map(repr, args)) if fn == "const" else args)
         if key not in self.index:
             self.index[key] = len(self.nodes)  # type: ignore[index]
-            self.nodes.append((fn, args))
+            self.nodes.append(DagNode(fn, args))
         return self.index[key]  # type: ignore[index]
 
     def operands(self, i: int) -> tuple[int, ...]:
         """Return the operands' indices; empty for arguments and constants."""
         fn, args = self.nodes[i]
         return () if fn in ("arg", "const") else tuple(int(a) for a in args)
+
+    def argument(self, i: int) -> int:
+        """Return the number of the argument that node `i` stands for, which is an "arg"."""
+        return int(self.nodes[i].args[0])
 
     def below(self, roots: Iterable[int], stop: Callable[[int], bool] = lambda i: False) -> list[int]:
         """Return all nodes that the roots depend on, operands first, without following operands of `stop` nodes."""

@@ -98,7 +98,12 @@ def space(shapes: Sequence[tuple[Dim, ...]], reduces: bool) -> Space:
 
 
 class RowProgram:
-    """A node as a row program: its iteration space, its expressions as a DAG, and its passes."""
+    """A node as a row program: its iteration space, its expressions as a DAG, and its passes over the row.
+
+    roots: the DAG nodes of the results. count: number of operands; value numbers count operands first, then results.
+    varies: whether each DAG node varies along the row. level: the pass before which each DAG node is known, if it is
+    constant along the row, or that computes it. passes: see `_passes`. cached: see `_cached`.
+    """
 
     def __init__(self, node: Node, roots: Sequence[E]):
         """Build the program of a node whose first results are the expressions `roots`."""
@@ -111,10 +116,10 @@ class RowProgram:
         self.space = space(shapes, reduces)
         self.varies: list[bool] = []
         self.level: list[int] = []
-        for i, (fn, args) in enumerate(self.dag.nodes):
+        for i, (fn, _) in enumerate(self.dag.nodes):
             below = self.dag.operands(i)
             if fn == "arg":
-                self.varies.append(self.space.varies[int(args[0])][-1])
+                self.varies.append(self.space.varies[self.dag.argument(i)][-1])
             else:
                 self.varies.append(not fn.startswith("row_") and any(self.varies[b] for b in below))
             self.level.append(max((self.level[b] + self.reduction(b) for b in below), default=0))
@@ -126,7 +131,7 @@ class RowProgram:
 
         A value that is constant along the row has size 1 there, so reducing it is the identity.
         """
-        return self.dag.nodes[i][0].startswith("row_") and self.varies[self.dag.operands(i)[0]]
+        return self.dag.nodes[i].fn.startswith("row_") and self.varies[self.dag.operands(i)[0]]
 
     def _passes(self) -> list[list[int]]:
         """Return the target nodes of each pass: the reductions of its level, in the last pass the results that vary."""
@@ -148,7 +153,7 @@ class RowProgram:
         in_two_passes: dict[int, int] = {}
         for k, targets in enumerate(self.passes):
             for i in self.work(targets):
-                if self.dag.nodes[i][0] in COSTLY:
+                if self.dag.nodes[i].fn in COSTLY:
                     if i in first:
                         in_two_passes[i] = first[i]
                     first.setdefault(i, k)
@@ -161,7 +166,7 @@ def same_layout(node: Node) -> tuple[tuple[int, int], ...]:
     Each of their elements is read and written at a single, common place, so the pair can share memory.
     """
     p = RowProgram(node, expressions(node) or [])
-    full = [i for i, has in enumerate(p.space.varies) if all(has)]
+    full = [i for i, varies in enumerate(p.space.varies) if all(varies)]
     return tuple(
         (i, k)
         for k, r in enumerate(node.results)

@@ -1,4 +1,8 @@
-"""Lowerings of aten ops that compute: pointwise ops, reductions, norms and products."""
+"""Lowerings of aten ops that compute: pointwise ops, reductions, norms and products.
+
+A lowering is a function of a `Call` and of the arguments of the aten op. It adds nodes with the call's builder, `c.b`,
+and returns the results.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +13,36 @@ from typing import Any
 from llmc.frontend.lowering import Call, Unsupported, axis_of
 from llmc.ir.graph import Value
 
-Row = Callable[..., Any]
+Lowering = Callable[..., Any]  # (Call, *arguments of the aten op) -> Value, or a tuple of one Value per result
 
 
-def unary(name: str) -> Row:
+def unary(name: str) -> Lowering:
     """Return the lowering of a pointwise op with one operand."""
     return lambda c, x: getattr(c.b, name)(x)
 
 
-def binary(name: str) -> Row:
+def binary(name: str) -> Lowering:
     """Return the lowering of a pointwise op with two operands, either of which may be a number."""
 
-    def row(c: Call, x: Any, y: Any, *, alpha: Any = 1) -> Value:
+    def lower(c: Call, x: Any, y: Any, *, alpha: Any = 1) -> Value:
         like = x if isinstance(x, Value) else y
         x, y = c.value(x, like), c.value(y, like)
         if alpha != 1:
             y = c.b.mul(y, c.value(alpha, y))
         return getattr(c.b, name)(x, y)
 
-    return row
+    return lower
 
 
-def logical(name: str) -> Row:
+def logical(name: str) -> Lowering:
     """Return the lowering of a bitwise op; only bool tensors are supported."""
 
-    def row(c: Call, *xs: Any) -> Value:
+    def lower(c: Call, *xs: Any) -> Value:
         if any(not isinstance(x, Value) or x.type.dtype != "bool" for x in xs):
             raise Unsupported(f"bitwise {name} of anything but bool tensors")
         return getattr(c.b, f"logical_{name}")(*xs)
 
-    return row
+    return lower
 
 
 def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
@@ -46,21 +50,28 @@ def div(c: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
     like_x = x if isinstance(x, Value) else c.type
     like_y = y if isinstance(y, Value) else c.type
     x, y = c.value(x, like_y), c.value(y, like_x)
-    whole = {x.type.dtype[0], y.type.dtype[0]} <= {"i", "u", "b"}
-    if whole:
-        floats = c.type.dtype if rounding_mode is None else "f32"
-        x, y = c.cast(x, floats), c.cast(y, floats)
-    q = c.b.div(x, y)
+    are_integers = {x.type.dtype[0], y.type.dtype[0]} <= {"i", "u", "b"}
+    if are_integers:
+        float_dtype = c.type.dtype if rounding_mode is None else "f32"
+        x, y = c.cast(x, float_dtype), c.cast(y, float_dtype)
+    quotient = c.b.div(x, y)
     if rounding_mode is None:
-        return q
-    if rounding_mode == "trunc" and not whole:
+        return quotient
+    if rounding_mode == "floor":
+        return c.cast(c.b.floor(quotient), c.type.dtype)
+    if not are_integers:
         raise Unsupported("div truncating floats")
-    return c.cast(q if rounding_mode == "trunc" else c.b.floor(q), c.type.dtype)
+    return c.cast(quotient, c.type.dtype)  # the cast to integers truncates
 
 
-def in_float32(row: Row) -> Row:
-    """Return the lowering `row`, which has several nodes, in float32: its result is rounded once, as in torch."""
-    return lambda c, x, *args, **kw: c.cast(row(c, c.cast(x, "f32"), *args, **kw), c.type.dtype)
+def in_float32(lower: Lowering) -> Lowering:
+    """Return `lower` computed in float32: an op that becomes several nodes is rounded once, as in torch."""
+    return lambda c, x, *args, **kw: c.cast(lower(c, c.cast(x, "f32"), *args, **kw), c.type.dtype)
+
+
+def expm1(c: Call, x: Value) -> Value:
+    """Lower exp(x) - 1 as tanh(x / 2) * (exp(x) + 1), which is accurate near zero."""
+    return c.b.mul(c.b.tanh(c.b.mul(x, c.value(0.5, x))), c.b.add(c.b.exp(x), c.value(1.0, x)))
 
 
 def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value:
@@ -69,6 +80,21 @@ def softplus(c: Call, x: Value, beta: float = 1, threshold: float = 20) -> Value
         raise Unsupported(f"softplus with beta={beta}")
     tail = c.b.log(c.b.add(c.b.exp(c.b.neg(c.b.abs(x))), c.value(1.0, x)))
     return c.b.add(c.b.relu(x), tail)
+
+
+def leaky_relu(c: Call, x: Value, slope: float = 0.01) -> Value:
+    """Lower leaky_relu: x if x > 0, else slope * x."""
+    return c.b.where(c.b.gt(x, c.value(0.0, x)), x, c.b.mul(x, c.value(slope, x)))
+
+
+def where(c: Call, condition: Value, x: Any, y: Any) -> Value:
+    """Lower where; numbers become constants of the result's dtype."""
+    return c.b.where(condition, c.value(x, c.type), c.value(y, c.type))
+
+
+def masked_fill(c: Call, x: Value, mask: Value, value: Any) -> Value:
+    """Lower masked_fill with a number."""
+    return c.b.where(mask, c.value(value, x), x)
 
 
 def max_dim(c: Call, x: Value, dim: int, keepdim: bool = False) -> tuple[Value, ...]:
@@ -92,10 +118,10 @@ def clamp(c: Call, x: Value, low: Any = None, high: Any = None) -> Value:
     return x if high is None else c.b.minimum(x, c.value(high, x))
 
 
-def reduce(name: str) -> Row:
+def reduce(name: str) -> Lowering:
     """Return the lowering of a reduction over one axis, several axes, or all axes if none are named."""
 
-    def row(c: Call, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+    def lower(c: Call, x: Value, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
         if dtype is not None:
             x = c.cast(x, c.type.dtype)
         if isinstance(dim, int):
@@ -106,7 +132,7 @@ def reduce(name: str) -> Row:
             x = getattr(c.b, name)(x, axis=axis - x.type.rank, keepdim=keepdim)
         return x
 
-    return row
+    return lower
 
 
 def vector_norm(
@@ -119,7 +145,7 @@ def vector_norm(
     return total if ord == 1 else c.b.sqrt(total)
 
 
-def along(name: str) -> Row:
+def along(name: str) -> Lowering:
     """Return the lowering of an op along one axis that, like torch, first casts to the result's dtype."""
     return lambda c, x, dim, dtype=None: getattr(c.b, name)(c.cast(x, c.type.dtype), axis=axis_of(x, dim) - x.type.rank)
 
@@ -189,7 +215,7 @@ _UNARY = (
 _GELU = MappingProxyType({"none": "gelu", "tanh": "gelu_tanh"})
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
-ROWS: Mapping[str, Row] = MappingProxyType(
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         **{f"aten.{n}.default": unary(n) for n in _UNARY},
         **{f"aten.{n}.{kind}": binary(n) for n in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")},
@@ -203,10 +229,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "aten.bitwise_not.default": logical("not"),
         "aten.rsub.Scalar": lambda c, x, y, alpha=1: binary("sub")(c, y, x, alpha=alpha),
         "aten.softplus.default": in_float32(softplus),
-        # tanh(x/2) * (exp(x) + 1), which is accurate near zero
-        "aten.expm1.default": in_float32(
-            lambda c, x: c.b.mul(c.b.tanh(c.b.mul(x, c.value(0.5, x))), c.b.add(c.b.exp(x), c.value(1.0, x)))
-        ),
+        "aten.expm1.default": in_float32(expm1),
         "aten.log1p.default": in_float32(lambda c, x: c.b.log(c.b.add(x, c.value(1.0, x)))),
         "aten.ceil.default": lambda c, x: c.b.neg(c.b.floor(c.b.neg(x))),
         "aten.max.dim": max_dim,
@@ -216,19 +239,11 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         **{f"aten.{n}": clamp for n in ("clamp.default", "clamp.Tensor", "clip.default", "clamp_min.default")},
         "aten.hardtanh.default": lambda c, x, low=-1.0, high=1.0: clamp(c, x, low, high),
         "aten.relu6.default": lambda c, x: clamp(c, x, 0.0, 6.0),
-        "aten.leaky_relu.default": lambda c, x, slope=0.01: c.b.where(
-            c.b.gt(x, c.value(0.0, x)), x, c.b.mul(x, c.value(slope, x))
-        ),
+        "aten.leaky_relu.default": leaky_relu,
         "aten.min.other": binary("minimum"),
         "aten.max.other": binary("maximum"),
-        **{
-            f"aten.where.{n}": lambda c, cond, x, y: c.b.where(cond, c.value(x, c.type), c.value(y, c.type))
-            for n in ("self", "ScalarOther", "ScalarSelf", "Scalar")
-        },
-        **{
-            f"aten.masked_fill.{n}": lambda c, x, mask, value: c.b.where(mask, c.value(value, x), x)
-            for n in ("Scalar", "Tensor")
-        },
+        **{f"aten.where.{n}": where for n in ("self", "ScalarOther", "ScalarSelf", "Scalar")},
+        **{f"aten.masked_fill.{n}": masked_fill for n in ("Scalar", "Tensor")},
         "aten.sum.dim_IntList": reduce("sum"),
         "aten.mean.dim": reduce("mean"),
         "aten.linalg_vector_norm.default": vector_norm,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from llmc.frontend.aten_math import Row
+from llmc.frontend.aten_math import Lowering
 from llmc.frontend.lowering import Call, Unsupported, axis_of
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Value
@@ -211,7 +211,7 @@ ALIASES = frozenset(
 # Overloads that return their operand if nothing has to be copied.
 UNLESS_COPIED = frozenset({"aten.contiguous.default", "aten.type_as.default", *(f"aten.to.{n}" for n in _TO)})
 
-ROWS: Mapping[str, Row] = MappingProxyType(
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         **{f"aten.{n}": view for n in _VIEWS},
         **{f"aten.{n}": same for n in _NO_OPS},

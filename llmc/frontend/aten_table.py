@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from llmc.frontend import aten_math, aten_shape
-from llmc.frontend.aten_math import Row
+from llmc.frontend.aten_math import Lowering
 from llmc.frontend.lowering import IR_DTYPE, Call
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Value
@@ -26,25 +26,25 @@ def linear_recurrence(
 
     `decay` is [1, T, H], or [1, T, H, D] with a factor for each channel of a key.
     """
-    few_q, few_k = _unrepeated(c, q), _unrepeated(c, k)
-    if few_q.type.shape[2] == few_k.type.shape[2]:
-        q, k = few_q, few_k
+    unrepeated_q, unrepeated_k = _unrepeated(c, q), _unrepeated(c, k)
+    if unrepeated_q.type.shape[2] == unrepeated_k.type.shape[2]:
+        q, k = unrepeated_q, unrepeated_k
     q, k, v, decay = (_without_batch(c, x) for x in (q, k, v, decay))
     extra = () if beta is None else (_without_batch(c, beta),)
     if decay.type.rank == 3:
         tokens, heads, size = decay.type.shape
         decay = c.reshape(decay, (tokens, heads * size))
-    q, k = _normal(c, q, scale, eps), _normal(c, k, 1.0, eps)
+    q, k = _scaled(c, q, scale, eps), _scaled(c, k, 1.0, eps)
     return c.reshape(c.b.linear_recurrence(q, k, v, decay, c.positions, *extra, layer=0), c.shape)
 
 
 def _without_batch(c: Call, x: Value) -> Value:
-    """[1, ...] -> [...]."""
+    """Reshape [1, ...] to [...]."""
     return c.reshape(x, x.type.shape[1:])
 
 
 def _unrepeated(c: Call, x: Value) -> Value:
-    """[1, T, H, D] that repeats each of G heads H / G times, one after another -> the heads [1, T, G, D]."""
+    """Return the heads [1, T, G, D] if x [1, T, H, D] repeats each of them H / G times in a row, else x."""
     if x.node is None or x.node.op.name != "reshape" or x.node.operands[0].type.rank != 5:
         return x
     inner = x.node.operands[0].node
@@ -55,8 +55,8 @@ def _unrepeated(c: Call, x: Value) -> Value:
     return c.reshape(heads, (batch, t, g, d)) if repeats else x
 
 
-def _normal(c: Call, x: Value, scale: float, eps: float) -> Value:
-    """Multiply by `scale`, with eps > 0 also by the reciprocal of the length; computed in f32 and rounded once."""
+def _scaled(c: Call, x: Value, scale: float, eps: float) -> Value:
+    """Multiply x by `scale` and, if eps > 0, divide it by its L2 norm; compute in f32 and round once."""
     if scale == 1.0 and not eps:
         return x
     wide = c.cast(x, "f32")
@@ -78,17 +78,18 @@ def attention(
     the width of a key.
     """
 
-    def filled(x: Value) -> Value:
-        if lack <= 0:
+    missing = (v.type.shape[-1] - k.type.shape[-1]).const or 0
+
+    def padded(x: Value) -> Value:
+        if missing <= 0:
             return x
-        zeros = c.broadcast(c.b.constant(0.0, x.type.dtype), (*x.type.shape[:-1], Dim.of(lack)))
+        zeros = c.broadcast(c.b.constant(0.0, x.type.dtype), (*x.type.shape[:-1], Dim.of(missing)))
         return c.b.concat(x, zeros, axis=2)
 
     extra = () if sinks is None else (sinks,)
-    lack = (v.type.shape[-1] - k.type.shape[-1]).const or 0
     out = c.b.attention(
-        filled(_tokens_first(c, q)),
-        filled(_tokens_first(c, k)),
+        padded(_tokens_first(c, q)),
+        padded(_tokens_first(c, k)),
         _tokens_first(c, v),
         c.positions,
         *extra,
@@ -108,7 +109,7 @@ def alibi_attention(c: Call, q: Value, k: Value, v: Value, slopes: Value, layer:
 
 
 def _tokens_first(c: Call, x: Value) -> Value:
-    """[1, H, T, D] -> [T, H, D]."""
+    """Transpose [1, H, T, D] to [T, H, D]."""
     return _without_batch(c, c.transpose(x, (0, 2, 1, 3)))
 
 
@@ -129,6 +130,7 @@ def rope_tables(
 
 
 def _widen(c: Call, x: Value, layout: str) -> Value:
+    """Widen a table [t, h] to [t, 2 h] ("twice": halves) or [t, h, 2] ("pairs"); other layouts keep it."""
     if layout == "twice":
         return c.b.concat(x, x, axis=1)
     if layout == "pairs":
@@ -146,33 +148,34 @@ def complex_(c: Call, real: Value, imaginary: Value) -> Value:
 def complex_mul(c: Call, x: Value, y: Value) -> Value:
     """Lower a complex product as a rotation of pairs: (a + ib)(d + ie) = (ad - be) + i(bd + ae).
 
-    The result is x * d + turned * e, in which turned holds (-b, a): models write rotations of pairs in this form.
+    The result is x * d + swapped * e, in which `swapped` has the pairs (-b, a). Models write rotations of pairs in this
+    form, which the pass fuse-rope recognizes.
     """
     *outer, h, two = c.shape
     width, last = h * two, len(outer)
     flat = (*outer, width)
 
-    def factor(i: int) -> Value:
-        """Return part i of y, repeated for both numbers of a pair: [..., 2 * h]."""
-        return c.reshape(_twice(c, c.part(y, y.type.rank - 1, i, i + 1)), (*y.type.shape[:-2], width))
+    def factor(part: int) -> Value:
+        """Return the real (0) or imaginary (1) part of y, repeated for both numbers of a pair: [..., 2 * h]."""
+        return c.reshape(_twice(c, c.part(y, y.type.rank - 1, part, part + 1)), (*y.type.shape[:-2], width))
 
     d, e = factor(0), factor(1)
     x = c.reshape(c.broadcast(x, c.shape), flat)
     a = c.b.slice(x, axis=last, start=Dim.of(0), stop=width, step=2)
     b = c.b.slice(x, axis=last, start=Dim.of(1), stop=width, step=2)
-    pair = (*outer, h, Dim.of(1))
-    turned = c.b.concat(c.reshape(c.b.neg(b), pair), c.reshape(a, pair), axis=last + 1)
-    return c.reshape(c.b.add(c.b.mul(x, d), c.b.mul(c.reshape(turned, flat), e)), c.shape)
+    column = (*outer, h, Dim.of(1))
+    swapped = c.b.concat(c.reshape(c.b.neg(b), column), c.reshape(a, column), axis=last + 1)
+    return c.reshape(c.b.add(c.b.mul(x, d), c.b.mul(c.reshape(swapped, flat), e)), c.shape)
 
 
 def _twice(c: Call, x: Value) -> Value:
     return c.broadcast(x, (*x.type.shape[:-1], Dim.of(2)))
 
 
-TABLE: Mapping[str, Row] = MappingProxyType(
+TABLE: Mapping[str, Lowering] = MappingProxyType(
     {
-        **aten_math.ROWS,
-        **aten_shape.ROWS,
+        **aten_math.LOWERINGS,
+        **aten_shape.LOWERINGS,
         "aten.view_as_real.default": aten_shape.same,
         "llmc.alibi_attention.default": alibi_attention,
         "llmc.attention.default": attention,
@@ -185,7 +188,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
 
 # Overloads with a complex result. They need entries of their own because a complex tensor has one more axis in IR, so
 # axes counted from the end differ.
-COMPLEX: Mapping[str, Row] = MappingProxyType(
+COMPLEX: Mapping[str, Lowering] = MappingProxyType(
     {
         "aten.complex.default": complex_,
         "aten.view_as_complex.default": aten_shape.same,

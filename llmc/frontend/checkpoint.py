@@ -35,7 +35,7 @@ HEADS = re.compile(r"^((\w+\.)?lm_head|embed_out|cls|qa_outputs|score|classifier
 FLOATS = ("f64", "f32", "bf16", "f16")
 _MAX_EARLY_TENSORS = 5000  # tensors up to which shapes are compared before the trace
 _COMPARED_ROWS = 1024  # rows that are compared at a time
-PARTS = ("codes", "scales", "zeros")  # of a quantised weight, in the order of the operands of `assemble`
+PARTS = ("codes", "scales", "zeros")  # parts of a quantised weight, in the order of the operands of `assemble`
 
 
 class WeightDecoder(Protocol):
@@ -102,7 +102,7 @@ class Checkpoint:
             cause = f"{traced.source.folder} contains quantised weights, which need a decoder"
             raise Diagnostic("E307", cause, "compile it with llmc compile, which finds the decoder")
         self.traced = traced
-        self.not_finite = NotFinite()  # of the rows that were read
+        self.not_finite = NotFinite()  # non-finite numbers in the rows read so far
         self._tensors = TensorFiles(folder or traced.source.folder)
         if decoder is None:
             _check_not_quantised(self._tensors.tensors)
@@ -126,9 +126,9 @@ class Checkpoint:
             self._check_dtype(name, value)
         self._check_tied(known)
         self._values = {name: _cast(build, v, traced.weights[name].type.dtype) for name, v in located.items()}
-        self.formats: dict[str, QFormat] = {}  # of weights that can be read as parts
+        self.formats: dict[str, QFormat] = {}  # formats of the weights that can be read as parts
         self.transposed: set[str] = set()  # names of `formats` whose parts are the weight's transpose
-        self.counts: dict[str, int] = {}  # of `formats`: how many stored weights it consists of
+        self.counts: dict[str, int] = {}  # weight in `formats` -> number of stored weights that it consists of
         self.orders: dict[str, str] = {}  # the name under which the order of a weight's columns is read, if it has one
         if decoder:
             self._add_parts(located, decoder, build)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.aten_math import Row
+from llmc.frontend.aten_math import Lowering
 from llmc.frontend.aten_shape import ALIASES, END, UNLESS_COPIED, joined
 from llmc.frontend.aten_table import COMPLEX, TABLE
 from llmc.frontend.export import Exported
@@ -34,7 +34,7 @@ class Converted:
     tied: Mapping[str, str]
 
 
-def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
+def convert(exported: Exported, table: Mapping[str, Lowering] = TABLE) -> Converted:
     """Convert to @main(tokens i32[T], positions i32[T], last i32[R], weights) -> logits [R, V].
 
     A trace that takes or returns hidden states has an input `hidden` [T, H] and further results [T, H].
@@ -43,18 +43,18 @@ def convert(exported: Exported, table: Mapping[str, Row] = TABLE) -> Converted:
     """
     nodes = exported.program.graph.nodes
     needed = _needed(nodes)
-    lowering = _Lowering(exported, needed, table)
+    converter = _Converter(exported, needed, table)
     for n in nodes:
         if n in needed:
-            lowering.node(n)
-    graph = lowering.graph
+            converter.node(n)
+    graph = converter.graph
     for dead in list(reversed(graph.nodes)):
         if not graph.is_used(dead):
             graph.erase(dead)
     _number_layers(graph)
     symbols = {"T": (1, exported.max_tokens), "R": (1, exported.max_rows)}
     weights = tuple(v.name for v in graph.inputs if v.weight)
-    return Converted(Module({graph.name: graph}, symbols), weights, lowering.tied)
+    return Converted(Module({graph.name: graph}, symbols), weights, converter.tied)
 
 
 def _needed(nodes: Any) -> set[Any]:
@@ -75,10 +75,10 @@ def _in_place(n: Any) -> bool:
     return n.op == "call_function" and space == "aten" and op.endswith("_") and not op.endswith("__")
 
 
-class _Lowering:
+class _Converter:
     """The state of one conversion: maps torch nodes to IR values, symbolic sizes to Dims, and lists to tuples."""
 
-    def __init__(self, exported: Exported, needed: set[Any], table: Mapping[str, Row]):
+    def __init__(self, exported: Exported, needed: set[Any], table: Mapping[str, Lowering]):
         self.exported, self.table = exported, table
         self.graph = Graph("main")
         self.env: dict[Any, Any] = {}
@@ -149,12 +149,12 @@ class _Lowering:
             return self.env[n.args[0]][n.args[1]]
         fakes = fake if isinstance(fake, list | tuple) else [fake]
         table = COMPLEX if any(f.dtype in PARTS for f in fakes) else self.table
-        row = table.get(_functional(name) if _in_place(n) else name)
-        if row is None:
-            raise _no_row(name, loc, module)
+        lower = table.get(_functional(name) if _in_place(n) else name)
+        if lower is None:
+            raise _no_lowering(name, loc, module)
         types = tuple(self._sized(self.sizes.type, f, name, loc) for f in fakes)
         call = Call(Builder(self.graph, OPS, loc=loc), types, self.inputs["position_ids"])
-        result = self._apply(call, row, n, name, loc)
+        result = self._apply(call, lower, n, name, loc)
         if _in_place(n):
             self._write(call, n, result, name)
         return result
@@ -165,10 +165,10 @@ class _Lowering:
         except Unsupported as e:
             raise Diagnostic("E311", f"{name}: {e}", _REPORT, loc=loc) from e
 
-    def _apply(self, call: Call, row: Row, n: Any, name: str, loc: str) -> Any:
+    def _apply(self, call: Call, lower: Lowering, n: Any, name: str, loc: str) -> Any:
         """Call a lowering; errors become Diagnostic E311, results are cast to torch's dtypes."""
         try:
-            out = row(call, *[self._value(a) for a in n.args], **{k: self._value(a) for k, a in n.kwargs.items()})
+            out = lower(call, *[self._value(a) for a in n.args], **{k: self._value(a) for k, a in n.kwargs.items()})
             values = out if isinstance(out, tuple) else (out,)
             fixed = tuple(_fit(call, v, t) for v, t in zip(values, call.types, strict=True))
         except (Unsupported, Mismatch, TypeError) as e:
@@ -197,7 +197,7 @@ class _Lowering:
         read_later = any(self._read_after(u, n) for u in users if _is_view(u) and self.order[u] < self.order[n])
         new: Value | None = value
         if whole is not target:
-            defaults = [0, 0, END, 1]  # of aten.slice: dim, start, end, step
+            defaults = [0, 0, END, 1]  # aten.slice: dim, start, end, step
             passed = list(target.args[1:])
             arguments = passed + defaults[len(passed) :]
             new = joined(call, self.env[whole], value, *map(self._value, arguments))
@@ -291,11 +291,11 @@ def _loc(n: Any) -> tuple[str, str]:
 _REPORT = "report the model and this message"
 
 
-def _no_row(name: str, loc: str, module: str) -> Diagnostic:
+def _no_lowering(name: str, loc: str, module: str) -> Diagnostic:
     known = "llmc/frontend/aten_math.py (it computes) or aten_shape.py (it moves data)"
     return Diagnostic(
         "E310",
         f"{name} ({module.rsplit('.', 1)[-1] or 'top level'}) has no row in the aten table",
-        f'add one line to ROWS in {known}: "{name}": lambda c, x: c.b.OP(x), with an op that `llmc ops` lists',
+        f'add one line to LOWERINGS in {known}: "{name}": lambda c, x: c.b.OP(x), with an op that `llmc ops` lists',
         loc=loc,
     )

@@ -118,7 +118,7 @@ def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of the layers whose inputs are read. Below eagle_config, layers are named by outputs."""
     nested = config.get(_NESTED)
     numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
-    shift = 1  # from the number of the layer with an output to that of the next one, which has it as its input
+    shift = 1  # a hidden state is the output of layer i and the input of layer i + 1
     if numbers is None:
         numbers, shift = config.get(_KEY), 0
     if numbers is None:

@@ -43,7 +43,7 @@ _MASKED_LOGIT = -1e30  # logit of tokens that the head cannot draft
 _UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", T2D, D2T, EMBEDDING)
 _FLOATS, _INTEGERS = ("f16", "bf16", "f32", "f64"), ("i32", "i64")
 _CHECKED = 1 << 24  # numbers of a weight that are checked at a time
-_TABLE = "rotary_emb.inv_freq"  # with which the names of rotary tables end; these are computed
+_TABLE = "rotary_emb.inv_freq"  # suffix of the names of rotary tables, which are computed, not read
 
 
 class WideAttention(LlamaAttention):

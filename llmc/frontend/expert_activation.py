@@ -106,10 +106,10 @@ def _call(g: Graph, n: Any, env: dict[Any, Any]) -> Any:
     fakes = n.meta["val"] if isinstance(n.meta["val"], list | tuple) else [n.meta["val"]]
     call = Call(Builder(g, OPS), tuple(Sizes({}).type(f) for f in fakes), next(iter(g.inputs)))
     arguments = torch.fx.node.map_arg((n.args, dict(n.kwargs)), lambda a: env[a])
-    row = TABLE.get(str(n.target))
-    if row is None:
+    lower = TABLE.get(str(n.target))
+    if lower is None:
         raise Unsupported(f"{n.target} has no row in the aten table")
-    return row(call, *arguments[0], **arguments[1])
+    return lower(call, *arguments[0], **arguments[1])
 
 
 def _expression(g: Graph, done: dict[Value, E]) -> E:

@@ -301,7 +301,7 @@ def export(
     inputs |= more
     dynamic |= {name: {1: tokens} for name in more}
     accepted = inspect.signature(model.forward).parameters
-    if "position_ids" not in accepted:  # only attention depends on positions, and it has those of the graph
+    if "position_ids" not in accepted:  # only attention depends on positions, and it reads the graph's
         del inputs["position_ids"], dynamic["position_ids"]
     if "use_cache" in accepted:
         inputs["use_cache"], dynamic["use_cache"] = False, None

@@ -34,7 +34,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 TIMEOUT_SECONDS = 20.0  # timeout of a request in seconds
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
-Check = Callable[[Mapping[str, Any]], object]  # of a config.json; raises if the model is not supported
+Check = Callable[[Mapping[str, Any]], object]  # checks a config.json; raises if the model is not supported
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Call:
-    """An aten call being lowered. `types` are the types of its results in torch, with 64-bit integers as i32."""
+    """An aten call that is being lowered.
+
+    b: the builder that adds nodes. types: the types of the results in torch, with 64-bit integers as i32. positions:
+    the graph's input of token positions, i32[T].
+    """
 
     b: Builder
     types: tuple[Type, ...]

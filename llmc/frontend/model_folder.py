@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
 )
 
 ADAPTER = "adapter_config.json"
-MODULES = "modules.json"  # of sentence-transformers
+MODULES = "modules.json"  # lists the modules of a sentence-transformers model
 # Files that are read when a model pools, and that are not part of the artifact.
 POOLING_FILES = (MODULES, "sentence_bert_config.json", "config_sentence_transformers.json")
 

@@ -28,7 +28,7 @@ from llmc.frontend.lowering import TORCH_DTYPE
 from llmc.frontend.mtp_names import FIRST_MTP_NAMES, OTHER_DRAFTS, are_apart, tensors_of
 from llmc.frontend.trace_model import Traced, WeightInfo
 
-EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.weight"  # those of the model
+EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.weight"  # names of the model's own tensors
 
 
 class _Layer(nn.Module):

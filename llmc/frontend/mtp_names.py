@@ -7,9 +7,9 @@ from typing import Any
 
 from llmc.diagnostics import Diagnostic
 
-MTP_NAMES = re.compile(r"^mtp\.")  # in addition to the model's; transformers skips them
+MTP_NAMES = re.compile(r"^mtp\.")  # tensors beside the model's own; transformers skips them
 OTHER_DRAFTS = "draft with --draft MODEL or --draft eagle:PATH"  # the remedy if a model has no such layer
-FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # without the layers after the first
+FIRST_MTP_NAMES = re.compile(r"^mtp\.(?!layers\.[1-9])")  # the same, without the layers after the first
 _MAX_LAYERS = 64  # published models have up to three
 
 

@@ -21,7 +21,8 @@ FILES: Mapping[str, str] = MappingProxyType(
 KEY = "quantization_config"
 # Older name of KEY in config.json, and the method of configurations there that do not name one.
 OLD_KEY, OLD_METHOD = "compression_config", "compressed-tensors"
-MLX_KEY, MLX = "quantization", "mlx"  # in config.json; MLX repeats it as KEY, without a method
+# MLX writes this key to config.json, and repeats its value under KEY without a quant_method
+MLX_KEY, MLX = "quantization", "mlx"
 # The last parts of names that only tensors of quantised weights have.
 MARKS = frozenset(
     (

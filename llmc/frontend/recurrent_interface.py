@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.legacy_attention import replaced
 
-EPS = 1e-6  # of the norms of queries and keys, in transformers and in flash-linear-attention
+EPS = 1e-6  # epsilon of the norms of queries and keys in transformers and flash-linear-attention
 
 
 def _conv(

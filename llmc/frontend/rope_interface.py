@@ -25,7 +25,7 @@ LAYOUTS: types.MappingProxyType[str, Callable[[Tensor], Tensor]] = types.Mapping
     {"half": lambda a: a, "twice": lambda a: torch.cat((a, a), -1), "pairs": lambda a: a.repeat_interleave(2, -1)}
 )
 PROBED_POSITIONS = 4  # positions at which a module's own tables are evaluated
-POSITION_AXES = 3  # of positions of models that read images, unless the module has sections for more
+POSITION_AXES = 3  # position ids per token in models that read images, unless the module has more sections
 COMPLEX = "complex"  # one complex table cos + i sin of half width
 
 

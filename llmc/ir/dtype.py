@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-FLOATS = ("f32", "bf16", "f16")  # in which kernels compute
+FLOATS = ("f32", "bf16", "f16")  # float dtypes in which kernels compute
 INTS = ("i64", "i32", "i16", "i8", "u32", "u16", "u8")
 
 

@@ -67,7 +67,7 @@ class _Names:
     def __init__(self, g: Graph):
         self.names: dict[Value, str] = {}
         self.used: set[str] = set()
-        self.last_number: dict[str, int] = {}  # of each name; of unnamed values under ""
+        self.last_number: dict[str, int] = {}  # name -> last number given to it; "" for unnamed values
         for v in [*g.inputs, *(r for n in g.nodes for r in n.results if r.name)]:
             self._add(v)
 

@@ -251,7 +251,7 @@ def _score(
         per_step = min(map(max_scored, executors))
         for tokens in windows(read_pieces(work.path), ours.encode, ours.prefix, work.context, work.windows):
             steps = [score_tokens(e, tokens, per_step, work.first, theirs is not None) for e in executors]
-            for scores in zip(*steps, strict=True):  # the same tokens, of each model
+            for scores in zip(*steps, strict=True):  # the same tokens' scores by each model
                 measured.add(scores[0])
                 if theirs is not None:
                     reference.add(scores[1])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 _BLOCK = 1 << 17  # logits that are compared at once, so that they stay in a core's cache
-_LEAST, _RATIO = 1e-9, 1.01  # of the bins of a Distribution: values below the least count as 0
+_LEAST, _RATIO = 1e-9, 1.01  # bins of a Distribution: lowest edge (smaller values count as 0), and ratio of edges
 _BINS = 3500  # up to 1e-9 * 1.01 ** 3500, about 1e6
 
 

@@ -45,7 +45,7 @@ MIN_SPREAD_BYTES = 96 << 20
 MAX_COPIES, MAX_BYTES = 48, 4 << 30
 ALIGN = 4096
 ROUNDS = 5
-PIECE_SECONDS = 0.01  # of a sustained measurement
+PIECE_SECONDS = 0.01  # duration of each piece of a sustained measurement
 ROUND_SECONDS = MappingProxyType({"cpu": 0.02, "cuda": 0.003, "hip": 0.003})
 CODES = ("u8", "i8")
 _TILE = 1 << 24
@@ -126,7 +126,7 @@ def _copy(g: Graph, c: Trial, weights: set[Value], shared: dict[Value, Value]) -
     codes, not tables: each copy has its own, of any values.
     """
     node = c.node
-    inputs: dict[Value, Value] = {}  # of this copy, in place of the node's operands
+    inputs: dict[Value, Value] = {}  # the node's operands -> the inputs of this copy
     for name, v in named_operands(node):
         if v in inputs:
             continue
@@ -299,7 +299,7 @@ def _sustained(seconds: float, device: Device, run: Run, launches: int) -> Susta
     once()
     piece = max(1, round(PIECE_SECONDS * 1e9 / once()))
     begin, ends = time.perf_counter_ns(), list[int]()
-    marks: list[Event] = []  # of pieces that have not been waited for
+    marks: list[Event] = []  # end events of the pieces that are still running
     while len(ends) < 2 or ends[-1] - begin < seconds * 1e9:
         for _ in range(piece):
             run()

@@ -128,7 +128,7 @@ class Simplify:
 
 
 Rule = Rewrite | Simplify
-_MAX_ROUNDS = 100  # of `apply`: rules that undo each other would never end
+_MAX_ROUNDS = 100  # maximum rounds of `apply`; rules that undo each other would never end
 
 
 def apply(g: Graph, rules: Sequence[Rule], ctx: Ctx, misses: Misses | None = None) -> int:

@@ -95,8 +95,8 @@ FLOATS = (
 )  # fmt: skip
 
 
-OLD_METHOD = "intel/auto-round"  # of versions before 0.5
-KERNELS = ("exllamav2", "triton")  # of a backend whose zero points are stored as they are
+OLD_METHOD = "intel/auto-round"  # quant_method in versions before 0.5
+KERNELS = ("exllamav2", "triton")  # backends whose zero points are stored without an offset
 
 
 # Keys of transformations of activations, which cannot be undone in the weights.

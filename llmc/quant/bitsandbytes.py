@@ -43,7 +43,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
     storage = config.get("bnb_4bit_quant_storage") or "uint8"
     if storage not in ("uint8", "torch.uint8"):
         raise refuse(METHOD, "bnb_4bit_quant_storage", storage, ("uint8",))
-    if layout := config.get("format"):  # of GPTQModel, which gives tensors other names
+    if layout := config.get("format"):  # written by GPTQModel, which names tensors differently
         raise refuse(METHOD, "format", layout, ("none",))
     return BitsAndBytes()
 

@@ -38,8 +38,8 @@ class Decoder:
         """Decode by `scheme`. `plain` maps the modules that the configuration leaves out to the key that lists each."""
         self.scheme, self.plain = scheme, plain
         self.labels: Counter[str] = Counter()  # weights by their format
-        self._codes: dict[Value, Codes] = {}  # of each decoded weight
-        self._orders: dict[bytes, Value] = {}  # of columns, by the content of their group index
+        self._codes: dict[Value, Codes] = {}  # codes of each decoded weight
+        self._orders: dict[bytes, Value] = {}  # column orders by the content of the group index
 
     def decode(
         self,
@@ -88,7 +88,7 @@ class Decoder:
             if TRANSPOSED in stored.classes:  # quantised as the Linear that computes the same
                 codes = replace(codes, transposed=not codes.transposed)
             weight = dequantized(codes, stored.build)
-        except Mismatch as e:  # of shapes that the scheme does not compare
+        except Mismatch as e:  # shapes that the scheme does not compare
             shapes = ", ".join(f"{part} {value.type}" for part, value in sorted(stored.parts.items()))
             raise Diagnostic("E341", f"the parts of {stored.module} do not fit each other: {shapes}: {e}", AGAIN) from e
         self.labels[codes.label] += 1

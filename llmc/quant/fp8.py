@@ -21,7 +21,7 @@ from llmc.quant.scheme import AGAIN, POWER_COLUMNS, Codes, Stored, block_of, las
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_DTYPES = ("f32", "bf16", "f16", "f8e8m0", "u8")
-STACK_PARTS = ("scale_inv", "activation_scale")  # of a stack of experts, after its name and an underscore
+STACK_PARTS = ("scale_inv", "activation_scale")  # suffixes of the tensors of an expert stack: NAME_scale_inv, ...
 ACT = "f8e4m3"
 ACTIVATIONS = ("dynamic", "static")  # values of activation_scheme
 FORMATS = ("e4m3", "float8_e4m3fn")  # values of fmt and of format

@@ -114,7 +114,7 @@ def _spread(stored: Stored, part: str, axis: int, rows: int, columns: int) -> Va
     else:
         stored.check_finite(value)
     shape = (rows, 1) if axis == 1 else (1, columns)
-    if int(np.prod(shape_of(value))) == 1:  # of the tensor
+    if int(np.prod(shape_of(value))) == 1:  # one value for the whole tensor
         return b.broadcast(b.reshape(value, shape=(1, 1)), shape=shape)
     stored.expect(value, *shape)
     return value

@@ -15,7 +15,7 @@ from llmc.diagnostics import Diagnostic
 NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:(k|v|kv)_scale|([kv])_proj\.output_scale)$")
 # Scales of the KV cache by the last part of their names; they are not weights of the model.
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "output_scale", "k_zero_point", "v_zero_point")
-Scales = tuple[np.ndarray, np.ndarray]  # of keys and of values, float32, of shape () or [KV heads]
+Scales = tuple[np.ndarray, np.ndarray]  # (scales of keys, scales of values), float32, shape () or [KV heads]
 UNIT_SCALE = np.ones((), np.float32)
 NO_ALGORITHM = ("", "NONE", "AUTO")  # values of ModelOpt's kv_cache_quant_algo
 

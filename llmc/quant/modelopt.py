@@ -99,7 +99,7 @@ def _int4(stored: Stored) -> Codes:
     if not count or k % count:
         raise Diagnostic("E341", f"{scale.name} is {scale.type}; its columns should divide {k} columns", AGAIN)
     stored.check_scales(scale)
-    code = b.unpack_bits(packed, bits=4, axis=0, size=n, add=8)  # of signed codes
+    code = b.unpack_bits(packed, bits=4, axis=0, size=n, add=8)  # add=8: the codes are signed
     return Codes(code, scale, (1, k // count if count > 1 else 0), "int4", zero=8)
 
 

@@ -135,7 +135,7 @@ def _int4(stored: Stored, facts: Facts) -> Codes:
     size = _numbers(stored, facts, "block_size", 2)[1]
     for part in (scale, zero):
         stored.expect(part, -(-k // size), n)
-    code = b.unpack_bits(qdata, bits=4, axis=1, size=k, add=8)  # of signed codes
+    code = b.unpack_bits(qdata, bits=4, axis=1, size=k, add=8)  # add=8: the codes are signed
     scale, zero = (b.transpose(x, perm=(1, 0)) for x in (scale, zero))
     return with_offsets(b, code, scale, zero, size if size < k else 0, "int4", zero=8)
 

@@ -56,7 +56,7 @@ def _kernel(a: Opened, k: KernelFile, times: Mapping[tuple[str, str], float]) ->
                 "places": "; ".join(f"{n} x {op} at {loc or 'no module'}" for (op, loc), n in places.items()),
             }
         )
-    summary = "runs the launches"  # of a program that is one compiled function
+    summary = "runs the launches"  # the summary of a program that is one compiled function
     if uses:
         summary = f"{count_noun(launches, 'launch', 'launches')} in {count_noun(len(uses), 'program')}"
     predicted = [use["us"] for use in uses if use["us"] is not None]

@@ -11,7 +11,8 @@ from llmc.diagnostics import Diagnostic
 
 PDL = "pdl"  # feature: programmatic dependent launch
 FAMILIES = ("cpu", "cuda", "hip")  # kinds of devices
-_ORDERED_GPUS = ("sm_80", "sm_90")  # for whose matrix instructions Triton kernels declare an order of sums
+# Architectures for whose matrix instructions Triton kernels declare an order of sums.
+_ORDERED_GPUS = ("sm_80", "sm_90")
 _DETERMINISTIC_ROWS = (
     256  # default maximum of sequences in a step: kernels have one order of sums, measured up to this batch size
 )

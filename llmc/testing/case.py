@@ -19,7 +19,7 @@ from llmc.ir.opdef import OpDef
 from llmc.ir.types import Type
 
 GUARD_BYTES = 256  # bytes before and after every buffer, which a kernel must not write
-POISON_BYTE = 0xFF  # of every byte that was not written: NaN in floats of every width
+POISON_BYTE = 0xFF  # initial value of every result byte: NaN in floats of every width
 ALIGNMENT = 64
 # One unit in the last place, relative to the value.
 UNITS: Mapping[str, float] = MappingProxyType(

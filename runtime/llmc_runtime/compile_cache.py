@@ -25,7 +25,7 @@ from llmc_runtime.format.errors import LlmcError, require_compiler
 from llmc_runtime.format.names import is_artifact
 from llmc_runtime.signals import unwinding
 
-_NUM_LAST_LINES = 5  # of the compiler's output, in which its error is looked for
+_NUM_LAST_LINES = 5  # last lines of the compiler's output to search for its error
 _STOP_SECONDS = 3.0  # seconds for the compiler to exit after SIGTERM
 _ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)  # as in llmc
 

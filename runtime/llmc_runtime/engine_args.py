@@ -8,7 +8,7 @@ from typing import Any
 from llmc_runtime.engine_options import EngineOptions
 from llmc_runtime.option_type import in_range, option
 
-TARGET_ITL_MS = 20.0  # of AsyncLLM and the server
+TARGET_ITL_MS = 20.0  # default of AsyncLLM and the server
 
 
 @dataclass(frozen=True)

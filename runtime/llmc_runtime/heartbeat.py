@@ -12,7 +12,8 @@ from pathlib import Path
 HEARTBEAT_TIMEOUT = 0.8  # seconds, by default
 TICK_SECONDS = 0.1  # seconds between two checks
 INTERVAL_SECONDS = 0.1  # seconds between two heartbeats of a rank
-SHARED_BYTES = mmap.ALLOCATIONGRANULARITY  # of the ranks' counters, at the start of the memory that a group shares
+# Bytes for the ranks' counters, at the start of the memory that a group shares.
+SHARED_BYTES = mmap.ALLOCATIONGRANULARITY
 _STARVED_FACTOR = 5.0  # multiplier of the timeout while the process is runnable but gets no processor
 
 

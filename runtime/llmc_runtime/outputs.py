@@ -93,7 +93,7 @@ class OutputAssembler:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: LlmcError | None = None
-    pooled: bytes | None = None  # of a model that pools: f32 numbers
+    pooled: bytes | None = None  # the result of a model that pools: f32 numbers
     num_cached: int = 0
     num_accepted: int = 0  # tokens that were drafted
     times: tuple[float, float] | None = None
@@ -112,7 +112,7 @@ class OutputAssembler:
         self._num_returned = 0  # tokens that `new_output` has returned
         self._total = 0.0  # log-probability of all tokens
         self._rows = PackedLogprobs(params.logprobs or 0)
-        self._scores: PackedLogprobs | None = None  # of the prompt, from its second token
+        self._scores: PackedLogprobs | None = None  # log-probabilities of the prompt from its second token
         self._listed: list[Row | None] | None = None
 
     @property

@@ -11,7 +11,8 @@ from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.sched.parameter_type import refused
 from llmc_runtime.sched.sampling_params import SamplingParams
 
-NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # of requests that end with their prompt
+# Sampling parameters of requests that end with their prompt.
+NO_OUTPUT = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 _USE = MappingProxyType(
     {
         GENERATE: "use generate or chat, or /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages",

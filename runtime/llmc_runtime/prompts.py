@@ -19,7 +19,7 @@ TOKENIZE = "pass token ids, or put a tokenizer.json into the model folder and co
 _FORMS = 'pass a string, a list of token ids, {"prompt": TEXT} or {"prompt_token_ids": IDS}, or a list of these'
 
 
-_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "type"})  # of a prompt
+_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt", "type"})  # keys of a prompt given as a dict
 
 
 class TextPrompt(TypedDict):

@@ -19,7 +19,7 @@ SHORT: Mapping[str, str] = MappingProxyType({"draft": DRAFT_MODEL, "eagle": EAGL
 LOOKUPS = (NGRAM, f"[{NGRAM}]", "ngram_gpu")  # vLLM's names of prompt lookup, as a method or as a model
 TOKENS, LOW, HIGH = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
 MODEL, RANKS = "model", "draft_tensor_parallel_size"
-SUFFIX = ".llmc"  # of the folder of an artifact
+SUFFIX = ".llmc"  # suffix of an artifact's folder
 DEFAULTS: Mapping[str, int] = MappingProxyType({LOW: 3, HIGH: 5})  # lengths of suffixes in tokens
 # The keys of vLLM's JSON by method; those that draft on the host have no options but the number of tokens.
 KEYS: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -87,7 +87,7 @@ REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
     }
 )
 DEFAULT_DRAFTS = 4  # tokens drafted if the number is not given and the model is compiled for it
-_MAX_DIGITS = 32  # of a number of drafts; int() refuses very long ones
+_MAX_DIGITS = 32  # maximum digits of a number of drafts; int() refuses very long ones
 _MAX_NGRAM = 64
 _MAX_RANKS = 1 << 10
 _REMEDY = (

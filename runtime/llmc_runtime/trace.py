@@ -65,11 +65,11 @@ class Recorder:
         self._began = perf_counter_ns()
         self._spans: deque[_Span] = deque(maxlen=max_spans)
         self._exposed: deque[int] = deque(maxlen=_MAX_SPANS)
-        self._in_flight: deque[tuple[_StepInfo, int]] = deque()  # in flight, with the end of the launch
+        self._in_flight: deque[tuple[_StepInfo, int]] = deque()  # steps in flight, with the end of their launch
         self._last = 0  # end of the previous part
         self._busy: int | None = None  # when the device was last known to have work; None: it was idle
         self._step = _UNKNOWN  # the step that the engine works on
-        self._number = 0  # of the next step that is launched
+        self._number = 0  # number of the next step to be launched
         self._ended = -1  # when the last step ended, as the host sees it
 
     def clear(self) -> None:

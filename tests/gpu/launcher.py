@@ -14,7 +14,7 @@ import numpy as np
 from llmc.codegen.backends.triton.triton_toolchain import Compiled
 
 ALIGN = 256
-ODD = 16  # buffers begin this far behind a multiple of ALIGN: kernels may assume an alignment of 16 bytes
+ODD = 16  # buffers begin this many bytes after a multiple of ALIGN: kernels may assume an alignment of 16 bytes
 DELAY_NS = 30_000
 _DEFAULT_SHARED = 48 << 10
 _MAPPED = {"bf16": (9, 2), "f16": (6, 2), "i8": (0, 1), "f8e4m3": (0, 1)}  # CUtensorMapDataType, bytes of an element
@@ -106,7 +106,7 @@ class Card:
         return self.functions[compiled.binary]
 
     def place(self, sizes: Sequence[tuple[int, int]]) -> list[int]:
-        """Return addresses for buffers of (bytes, offset of the body); bodies begin ODD behind a multiple of ALIGN."""
+        """Return addresses of buffers (bytes, offset of the body), with bodies ODD bytes after a multiple of ALIGN."""
         if self.exact:
             raise RuntimeError("with exact=True, buffers are allocated one by one")
         out, at = [], 0
@@ -181,7 +181,7 @@ class Card:
     def produce_delayed(self, spans: Sequence[tuple[int, int]], apart: bool = False) -> None:
         """Launch a kernel that starts its dependents at once and copies the staged (address, bytes) after DELAY_NS.
 
-        apart: launch another one behind it, which starts its dependents before it waits.
+        apart: launch another one after it, which starts its dependents before it waits.
         """
         types = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
         low = min(a for a, _ in spans)

@@ -121,7 +121,7 @@ def collectives(
     rank: int, ranks: int, exchange: Callable[[Any], list[Any]], work: Work, seed: int, replays: int
 ) -> int:
     """Replay graphs of few sizes with new data each time, late by turns; return the number of replays that were
-    compared. Raises AssertionError at the first difference, or if bytes behind a result were written."""
+    compared. Raises AssertionError at the first difference, or if bytes after a result were written."""
     own = Rank(work, rank, ranks, exchange)
     run, symbols, memories = own.bind(work.program)
     outputs = outputs_of(work)
@@ -146,7 +146,7 @@ def collectives(
             got = own.device.read(memories[b.name])
             y = got[: want.nbytes].view(want.dtype).reshape(want.shape)
             assert not differs(y, want, error), f"replay {i}, {tokens} tokens, {b.name}: {y} {want}"
-            assert (got[want.nbytes :] == POISON_BYTE).all(), f"replay {i}: bytes behind {b.name} were written"
+            assert (got[want.nbytes :] == POISON_BYTE).all(), f"replay {i}: bytes after {b.name} were written"
             mine.update(y.tobytes())
         assert len(set(own.exchange(mine.digest()))) == 1, f"replay {i}: the ranks have different bits"
     own.exchange(None)  # peers may still write

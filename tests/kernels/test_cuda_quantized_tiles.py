@@ -59,7 +59,7 @@ def test_tiles_cover_every_token_and_column_once(tokens: int, width: int, tmp_pa
 #define __device__
 using std::min;
 constexpr int TOKENS = {tokens}, WIDTH = {width}, WIDTHS = TOKENS / WIDTH, ROWS = 1, ALONG_N = {blocks};
-constexpr int COLUMNS = {columns}, SHARING = {sharing};
+constexpr int COLUMNS = {columns}, GROUP_SIZE_M = {sharing};
 struct Index {{ int x; }} blockIdx, gridDim = {{{clusters} * ALONG_N}};
 {text[begin:end]}
 int main() {{

@@ -23,7 +23,7 @@ TRITON = {"row_first": ROW_FIRST, "row_reach": ROW_REACH, "row_mean": ROW_MEAN, 
 
 
 def operands(entries: int, most: int, padding: int, spare: int) -> dict[str, list[Any]]:
-    """The operands of each op for a step with entries without tokens, padding, and `spare` tokens behind the last."""
+    """The operands of each op for a step with entries without tokens, padding, and `spare` tokens after the last."""
     rng = generator()
     rows, qlens, length = drawn_rows(rng, entries, most, padding)
     rows[: entries - padding] = np.arange(entries - padding)  # a prompt has one entry

@@ -50,7 +50,7 @@ class Paged:
     pool: str = ""  # dtype of the pages; the queries' where empty
     sinks: bool = False
     attrs: dict[str, Any] = field(default_factory=dict)
-    behind: int = 0  # tokens behind the last row
+    behind: int = 0  # tokens after the last row
     dynamic: bool = True
     alibi: bool = False
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.aten_math import Row, softplus
+from llmc.frontend.aten_math import Lowering, softplus
 from llmc.frontend.aten_table import TABLE
 from llmc.frontend.convert import convert
 from llmc.frontend.export import Exported
@@ -151,7 +151,7 @@ def exported(fn: Fn | torch.nn.Module) -> tuple[Small, Exported]:
     return module, Exported(module, program, {}, 64, 8)
 
 
-def agrees(module: Small, traced: Exported, table: Mapping[str, Row] = TABLE) -> None:
+def agrees(module: Small, traced: Exported, table: Mapping[str, Lowering] = TABLE) -> None:
     """The lowered graph gives torch's numbers at another length, and its text parses back."""
     converted = convert(traced, table)
     verify(converted.module)

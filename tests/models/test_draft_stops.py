@@ -76,7 +76,7 @@ def speed(stops: bool, rng: random.Random, plans: int = 6000) -> float:
         right = [rng.random() < (0.97 if one else 0.1) for one in sure[:verified]]
         accepted = (*right, False).index(False)
         sure, chance = [], 1.0
-        while len(sure) < propose and (stop is None or chance >= stop.least):
+        while len(sure) < propose and (stop is None or chance >= stop.min_chance):
             sure.append(rng.random() < 0.75)
             chance *= 1.0 if stop is None else stop.chance(0.95 if sure[-1] else 0.2)
         took = VERIFIED[verified] + DRAFT * len(sure)
@@ -125,7 +125,7 @@ def test_nothing_changes(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert [results(llm, [a], [b])[0] for a, b in zip(prompts, params, strict=True)] == want
         assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
     for propose, likely in seen:
-        going = [prod(map(stop.chance, likely[: i + 1])) >= stop.least for i in range(len(likely))]
+        going = [prod(map(stop.chance, likely[: i + 1])) >= stop.min_chance for i in range(len(likely))]
         assert all(0 < p <= 1.0001 for p in likely) and all(going[:-1])
         assert propose == 1 or len(likely) == propose or not going[-1]
     numbers = {len(likely) for propose, likely in seen if propose == 4}

@@ -153,7 +153,7 @@ class Episode:
         try:
             while self.steps < most and engine.error is None:
                 if rng.randrange(30) == 0:
-                    target = rng.randint(0, self.world.crowd) if rng.random() < 0.5 else self.world.crowd
+                    target = rng.randint(0, self.world.max_live) if rng.random() < 0.5 else self.world.max_live
                 if not self.expected:
                     self.check_idle()
                     target = target or 1

@@ -57,7 +57,7 @@ def test_long_malformed_lines_are_refused(line: bytes) -> None:
 
 
 def test_long_malformed_lines_before_chunks_are_refused() -> None:
-    """A line break that is none of HTTP is behind the spaces."""
+    """A bare line feed, which does not end a chunk header, follows the spaces."""
     assert HttpConnection
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
     connection.receive_data(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")

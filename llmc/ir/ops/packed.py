@@ -46,7 +46,7 @@ def pack_panel(w: Any, *, rows: int, pair: int = 1, parts: int = 1) -> Any:
     and zero beyond the block's rows and beyond k. Elements are moved, not converted, so any dtype works.
     """
     m, k = w.shape
-    part_rows, panel_rows = m // parts, rows // parts  # of one part: in all, and in a panel
+    part_rows, panel_rows = m // parts, rows // parts  # rows of one part: of the whole weight, and of a panel
     panels, depth = -(-part_rows // panel_rows), -(-k // pair)
     out = np.zeros((panels, depth, parts, panel_rows, pair), w.dtype)
     split = w.reshape(parts, part_rows, k)

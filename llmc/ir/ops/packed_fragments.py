@@ -54,7 +54,7 @@ def pack_fragments(code: Any) -> Any:
     *batch, k = code.shape
     m = int(np.prod(batch))
     halves = np.asarray(code).astype(np.uint8, copy=False).reshape(m // 16, 2, 8, k)
-    pairs = (halves[:, 0] | halves[:, 1] << np.uint8(4)).reshape(-1, BLOCK)[:, _COLUMNS]  # of the rows g and g + 8
+    pairs = (halves[:, 0] | halves[:, 1] << np.uint8(4)).reshape(-1, BLOCK)[:, _COLUMNS]  # codes of rows g and g + 8
     blocks = pairs.reshape(m // BLOCK, 32, k // BLOCK, BLOCK).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(blocks).reshape(*batch, k // 2)
 

@@ -262,4 +262,5 @@ def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:
     return np.zeros_like(keys), keys, values.reshape(-1, h, e), decay, beta if delta else None
 
 
-PROMPT_OPS = (causal_conv.name, linear_recurrence.name)  # which `page-attention` replaces by their forms on device rows
+# Ops that `page-attention` replaces by their forms on device rows.
+PROMPT_OPS = (causal_conv.name, linear_recurrence.name)

@@ -17,7 +17,7 @@ from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
 _MASK64 = (1 << 64) - 1
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # increment of SplitMix64
 
 
 def param(values: Any, name: str) -> Any:

@@ -155,7 +155,7 @@ def _concat(n: Node) -> Build | None:
     if (source := _whole_of_slices(n.operands, axis)) is not None:
         return _same(source)
     flat: list[Value] = []
-    shrinks = False  # only if a nested concatenation has no other reader, since it remains otherwise
+    shrinks = False  # whether a nested concatenation has no other reader, and so disappears
     for v in n.operands:
         inner = made_by(v, "concat")
         if inner is not None and axis_of(inner) == axis:

@@ -12,7 +12,7 @@ from llmc.passes.analysis import drop_ones, made_by, weight_only
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.rewrite import NoMatch, substitute
 
-SWAP = (1, 0, 2)  # exchanges tokens and heads
+SWAP = (1, 0, 2)  # the permutation that exchanges tokens and heads
 
 
 class Latent(NamedTuple):
@@ -28,6 +28,15 @@ class Latent(NamedTuple):
     heads: int
     plain: int
     value: int
+
+
+class Columns(NamedTuple):
+    """The value source[:, :, start:stop], whose first two axes are exchanged if `swapped`."""
+
+    source: Value
+    start: int
+    stop: int
+    swapped: bool
 
 
 @dataclass(frozen=True)
@@ -63,30 +72,33 @@ class AbsorbLatent(Pass):
         return True
 
 
-def _plain(v: Value) -> tuple[Value, bool]:
-    """Return `v` without transposes of tokens and heads, and whether these swap the two axes."""
+def _untransposed(v: Value) -> tuple[Value, bool]:
+    """Return `v` without transposes of tokens and heads, and whether these transposes swap the two axes."""
     swapped = False
     while (n := made_by(v, "transpose")) and tuple(n.attrs["perm"]) == SWAP:
         v, swapped = n.operands[0], not swapped
     return v, swapped
 
 
-def _columns(v: Value) -> tuple[Value, int, int, bool] | None:
-    """Return (x, start, stop, swapped) if v is x[:, :, start:stop] of rank 3; its first axes may be swapped."""
-    v, part_swapped = _plain(v)
+def _columns(v: Value) -> Columns | None:
+    """Return the columns that `v` takes from another value of rank 3; None if it is not such a slice."""
+    v, part_swapped = _untransposed(v)
     n = made_by(v, "slice")
     if n is None or n.attrs["axis"] % v.type.rank != 2 or v.type.rank != 3 or n.attrs["step"] != 1:
         return None
     start, stop = n.attrs["start"].const, n.attrs["stop"].const
-    x, swapped = _plain(n.operands[0])
-    return None if start is None or stop is None else (x, start, stop, part_swapped != swapped)
+    if start is None or stop is None:
+        return None
+    source, swapped = _untransposed(n.operands[0])
+    return Columns(source, start, stop, part_swapped != swapped)
 
 
 def _key_parts(k: Value) -> tuple[Value, Value] | None:
-    """Return (a head's own part, the part that all heads share) of keys [T, heads, size], the latter as [T, R]; None if
-    there is no such part.
+    """Return (a head's own part, the part that all heads share) of keys [T, heads, size]; None if no part is shared.
+
+    The shared part has the shape [T, R], up to axes of size 1.
     """
-    joined, swapped = _plain(k)
+    joined, swapped = _untransposed(k)
     n = made_by(joined, "concat")
     if n is None or len(n.operands) != 2 or n.attrs["axis"] % 3 != 2:
         return None
@@ -106,12 +118,12 @@ def _latent(g: Graph, n: Node, plain: Value, rotary: Value) -> Latent:
     """Return the parts of an attention node whose keys are `plain` and `rotary`; raises NoMatch."""
     _check_attributes(n)
     key, value = _columns(plain), _columns(n.operands[2])
-    _, swapped = _plain(n.operands[1])
-    if key is None or value is None or key[0] is not value[0] or (key[3] != swapped) or value[3]:
+    _, swapped = _untransposed(n.operands[1])
+    if key is None or value is None or key.source is not value.source or key.swapped != swapped or value.swapped:
         raise NoMatch("keys and values are not slices of the heads of one product")
-    if key[1] != 0 or key[2] != value[1] or value[2] != key[0].type.shape[2]:
-        raise NoMatch(f"columns {key[1]}..{key[2]} of a head are its key, {value[1]}..{value[2]} its value")
-    heads = made_by(key[0], "reshape")
+    if key.start != 0 or key.stop != value.start or value.stop != key.source.type.shape[2]:
+        raise NoMatch(f"columns {key.start}..{key.stop} of a head are its key, {value.start}..{value.stop} its value")
+    heads = made_by(key.source, "reshape")
     product = made_by(heads.operands[0], "linear") if heads else None
     if product is None or product.result.type.rank != 2 or product.operands[1] not in weight_only(g):
         raise NoMatch("keys and values are not the heads of a product with a weight")
@@ -120,10 +132,11 @@ def _latent(g: Graph, n: Node, plain: Value, rotary: Value) -> Latent:
         raise NoMatch("queries, latent, shared key and weight have different dtypes")
     if weight.type.format is not None and made_by(weight, "assemble") is None:
         raise NoMatch(f"the quantised weight {weight.type} is computed from others")
-    problem = Latent(latent, weight, rotary, int(n.operands[0].type.shape[1]), key[2], value[2] - value[1])
+    num_heads = int(n.operands[0].type.shape[1])
+    problem = Latent(latent, weight, rotary, num_heads, plain=key.stop, value=value.stop - value.start)
     stored = int(latent.type.shape[1] + rotary.type.shape[-1])
     expanded = int(n.operands[1].type.shape[2])
-    if key[0].type.shape[1] != problem.heads or stored >= 2 * problem.heads * expanded:
+    if key.source.type.shape[1] != problem.heads or stored >= 2 * problem.heads * expanded:
         raise NoMatch(f"{stored} numbers per token are not fewer than keys and values of {problem.heads} heads")
     return problem
 
@@ -164,8 +177,11 @@ def _dequantized(b: Any, weight: Value) -> Value:
 
 
 def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
-    """Return columns start .. stop of queries [T, heads, size]; operands of a concatenation if it is cut there."""
-    joined, swapped = _plain(q)
+    """Return the columns start .. stop of queries [T, heads, size].
+
+    If the queries are a concatenation that has operands with exactly these columns, they are returned without a slice.
+    """
+    joined, swapped = _untransposed(q)
     n, at = made_by(joined, "concat"), 0
     if n is not None and n.attrs["axis"] % 3 == 2:
         parts = []
@@ -176,6 +192,6 @@ def _cut(b: Any, q: Value, start: int, stop: int) -> Value:
             at += width
         if sum(int(v.type.shape[2]) for v in parts) == stop - start:
             whole = parts[0] if len(parts) == 1 else b.concat(*parts, axis=2)
-            inner, whole_swapped = _plain(whole)
+            inner, whole_swapped = _untransposed(whole)
             return b.transpose(inner, perm=SWAP) if whole_swapped != swapped else inner
     return b.slice(q, axis=2, start=D(start), stop=D(stop))

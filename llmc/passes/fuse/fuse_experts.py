@@ -14,7 +14,7 @@ from llmc.passes.fuse.fuse_pointwise import expression
 from llmc.passes.rewrite import Match, Pat, Rewrite, apply, through
 
 NAME = "fuse-experts"
-MAX_COLUMNS, MAX_K = 4096, 64  # of a row that one program keeps in registers
+MAX_COLUMNS, MAX_K = 4096, 64  # maximum sizes of a row that one program keeps in registers
 p = Pat()
 TOTAL = p.sum(p.y, axis=1, keepdim=False)
 
@@ -42,11 +42,12 @@ CAST = Rewrite(
 class FuseExperts(Pass):
     """Replace topk and the row ops around it by topk_map, and the sum of a token's experts by moe_combine.
 
-    topk_map includes the ops of one operand that compute the operand of topk, those that read its values (also sums of
-    them), and casts of its indices to i32. In graphs of one token, topk_route also sorts the pairs. moe_combine
+    topk_map includes the ops of one operand that compute the operand of topk, the ops that read its values (also sums
+    of them), and casts of its indices to i32. In graphs of one token, topk_route also sorts the pairs. moe_combine
     includes a cast and the addition of a residual; the terms of the sum are then rounded to the dtype of the experts'
-    other activations, which halves the bytes between the two kernels. The pass runs after `split-moe`. route: whether
-    to make topk_route.
+    other activations, which halves the bytes between the two kernels. The pass runs after `split-moe`.
+
+    route: whether to make topk_route.
     """
 
     route: bool = True

@@ -13,12 +13,18 @@ from llmc.passes.rewrite import Match, Op, Pat, Rewrite, apply, const, shared, t
 
 p = Pat()
 
-_INVERSE = p.rsqrt(p.add(through(p.mean(p.square(p.x), axis=p.axis, keepdim=True)), const("eps")))
-_NORMED = p.mul(p.x, through(_INVERSE))
-_LENGTH = p.add(through(p.sum(p.square(p.x), axis=p.axis, keepdim=True)), const("eps"))
+# Patterns; `through` allows casts. x: the normed value; w: the gain.
+# 1 / sqrt(mean(x^2) + eps)
+_INVERSE_RMS = p.rsqrt(p.add(through(p.mean(p.square(p.x), axis=p.axis, keepdim=True)), const("eps")))
+_RMS_NORMED = p.mul(p.x, through(_INVERSE_RMS))
+# sum(x^2) + eps: the squared length of x
+_SQUARED_LENGTH = p.add(through(p.sum(p.square(p.x), axis=p.axis, keepdim=True)), const("eps"))
+# x - mean(x), and 1 / sqrt(mean((x - mean(x))^2) + eps)
 _CENTRED = shared(p.sub(p.x, through(shared(p.mean(p.x, axis=p.axis, keepdim=True)))))
-_SPREAD = p.rsqrt(p.add(through(p.mean(p.square(through(_CENTRED)), axis=p.axis2, keepdim=True)), const("eps")))
-_CENTRED_NORMED = p.mul(through(_CENTRED), through(_SPREAD))
+_INVERSE_DEVIATION = p.rsqrt(
+    p.add(through(p.mean(p.square(through(_CENTRED)), axis=p.axis2, keepdim=True)), const("eps"))
+)
+_LAYER_NORMED = p.mul(through(_CENTRED), through(_INVERSE_DEVIATION))
 
 
 def _weighted(inner: Op) -> Op:
@@ -45,7 +51,7 @@ def _constant_length(m: Match) -> str | None:
 
 
 def _source(x: Value, dtype: str) -> Value:
-    """Return the operand of the casts of `x` that has the result's dtype: norms compute in float32 anyway."""
+    """Return the value of the result's dtype that casts convert to x, or x: norms compute in float32 anyway."""
     v = x
     while v.type.dtype != dtype and (n := made_by(v, "cast")) and n.operands[0].type.dtype in FLOATS:
         v = n.operands[0]
@@ -53,6 +59,7 @@ def _source(x: Value, dtype: str) -> Value:
 
 
 def _finish(b: Any, m: Match, y: Value) -> Value:
+    """Cast the norm to the dtype of the matched root."""
     dtype = m.root.result.type.dtype
     return y if y.type.dtype == dtype else b.cast(y, dtype=dtype)
 
@@ -70,7 +77,7 @@ def _layer(b: Any, m: Match) -> Value:
 
 
 def _unit(b: Any, m: Match) -> Value:
-    """x / sqrt(sum(x^2) + eps) of n elements is an RMS norm with a gain of 1 / sqrt(n), as sum(x^2) is n mean(x^2)."""
+    """Emit x / sqrt(sum(x^2) + eps) of n elements as an RMS norm with the gain 1 / sqrt(n): sum(x^2) is n mean(x^2)."""
     x = _source(m["x"], m.root.result.type.dtype)
     n = int(x.type.shape[-1])
     return _finish(b, m, b.rms_norm(x, _gain(b, n**-0.5, n), eps=m["eps"] / n))
@@ -91,7 +98,7 @@ def _bias(b: Any, m: Match) -> Value:
 
 
 def _rounds_once(m: Match) -> str | None:
-    """cast(norm(x)) -> norm(cast(x)) if x is cast exactly: the norm computes in float32 anyway."""
+    """Return None if cast(norm(x)) equals norm(source), where x is a cast of `source`, else the reason."""
     x, dtype = m["x"], m.root.result.type.dtype
     if _source(x, dtype) is not x:
         return None
@@ -99,9 +106,9 @@ def _rounds_once(m: Match) -> str | None:
 
 
 RULES = (
-    Rewrite("layer-norm", _weighted(_CENTRED_NORMED), _layer, lambda m: _over_last(m, "w"), near=4),
-    Rewrite("rms-norm", _weighted(_NORMED), _rms, lambda m: _over_last(m, "w"), near=3),
-    Rewrite("unit-norm", p.mul(p.x, through(p.rsqrt(_LENGTH))), _unit, _constant_length, near=3),
+    Rewrite("layer-norm", _weighted(_LAYER_NORMED), _layer, lambda m: _over_last(m, "w"), near=4),
+    Rewrite("rms-norm", _weighted(_RMS_NORMED), _rms, lambda m: _over_last(m, "w"), near=3),
+    Rewrite("unit-norm", p.mul(p.x, through(p.rsqrt(_SQUARED_LENGTH))), _unit, _constant_length, near=3),
     Rewrite(
         "rms-norm-scale",
         p.mul(p.rms_norm(p.x, const("gain"), eps=p.eps), const("scale")),

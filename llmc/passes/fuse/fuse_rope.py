@@ -1,6 +1,9 @@
 """Recognizes rotary embeddings written in elementary ops: in halves, in pairs, and of a part of each head.
 
 Tables of cos and sin in elementary ops become the op rope_tables, which the front end usually emits itself.
+
+Names in the patterns: x is the rotated value [.., size], c and s are the tables of cosines and sines, and y is the
+value whose parts are swapped, of which x may be a slice.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from llmc.passes.rewrite import Build, Match, Misses, Pat, Rewrite, Simplify, ap
 
 p = Pat()
 
+# concat(-y[mid:end], y[begin:mid]): y with its halves swapped, the first of them negated.
 _ROTATED_HALF = p.concat(
     p.neg(p.slice(p.y, axis=p.axis1, start=p.mid, stop=p.end, step=1)),
     p.slice(p.y, axis=p.axis2, start=p.begin, stop=p.mid, step=1),
     axis=p.axis3,
 )
+# Every pair (y[2i], y[2i + 1]) becomes (-y[2i + 1], y[2i]).
 _ROTATED_PAIRS = p.reshape(
     p.concat(
         p.reshape(p.neg(p.slice(p.y, axis=p.axis1, start=p.odd, stop=p.end1, step=2))),
@@ -31,6 +36,7 @@ _ROTATED_PAIRS = p.reshape(
         axis=p.axis3,
     )
 )
+# concat(a * c - b * s, b * c + a * s): both halves of the result, from the halves a and b of x.
 _HALVES = p.concat(
     p.sub(p.mul(p.a, p.c), p.mul(p.b, p.s)),
     p.add(p.mul(p.b, p.c), p.mul(p.a, p.s)),
@@ -53,22 +59,23 @@ def _angles(v: Value) -> tuple[Value, Value] | None:
     frequencies = [o for o in parts if o not in positions]
     if len(positions) != 1 or len(frequencies) != 1:
         return None
-    t = drop_ones(positions[0].type.shape)[0]
-    h = drop_ones(frequencies[0].type.shape)[0]
-    if (t, h) != v.type.shape or t == h:
+    num_positions = drop_ones(positions[0].type.shape)[0]
+    num_frequencies = drop_ones(frequencies[0].type.shape)[0]
+    if (num_positions, num_frequencies) != v.type.shape or num_positions == num_frequencies:
         return None
     return frequencies[0], _integers(positions[0])
 
 
 def _integers(v: Value) -> Value:
-    """Strip a cast from integers."""
+    """Return the operand of `v` if `v` casts integers, else `v`."""
     n = made_by(v, "cast")
     return n.operands[0] if n and DTYPES[n.operands[0].type.dtype].kind == "i" else v
 
 
 def _table(n: Node) -> Build | None:
     """Match cos or sin of angles. A spread table concatenates the narrow one with itself."""
-    (x,), index = n.operands, 0 if n.op.name == "cos" else 1
+    (x,) = n.operands
+    result = 0 if n.op.name == "cos" else 1  # of rope_tables, which returns cosines and sines
     spread = made_by(x, "concat")
     if spread and (len(spread.operands) != 2 or core(spread.operands[0]) is not core(spread.operands[1])):
         return None
@@ -79,13 +86,14 @@ def _table(n: Node) -> Build | None:
 
     def build(b: Any) -> Value:
         flat = [_vector(b, v) for v in (frequencies, positions)]
-        narrow: Value = b.rope_tables(*flat, scaling=1.0, dtype="f32")[index]
+        narrow: Value = b.rope_tables(*flat, scaling=1.0, dtype="f32")[result]
         return b.concat(narrow, narrow, axis=spread.attrs["axis"]) if spread else narrow
 
     return build
 
 
 def _vector(b: Any, v: Value) -> Value:
+    """Drop the axes of size 1."""
     shape: tuple[Dim, ...] = drop_ones(v.type.shape)
     return v if v.type.shape == shape else b.reshape(v, shape=shape)
 
@@ -94,7 +102,11 @@ TABLES = (Simplify("rope-tables", ("cos", "sin"), _table),)
 
 
 class Table(NamedTuple):
-    """A cos or sin operand: the narrow table [t, h], and how its columns are spread (half, pairs, plain)."""
+    """A cos or sin operand: the narrow table [t, h], and how its columns are spread.
+
+    spread: "half" if the columns are followed by the same columns again, "pairs" if each column is repeated next to
+    itself, "plain" if the operand is the narrow table.
+    """
 
     value: Value
     spread: str
@@ -120,7 +132,7 @@ def table(v: Value) -> Table:
     return Table(v, "plain")
 
 
-def _narrow(m: Match, spread: str) -> str | None:
+def _reject_tables(m: Match, spread: str) -> str | None:
     """Return None if both tables are [t, h] with this spread, else the reason."""
     for key in ("c", "s"):
         rotation = table(m[key])
@@ -131,7 +143,8 @@ def _narrow(m: Match, spread: str) -> str | None:
     return None
 
 
-def _last(m: Match, *keys: str, rank: int = 0) -> str | None:
+def _reject_axes(m: Match, *keys: str, rank: int = 0) -> str | None:
+    """Return None if these axes are the last ones of values of `rank` (0: the rank of x), else the reason."""
     for key in keys:
         last = (rank or m["x"].type.rank) - 1
         if m[key] % (last + 1) != last:
@@ -139,7 +152,7 @@ def _last(m: Match, *keys: str, rank: int = 0) -> str | None:
     return None
 
 
-def _layout(m: Match, x: Value) -> str | None:
+def _reject_layout(m: Match, x: Value) -> str | None:
     """Return None if the axes of x are tokens and heads in an order that the tables determine, else the reason."""
     if _tokens_axis(m["c"], x) is None or _tokens_axis(m["s"], x) is None:
         return f"a table {m['c'].type} over {x.type} does not determine which axis is the tokens'"
@@ -177,8 +190,8 @@ def _is_half(m: Match) -> str | None:
     begin, mid, end = (m[k] - at for k in ("begin", "mid", "end"))
     if begin != 0 or end != size or mid * 2 != size:
         return f"it swaps {begin}..{mid} and {mid}..{end} of {size}, not halves"
-    axes = _last(m, "axis1", "axis2", "axis3")
-    return axes or _narrow(m, "half") or _layout(m, m["x"])
+    axes = _reject_axes(m, "axis1", "axis2", "axis3")
+    return axes or _reject_tables(m, "half") or _reject_layout(m, m["x"])
 
 
 def _is_pairs(m: Match) -> str | None:
@@ -190,8 +203,8 @@ def _is_pairs(m: Match) -> str | None:
     even = (m["end2"] - m["begin"]).ceildiv(2)
     if m["begin"] != at or m["odd"] != at + 1 or odd * 2 != size or even * 2 != size:
         return f"it does not swap every pair of {size}"
-    axes = _last(m, "axis1", "axis2") or _last(m, "axis3", rank=m["x"].type.rank + 1)
-    return axes or _narrow(m, "pairs") or _layout(m, m["x"])
+    axes = _reject_axes(m, "axis1", "axis2") or _reject_axes(m, "axis3", rank=m["x"].type.rank + 1)
+    return axes or _reject_tables(m, "pairs") or _reject_layout(m, m["x"])
 
 
 def _is_halves(m: Match) -> str | None:
@@ -206,7 +219,7 @@ def _is_halves(m: Match) -> str | None:
     are_adjacent = first.attrs["start"] == 0 and second.attrs["start"] == middle and second.attrs["stop"] == size
     if not are_adjacent or middle * 2 != size or first.attrs["step"] != 1 or second.attrs["step"] != 1:
         return f"it does not split {size} in halves"
-    return _narrow(m, "plain") or _layout(m, x)
+    return _reject_tables(m, "plain") or _reject_layout(m, x)
 
 
 def _emit(b: Any, m: Match, x: Value, interleaved: bool) -> Value:
@@ -214,42 +227,49 @@ def _emit(b: Any, m: Match, x: Value, interleaved: bool) -> Value:
     dtype = m.root.result.type.dtype
     if x.type.dtype != dtype:
         x = b.cast(x, dtype=dtype)
-    tokens = _tokens_axis(m["c"], x)
     y = b.reshape(x, shape=(x.type.shape[0], Dim.of(1), x.type.shape[1])) if x.type.rank == 2 else x
-    y = b.transpose(y, perm=(1, 0, 2)) if tokens == 1 else y
-    y = b.rope(y, _flat(b, m["c"]), _flat(b, m["s"]), interleaved=interleaved)
-    y = b.transpose(y, perm=(1, 0, 2)) if tokens == 1 else y
+    heads_first = _tokens_axis(m["c"], x) == 1
+    if heads_first:
+        y = b.transpose(y, perm=(1, 0, 2))
+    y = b.rope(y, _narrow_table(b, m["c"]), _narrow_table(b, m["s"]), interleaved=interleaved)
+    if heads_first:
+        y = b.transpose(y, perm=(1, 0, 2))
     return b.reshape(y, shape=x.type.shape) if x.type.rank == 2 else y
 
 
-def _flat(b: Any, v: Value) -> Value:
+def _narrow_table(b: Any, v: Value) -> Value:
     """Return the narrow table [t, h], in the dtype of the model's table."""
-    t = table(v).value
-    shape = drop_ones(t.type.shape)
-    t = t if t.type.shape == shape else b.reshape(t, shape=shape)
-    return t if t.type.dtype == v.type.dtype else b.cast(t, dtype=v.type.dtype)
+    narrow = table(v).value
+    shape = drop_ones(narrow.type.shape)
+    if narrow.type.shape != shape:
+        narrow = b.reshape(narrow, shape=shape)
+    return narrow if narrow.type.dtype == v.type.dtype else b.cast(narrow, dtype=v.type.dtype)
 
 
-_HEAD = p.slice(p.x, axis=p.axis1, start=p.begin, stop=p.mid, step=1)
-_TAIL = p.slice(p.x, axis=p.axis2, start=p.mid, stop=p.end, step=1)
-_PLAIN = p.rope(_HEAD, p.c, p.s, interleaved=p.pairs)
-_TURNED = p.transpose(p.rope(p.transpose(_HEAD, perm=(1, 0, 2)), p.c, p.s, interleaved=p.pairs), perm=(1, 0, 2))
+# Partial rotation: x[begin:mid] is rotated, with tokens or heads as its first axis, and x[mid:end] is not.
+_ROTATED = p.slice(p.x, axis=p.axis1, start=p.begin, stop=p.mid, step=1)
+_UNROTATED = p.slice(p.x, axis=p.axis2, start=p.mid, stop=p.end, step=1)
+_TOKENS_FIRST = p.rope(_ROTATED, p.c, p.s, interleaved=p.pairs)
+_HEADS_FIRST = p.transpose(p.rope(p.transpose(_ROTATED, perm=(1, 0, 2)), p.c, p.s, interleaved=p.pairs), perm=(1, 0, 2))
 
 
 def _is_partial(m: Match) -> str | None:
+    """Return None if the tables have as many columns as are sliced, and all axes are the last, else the reason."""
     if m["c"].type.shape[-1] * 2 != m["mid"] - m["begin"]:
         return f"{m['begin']}..{m['mid']} is sliced, but {m['c'].type.shape[-1] * 2} columns are rotated"
-    return _last(m, "axis1", "axis2", "axis3")
+    return _reject_axes(m, "axis1", "axis2", "axis3")
 
 
-def _partial(b: Any, m: Match) -> Value:
-    transposed = m.root.operands[0].node is not None and m.root.operands[0].node.op.name == "transpose"
+def _emit_partial(b: Any, m: Match) -> Value:
+    """Apply rope to x[begin:end]: the op leaves the columns unchanged for which its tables have no columns."""
+    heads_first = made_by(m.root.operands[0], "transpose") is not None
     x = m["x"]
     if m["begin"] != 0 or m["end"] != x.type.shape[-1]:
         x = b.slice(x, axis=x.type.rank - 1, start=m["begin"], stop=m["end"])
-    x = b.transpose(x, perm=(1, 0, 2)) if transposed else x
+    if heads_first:
+        x = b.transpose(x, perm=(1, 0, 2))
     y = b.rope(x, m["c"], m["s"], interleaved=m["pairs"])
-    return b.transpose(y, perm=(1, 0, 2)) if transposed else y
+    return b.transpose(y, perm=(1, 0, 2)) if heads_first else y
 
 
 RULES = (
@@ -262,7 +282,10 @@ RULES = (
         lambda b, m: _emit(b, m, m["x"], True), _is_pairs, near=5,
     ),
     Rewrite("rope-halves", _HALVES, lambda b, m: _emit(b, m, m["a"].node.operands[0], False), _is_halves, near=4),
-    Rewrite("rope-partial", p.concat(either(_PLAIN, _TURNED), _TAIL, axis=p.axis3), _partial, _is_partial, near=3),
+    Rewrite(
+        "rope-partial", p.concat(either(_TOKENS_FIRST, _HEADS_FIRST), _UNROTATED, axis=p.axis3),
+        _emit_partial, _is_partial, near=3,
+    ),
     Rewrite(
         "rope-cast",
         p.cast(p.rope(p.cast(p.x), p.c, p.s, interleaved=p.pairs), dtype=p.dtype),

@@ -28,16 +28,18 @@ SCALE_DTYPE = "bf16"  # the dtype to which f8e8m0 scales are converted in produc
 class LowerQuantized(Pass):
     """Replace quantised tensors by their parts, and products that read them by products over the parts.
 
-    Where a format allows activations to be rounded to the dtype of its codes, activations are quantised, too (see
+    If a format allows activations to be rounded to the dtype of its codes, activations are quantised, too (see
     `round_activations`), and codes are multiplied by codes: by linear_map if each row of the weight has one scale, by
     block_scaled_linear if blocks of columns have one, and for experts by scaled_moe_up and scaled_moe_down. Other
-    products become quantized_linear, and those of experts quantized_moe_up and quantized_moe_down. A product that no
+    products become quantized_linear; those of experts become quantized_moe_up and quantized_moe_down. A product that no
     kernel of the target supports, and any other reader, gets the dequantised weight.
+
     act: the dtype to which quantized_linear, quantized_moe_up and quantized_moe_down round activations, even if the
-    format does not name one; empty for none. Experts with 8-bit float codes, and products that no kernel supports with
-    rounded activations, do not round them. act_block: columns of an activation that share a scale if the weight has one
-    scale per row (else the columns of the weight's blocks). fallback: if false, products become quantized_linear
-    whether or not the target has a kernel.
+      format does not name one; empty for none. Experts with 8-bit float codes do not round activations, nor do products
+      that no kernel supports with rounded activations.
+    act_block: columns of an activation that share a scale if the weight has one scale per row. Otherwise these are the
+      columns of the weight's blocks.
+    fallback: if false, products become quantized_linear whether or not the target has a kernel.
     """
 
     name: ClassVar[str] = "lower-quantized"

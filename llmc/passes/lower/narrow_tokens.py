@@ -21,12 +21,15 @@ _PAGED = ("paged_attention", "paged_alibi_attention", "paged_latent_attention")
 class NarrowTokens(Pass):
     """Compute values only for the tokens that a graph reads, if these are one per entry.
 
-    In @step, that is what follows the keys and values of the last layer: its attention, whose queries are then those of
-    single tokens, its output projection, its MLP or experts, and the final norm. Every `take` of the tokens that
-    row_last or row_first number moves up as far as each token's result depends only on that token. If other nodes
-    also read a value, such as the residual before the last layer, the take stays after it. The pass runs after
-    `specialize`. above: graphs of at most that many tokens remain as they are, because reading the weights takes the
-    same time for all of their tokens, and each take is a launch of its own.
+    In @step, this applies to everything after the keys and values of the last layer: its attention, whose queries are
+    then single tokens, its output projection, its MLP or experts, and the final norm.
+
+    The tokens are selected by a `take` whose indices row_last or row_first computes. Each of these takes moves up as
+    long as a token's result depends only on that token. If other nodes also read a value, such as the residual before
+    the last layer, the take stays after it. The pass runs after `specialize`.
+
+    above: graphs of at most that many tokens remain as they are, because reading the weights takes the same time for
+    all of their tokens, and each take is a launch of its own.
     """
 
     name: ClassVar[str] = "narrow-tokens"
@@ -49,7 +52,7 @@ class _Narrowing:
         self.index = take.operands[1]
         self.entries = self.index.type.shape[0]
         self.narrowed: dict[Value, Value] = {}  # value of all tokens -> the same of one token per entry
-        self.starts: Value | None = None  # as row_spans returns them, of one token per entry
+        self.starts: Value | None = None  # the starts that row_spans returns if each entry has one token
 
     def run(self) -> int:
         """Move the take up; return the number of nodes that compute fewer tokens."""

@@ -38,19 +38,27 @@ MAX_VERIFIED = 512  # verified tokens beyond this number cost as much as those o
 class PageAttention(Pass):
     """Turn @main(tokens, positions, last) -> logits into a step over device rows.
 
-    Ids and positions come from row states, attention appends to a paged KV pool and reads it, recurrent ops keep their
-    state per device row, and the step returns a sampled id per row. The pool of latent_attention has one key per token,
-    part of which is the value. rows: number of device rows. max_len: maximum tokens per sequence. page: tokens per
-    page. tokens: maximum tokens per step (0: the bound of T). kv: dtype of the pools (empty: that of the keys); pools
-    of f8e4m3 have a weight kv_scales.LAYER, the scales of the heads of keys, then of values; those of f8e4m3fnuz, which
-    hold half of what f8e4m3 would, are multiplied by twice these scales. speculate: maximum number of drafted tokens
-    that a step verifies per row (0: none); a step then has up to rows * (1 + speculate) entries, limited to the tokens
-    of a step and to 512. The graph @draft, if there is one, becomes that of a draft model. If it has an input `hidden`,
-    it is a head (EAGLE-3, arXiv 2503.01840): @main returns a hidden state per token after the logits, which the step
-    stores in a pool of pages, with the head's keys and values of the same tokens. draft_logprobs: @draft also returns
-    the natural log-probability of each token that it drafts, f32[R], among those that a row allows. pool: "last", "cls"
-    or "mean" (empty: the step samples): @main is that of a model that pools, and the step returns the output `pooled`,
-    f32[R, width], instead of ids.
+    Token ids and positions come from row states, attention appends to a paged KV pool and reads it, recurrent ops keep
+    their state per device row, and the step returns a sampled id per row. The pool of latent_attention has one key per
+    token, part of which is the value.
+
+    If there is a graph @draft, it becomes that of a draft model. If @draft has an input `hidden`, it is a head
+    (EAGLE-3, arXiv 2503.01840): @main then returns a hidden state per token after the logits, which the step stores in
+    a pool of pages, with the head's keys and values of the same tokens.
+
+    rows: number of device rows.
+    max_len: maximum tokens per sequence.
+    page: tokens per page.
+    tokens: maximum tokens per step; 0 for the upper bound of T.
+    kv: dtype of the pools; empty for the dtype of the keys. Pools of f8e4m3 have a weight kv_scales.LAYER: the scales
+      of the heads of keys, then of values. In f8e4m3fnuz, the same bits are half the number, so these scales are
+      doubled.
+    speculate: maximum drafted tokens per row that a step verifies; 0 for none. A step then has up to rows * (1 +
+      speculate) entries, but not more than tokens, nor more than 512.
+    draft_logprobs: whether @draft also returns the natural log-probability of each token that it drafts, f32[R], among
+      the tokens that the row allows.
+    pool: "last", "cls" or "mean" if @main is the graph of a model that pools, and the step returns the output `pooled`,
+      f32[R, width], instead of ids; empty if the step samples.
     """
 
     name: ClassVar[str] = "page-attention"
@@ -152,7 +160,7 @@ class _Rows:
         self.g, self.options, self.ops, self.prefix = g, options, ops, DRAFT_PREFIX if drafts else ""
         head = _takes_hidden(g)
         prompt_inputs = list(g.inputs)
-        g.inputs.clear()  # those of a step come first
+        g.inputs.clear()  # the inputs of a step come first
         self.rows = g.input("rows", tensor("i32", "R"))
         self.qlens = g.input("qlens", tensor("i32", "R"))
         if not options.pool:
@@ -163,7 +171,7 @@ class _Rows:
         self.pages = g.input("row.pages", state("i32", n, D(length).ceildiv(options.page)))
         if not options.pool:
             self._sampling(g.outputs[0].type.shape[-1], drafts)
-        first_position = self.length  # of each row's new tokens
+        first_position = self.length  # the position of each row's first new token
         if drafts:
             first_position = self.reach = g.input("row.reach", state("i32", n))
         elif options.speculate:

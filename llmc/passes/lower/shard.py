@@ -121,13 +121,18 @@ class Shard(Pass):
 
     Attention and the KV pools are divided by heads; if there are fewer KV heads than ranks, ranks share them. Pools of
     latents are whole on every rank. Recurrences and their states are divided by heads, convolutions by channels.
-    Products before attention and the first ones of an MLP or of experts are divided by columns, those after them by
-    rows, followed by an all_reduce. The head is divided by columns, followed by an all_gather, and embeddings by rows,
-    followed by an all_reduce; norms, routers and small tables are whole on every rank. The parts of a weight are slices
-    that begin at a multiple of K; columns and rows of tables that do not divide are padded with zeros. The pass runs
-    after page-attention and before fuse-linear; `--explain` names what stays whole. ranks: their number. group: columns
-    that `quantize` will give one scale, of which every part of an MLP or an expert gets a multiple if the whole has
-    one; 0 or 1 if there are none.
+
+    Products before attention, and the first products of an MLP or of experts, are divided by columns. The products
+    after them are divided by rows, followed by an all_reduce. The output projection is divided by columns, followed by
+    an all_gather; embeddings by rows, followed by an all_reduce. Norms, routers and small tables are whole on every
+    rank.
+
+    The parts of a weight are slices that begin at a multiple of K. Columns, and rows of tables, that do not divide are
+    padded with zeros. The pass runs after page-attention and before fuse-linear; `--explain` names what stays whole.
+
+    ranks: number of ranks.
+    group: columns to which `quantize` will give one scale; 0 or 1 if there are none. Every part of an MLP or an expert
+      gets a multiple of it if the whole has one.
     """
 
     name: ClassVar[str] = "shard"

@@ -24,7 +24,7 @@ from llmc.passes.lower.shard_rules import (
     splits_of,
 )
 
-MIN_TABLE_ROWS = 256  # of a table that is worth dividing, as the rows that are read are added up over the ranks
+MIN_TABLE_ROWS = 256  # minimum rows of a table to divide; each lookup in a divided table costs an all_reduce
 
 
 @dataclass
@@ -238,7 +238,7 @@ class _Region:
     def __init__(self, g: Graph, ranks: int, plan: Plan, whole: set[Value], gather: bool):
         """`whole`: values that stay whole."""
         self.g, self.ranks, self.plan, self.whole, self.gather = g, ranks, plan, whole, gather
-        self.additions = Plan()  # to `plan`
+        self.additions = Plan()  # what is about to be added to `plan`
         self.demanded: set[Value] = set()  # split because a reader needs a part of it
         self.work: list[Value] = []
         self.outputs = set(g.outputs)

@@ -21,14 +21,19 @@ from llmc.passes.rewrite import substitute
 class Specialize(Pass):
     """Make @step (any number of tokens per row) and @decode (one token per row: T equals R) from @main.
 
-    If @main accepts drafted tokens, @verify has one token per entry, where adjacent entries of a row verify its drafts,
-    and @decode verifies none. If @main pools, there is only @step. decode: upper bounds of row ranges that get their
-    own graph; [1, 16] gives 1, 2 to 16, and more. step: the same for tokens, verify: for entries. A range of a single
-    number replaces the symbol by that number. A draft model, @draft, becomes @draft_fill (any number of tokens per row,
-    whose KV it computes), @draft_first (the last two tokens of each row, one per entry) and @draft_next (one token per
-    row). A head needs no @draft_fill, since the steps of @main compute its KV, and its @draft_first has the last token
-    of each row only; @decode_plain is @decode with zeros as the head's entries, for steps after which no row drafts.
-    With `plain_step`, @step_plain is @step with such zeros, for prompts of rows that will not draft soon.
+    If @main accepts drafted tokens, it also becomes @verify: every entry has one token, and adjacent entries of a row
+    verify its drafts; @decode verifies none. If @main pools, there is only @step.
+
+    A draft model, @draft, becomes @draft_fill (any number of tokens per row, whose KV it computes), @draft_first (the
+    last two tokens of each row, one per entry) and @draft_next (one token per row). A head needs no @draft_fill, since
+    the steps of @main compute its KV, and its @draft_first has only the last token of each row. For steps after which
+    no row drafts, @decode_plain is @decode with zeros as the head's entries.
+
+    decode: upper bounds of row ranges that get a graph of their own; [1, 16] gives the ranges 1, 2 to 16, and 17 or
+      more. A range of a single number replaces the symbol by that number.
+    step, verify: the same for ranges of tokens, and of entries.
+    plain_step: whether to make @step_plain, which is @step with zeros as the head's entries, for prompts of rows that
+      will not draft soon.
     """
 
     decode: tuple[int, ...] = ()

@@ -31,10 +31,12 @@ class SplitKv(NodePass):
     """Split paged_attention into paged_attention_split and attention_combine in graphs of one token per row.
 
     paged_latent_attention is split in the same way. The number of parts is constant, so that one launch list serves any
-    mixture of lengths. splits: number of parts (1: do not split, 0: a power of two that gives every multiprocessor
-    about `fill` programs, of narrow heads twice as many; of latents, blocks of 64 heads are programs of their own).
-    fixed: parts of a fixed number of tokens instead (`fixed_part`), as many as the longest row has, in graphs whose
-    rows and key heads are fewer than the multiprocessors.
+    mixture of lengths.
+
+    splits: number of parts. 1: do not split. 0: a power of two that gives every multiprocessor about `fill` programs,
+      or twice as many if heads are narrow. In latent attention, each block of 64 heads is a program of its own.
+    fixed: make parts of a fixed number of tokens instead (`fixed_part`), as many as the longest row has, in graphs
+      whose rows and key heads are fewer than the multiprocessors.
     """
 
     name: ClassVar[str] = "split-kv"

@@ -29,7 +29,7 @@ from llmc.quant.make.rounding import Quantised, finite, round_to_nearest
 from llmc.quant.make.sign_rounding import sign_rounding
 
 ACTIVATIONS_FOLDER = "activations"  # folder of the hidden states, removed at the end
-Dtypes = Mapping[str, torch.dtype]  # of the stored weights, in which scales are stored
+Dtypes = Mapping[str, torch.dtype]  # dtypes of the stored weights; scales are stored in the same dtype
 # (layer, its linear modules by name, recipe, dtypes) -> their quantised weights and those of `Layer.experts`; may scale
 # other weights of the layer.
 Method = Callable[[Layer, Mapping[str, Linear], Recipe, Dtypes], dict[str, Quantised]]

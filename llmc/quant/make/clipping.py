@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from llmc.quant.make.recipes import Recipe
 from llmc.quant.make.rounding import Grid, Quantised, block_sizes, extremes, grid_from
 
-STEP, STEPS = 0.05, 10  # of the largest |weight| of a block
+STEP, STEPS = 0.05, 10  # step, as a share of the largest |weight| of a block, and number of steps
 
 
 @torch.no_grad()

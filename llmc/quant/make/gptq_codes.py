@@ -14,7 +14,7 @@ from llmc.quant.make.recipes import Recipe
 from llmc.quant.make.rounding import Quantised, grid_of
 
 BLOCK_COLUMNS = 128  # columns whose errors are collected before the rest is corrected
-DAMP = 0.01  # of the mean of the diagonal
+DAMP = 0.01  # damping, as a share of the mean of the diagonal
 
 
 def gptq(w: Tensor, gram: Tensor, recipe: Recipe, dtype: torch.dtype, name: str) -> Quantised:

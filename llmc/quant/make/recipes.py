@@ -104,7 +104,7 @@ _RECIPES = (
 )  # fmt: skip
 RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in _RECIPES})
 ROUNDED = tuple(r.name for r in _RECIPES if not r.calibrated)  # recipes that need no texts
-NONE = "none"  # in place of a recipe's name: weights are not quantised
+NONE = "none"  # given in place of a recipe: weights are not quantised
 UNCHANGED = Recipe(NONE, "weights stay as they are", "rtn", "dense", "float", 16, (1, 0))
 SMOOTH = "smoothquant"  # the method of w8a8 with texts
 KV_FP8 = ("fp8", "fp8_e4m3")  # values of --kv-cache-dtype
@@ -125,7 +125,7 @@ def config_group(recipe: Recipe, kv: str = "") -> dict[str, Any]:
         "kv_cache_scheme": _args("float", 8, strategy) if strategy else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "version": "0.19.0",  # of compressed-tensors, whose fields these are
+        "version": "0.19.0",  # version of compressed-tensors, which defines these fields
     }
 
 

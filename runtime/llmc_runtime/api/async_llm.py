@@ -58,7 +58,7 @@ class AsyncLLM(AsyncPoolingAPI):
         self._say = partial(_say_safely, say or to_stderr)
         self.args = EngineArgs.of_keywords(model, options, self._say)
         self._front: Front | None = None
-        self.digest = ""  # of the artifact, once it is opened
+        self.digest = ""  # the artifact's digest, once it is opened
         self._supervisor: Supervisor | Instances | None = None
         self._started = self._stopped = False
         self._starting: asyncio.Task[Ready] | None = None  # the start that requests wait for

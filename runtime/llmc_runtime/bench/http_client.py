@@ -63,7 +63,7 @@ class Reply:
         self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         length = headers.get("content-length", "")
         if self._chunked:
-            self._remaining = 0  # of the current chunk
+            self._remaining = 0  # bytes left in the current chunk
         else:
             self._remaining = int(length) if length.isdecimal() else None
         ends_by_itself = self._chunked or self._remaining is not None

@@ -29,9 +29,9 @@ _MIX = (
     "output=,range_ratio=,prefix=,prefixes= (default of each: the other options)"
 )
 _GOODPUT = "service-level objectives in ms that count toward goodput, such as ttft:500 tpot:25"
-_DEFAULT_PROMPTS = 1000  # if neither a number nor a duration is set
+_DEFAULT_PROMPTS = 1000  # number of prompts if neither a number nor a duration is set
 _LIST_SECONDS = 30.0  # time limit of listing the models
-_DEFAULT_VOCABULARY = 1000  # if neither the options nor the server state its size
+_DEFAULT_VOCABULARY = 1000  # size of the vocabulary if neither the options nor the server state it
 _BUSY, _LATE_MS = 0.85, 10.0  # acceptable use of a core and delay (99th percentile) of a client process
 
 

@@ -261,7 +261,7 @@ class EngineClient:
             self.process.send_signal(signal.SIGKILL)
         while self.process.poll() is None:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.02)  # for messages in flight
+        await asyncio.sleep(0.02)  # time for messages in flight to arrive
         if self._release.alive:
             self._receive(math.inf)
             self._loop.remove_reader(self._fd)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llmc_runtime.engine.engine import Engine
 
 RECORD, RESET = "record", "reset_prefix_cache"
-MAX_ROWS = 1 << 16  # of a recording: about 13,000 steps, 5 MB
-MAX_SECONDS = 60.0  # of a recording
+MAX_ROWS = 1 << 16  # maximum rows per recording: about 13,000 steps, 5 MB
+MAX_SECONDS = 60.0  # maximum duration of a recording
 
 
 class _Recording(NamedTuple):

@@ -60,7 +60,7 @@ class Engine:
         self._last = 0.0  # duration of the last step in seconds
         self.error: LlmcError | None = None
         self.note: Callable[[str, Any], None] = _no_recorder
-        self._tickets: deque[Any] = deque()  # of the steps in flight, oldest first
+        self._tickets: deque[Any] = deque()  # one per step in flight, oldest first
         self._in_executor = False  # the executor runs, and an interrupt leaves the scheduler consistent
         self._unsettled = False  # an interrupt left steps in flight that are not waited for
         scheduler.depth = executor.depth

@@ -38,7 +38,7 @@ class EngineLoop:
         self._engine, self.core = engine, EngineCore(engine, grammars)
         self._compiling: deque[_Compiling] = deque()
         self._compiling_outputs: set[int] = set()  # numbers of the outputs of these requests
-        self._refusals: list[Delta] = []  # not sent yet
+        self._refusals: list[Delta] = []  # refusals that have not been sent yet
         self._aborted: set[int] = set()  # outputs that were aborted before they arrived or while their grammar compiles
         self._last = -1  # the highest number that arrived
         self._compile_seconds = Histogram(COMPILE_SECONDS)

@@ -54,11 +54,11 @@ from llmc_runtime.metrics import Stat
 if TYPE_CHECKING:
     from llmc_runtime.exec.rank_group import RankGroup
 
-NICE = 5  # of CPU engines whose threads fill the machine
+NICE = 5  # niceness of CPU engines whose threads fill the machine
 _MIN_ADD_TIME = 0.002  # seconds for new requests between two steps
-_ADD_STEP_SHARE = 0.15  # of the last step's duration, if that is more
-_COMPILE_POLL_MS = 50  # between two checks of grammars that are being compiled
-_LINGER_MS = 2000  # for the last messages
+_ADD_STEP_SHARE = 0.15  # alternatively this share of the last step's duration, if that is more
+_COMPILE_POLL_MS = 50  # interval between two checks of grammars that are being compiled
+_LINGER_MS = 2000  # time for sending the last messages
 _DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 

@@ -101,7 +101,8 @@ class Instances:
         self.outputs = AllOutputs([engine.outputs for engine in self.engines])
         self.gave_up = asyncio.Event()
         self._router: Router | None = None
-        self._pids: list[int | None] = [None] * len(self.engines)  # of the processes whose caches the router estimates
+        # Process ids of the engines whose caches the router estimates.
+        self._pids: list[int | None] = [None] * len(self.engines)
         self._watch: asyncio.Task[None] | None = None
 
     @property

@@ -20,7 +20,7 @@ STARTING, READY, DRAINING, DEAD = "starting", "ready", "draining", "dead"
 _FAILURE_SECONDS = 3600.0  # seconds after which a failure no longer counts
 _STOP_SECONDS = 3.0  # seconds for an engine process to exit
 _FIRST_INTERVAL = 1.0  # seconds until the first attempt beyond `max_restarts`
-_MAX_DOUBLINGS = 20  # of the interval between two attempts
+_MAX_DOUBLINGS = 20  # maximum doublings of the interval between two attempts
 _CALL_SECONDS = 30.0  # seconds for a control RPC, including the steps before it
 
 

@@ -23,7 +23,8 @@ from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Progra
 
 INPUTS = ("rows", "qlens", "emit")
 ROLES = ("", FILL, FIRST, NEXT)  # each has inputs of its own, whose names begin with the role
-_ALIGN, _PAGE = 256, 4096
+_ALIGN = 256  # bytes to which inputs and outputs are rounded up
+_PAGE = 4096  # bytes to which states and weights are rounded up
 _GRAIN_BYTES = 2 << 20  # allocation granularity of devices with their own memory
 _PERIOD = (1 << 20) - 3  # a prime, so that no two rows of a matrix are equal and every token can be the most likely one
 STD = 0.02

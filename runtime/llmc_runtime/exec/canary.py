@@ -173,7 +173,7 @@ def check(executor: Executor, canary: Canary) -> Verdict:
     """
     problems: list[str] = []
     ties, worst = 0, 0.0
-    first_number = 1  # of the prompts of a group
+    first_number = 1  # number of the first prompt of the current group
     for group in _groups(executor, canary.runs):
         steps = len(group[0].tokens)
         for i in range(steps):

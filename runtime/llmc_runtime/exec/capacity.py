@@ -8,7 +8,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.size_text import size_text
 
-SNAPSHOTS_PER_ROW = 2  # by default
+SNAPSHOTS_PER_ROW = 2  # default number of snapshots per device row
 _SNAPSHOT_SHARE = 4  # by default, snapshots take at most 1 / _SNAPSHOT_SHARE of the KV cache's memory
 
 

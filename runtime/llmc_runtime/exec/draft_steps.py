@@ -78,7 +78,7 @@ class DraftSteps:
     def _run_single(self, item: Work) -> list[float]:
         """Draft for a single row, for which all drafts but the first one have the same inputs."""
         num_entries = self._first_entries
-        chance = 1.0  # that all drafts so far are accepted
+        chance = 1.0  # probability that all drafts so far are accepted
         probabilities: list[float] = []
         bound = self._first.ready(([item.row] * num_entries, [1] * num_entries, [*[0] * (num_entries - 1), 1]))
         for count in range(1, item.propose + 1):
@@ -97,7 +97,7 @@ class DraftSteps:
     def _run_rows(self, work: Sequence[Work], drafting: list[int]) -> dict[int, list[float]]:
         """Draft for the rows of these indices of `work`, a token of each at a time."""
         probabilities: dict[int, list[float]] = {i: [] for i in drafting}
-        chances = dict.fromkeys(drafting, 1.0)  # that all drafts of a row so far are accepted
+        chances = dict.fromkeys(drafting, 1.0)  # row -> probability that all its drafts so far are accepted
         points, entries_per_row, count = self._first, self._first_entries, 0
         while drafting:
             entries = [work[i].row for i in drafting for _ in range(entries_per_row)]
@@ -127,4 +127,4 @@ class DraftSteps:
 
 def _ends(work: Work, chance: float) -> bool:
     """Whether drafting ends for a row whose drafts are all accepted with this probability."""
-    return work.stop is not None and chance < work.stop.least
+    return work.stop is not None and chance < work.stop.min_chance

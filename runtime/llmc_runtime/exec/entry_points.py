@@ -19,7 +19,7 @@ from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.program import FIRST, Program
 
 _PADDING = (-1, 0, 0)  # inputs of a padding row: no row, zero tokens, nothing sampled
-Columns = tuple[list[int], ...]  # of a step's entries: rows, numbers of tokens, and whether each emits
+Columns = tuple[list[int], ...]  # a step's entries by column: row, number of tokens, whether it emits
 ROWS, TOKENS = "R", "T"
 _TILES = ((256, 64), (16, 16))  # steps of more than the first number of tokens are a multiple of the second
 

@@ -99,7 +99,7 @@ class RankGroup:
         self.failure_fd, self._end = os.eventfd(0), os.eventfd(0)
         self._watcher: threading.Thread | None = None
         self._heartbeat_timeout = heartbeat_timeout
-        self._hung: LlmcError | None = None  # of the first process whose heartbeats were missing
+        self._hung: LlmcError | None = None  # error about the first process whose heartbeats were missing
         try:
             if ray:
                 from llmc_runtime.exec.ray_ranks import RayPlacement

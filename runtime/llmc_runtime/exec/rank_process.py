@@ -61,7 +61,7 @@ def open_rank(join: Join, memory: int) -> Executor:
 
 def serve(link: Link, executor: Executor) -> None:
     """Run the steps that rank 0 sends, until it closes the link."""
-    tickets: deque[Ticket] = deque()  # of the steps in flight
+    tickets: deque[Ticket] = deque()  # one per step in flight
     while True:
         if tickets and tickets[0].second_half is None:
             if executor.done(tickets[0]):

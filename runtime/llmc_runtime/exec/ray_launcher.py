@@ -21,9 +21,9 @@ from llmc_runtime.exec.ray_actor import RankActor
 from llmc_runtime.exec.ray_ranks import START, TOKEN
 from llmc_runtime.format.errors import LlmcError, as_llmc_error
 
-_NODE_SHARE = 0.001  # of the resource that each node has under the name of its address
+_NODE_SHARE = 0.001  # share requested of the resource that each node has under the name of its address
 _START_SECONDS = 50.0
-_NEVER_RAN = "never ran"  # of an actor whose owner the cluster cannot call, since its calls have no token
+_NEVER_RAN = "never ran"  # message for an actor whose owner Ray cannot call, since its calls have no token
 _AUTHENTICATE = "start every node of the cluster with RAY_AUTH_MODE=token and a token"
 
 

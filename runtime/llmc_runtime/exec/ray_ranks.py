@@ -23,14 +23,14 @@ from llmc_runtime.exec.rank_messages import Failed, Hello, Link, Place, Placemen
 from llmc_runtime.format.errors import LlmcError, missing_extra
 from llmc_runtime.python_command import LinkedProcess, memory_file, module_command, socket_folder
 
-_CPU_SECONDS = 60.0  # to wait for CPUs, for example those of a group that is ending
-_CONNECT_SECONDS = 40.0  # for the connection to the cluster
-_START_SECONDS = 60.0  # for the actors' processes
+_CPU_SECONDS = 60.0  # timeout for CPUs, such as those of a group that is ending
+_CONNECT_SECONDS = 40.0  # timeout for connecting to the cluster
+_START_SECONDS = 60.0  # timeout for the actors' processes to start
 _HELLO_SECONDS = 5.0
 _POLL_SECONDS = 0.2  # seconds between two looks at the messages of Ray's client
 _SOCKET = "ranks"
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a Unix socket
-_TOKEN_REFUSED = b"Unauthenticated"  # in the messages of Ray's client, whose exception lacks it
+_TOKEN_REFUSED = b"Unauthenticated"  # text of Ray's client log; its exception does not contain it
 START = "start Ray here (RAY_AUTH_MODE=token ray start --head), or set RAY_ADDRESS to its address"
 TOKEN = "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token, or put it into ~/.ray/auth_token"
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MANIFEST_FILE = "manifest.json"  # of an artifact
-TOKENIZER_FILE, TEMPLATE_DIR = "tokenizer.json", "additional_chat_templates"  # of a model's folder
+MANIFEST_FILE = "manifest.json"  # file name of an artifact's manifest
+TOKENIZER_FILE, TEMPLATE_DIR = "tokenizer.json", "additional_chat_templates"  # names in a model's folder
 GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
-TASKS = (EMBED, CLASSIFY)  # of models that pool
+TASKS = (EMBED, CLASSIFY)  # tasks of models that pool
 LAST, CLS, MEAN = "last", "cls", "mean"
 POOLING_KINDS = (LAST, CLS, MEAN)
 DRAFT_MODEL, EAGLE, MTP = "draft_model", "eagle3", "mtp"  # methods of drafting, by vLLM's names

@@ -20,7 +20,7 @@ from llmc_runtime.format.row_abi import MAX_DRAFTS
 # last two tokens of a row, and drafting a token from the draft before it. A head (EAGLE-3) has no FILL, and its FIRST
 # drafts from the last token.
 FILL, FIRST, NEXT = "draft_fill", "draft_first", "draft_next"
-DRAFT_PREFIX = "draft."  # of the names of a draft model's weights and KV pools
+DRAFT_PREFIX = "draft."  # prefix of the names of a draft model's weights and KV pools
 DRAFT_LOGPROB = "draft_logprob"  # output of FIRST and NEXT: log-probabilities of the tokens that they draft
 # Prefixes of the names of programs that compute no entries of a head: those that decode, and those of any tokens.
 PLAIN, PLAIN_STEP = "decode_plain", "step_plain"

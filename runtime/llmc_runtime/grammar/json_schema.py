@@ -125,5 +125,5 @@ def _bound(schema: dict[str, Any], name: str, exclusive: str, bound: int, sign: 
     if isinstance(value, int | float) and not isinstance(value, bool) and sign * value >= sign * bound:
         return
     schema[name] = bound
-    if isinstance(schema.get(exclusive), bool):  # of draft 4, where it belongs to the schema's own bound
+    if isinstance(schema.get(exclusive), bool):  # JSON Schema draft 4: a flag of the schema's own bound
         del schema[exclusive]

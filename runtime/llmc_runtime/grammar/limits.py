@@ -8,27 +8,28 @@ from typing import Any
 
 COMPILE_CPU_SECONDS = 4.0  # per compilation; the process is killed if it exceeds this
 COMPILE_SECONDS = 60.0  # wall time of one compilation, for a heavily loaded machine
-QUEUE_SECONDS = 10.0  # that a request waits for its compilation to start
-MEMORY_BYTES = 256 << 20  # that a grammar process may allocate beyond the vocabulary
-OPERATION_CPU_SECONDS = 1.0  # to accept a token and compute a mask; the process is killed if it exceeds this
+QUEUE_SECONDS = 10.0  # maximum wait of a request for its compilation to start
+MEMORY_BYTES = 256 << 20  # bytes that a grammar process may allocate beyond the vocabulary
+OPERATION_CPU_SECONDS = 1.0  # CPU time to accept a token and compute a mask; the process is killed if it exceeds this
 OPERATION_SECONDS = 30.0  # wall time of the same
-GUIDE_CPU_SECONDS = 2.0  # per output, plus, for each of its tokens:
+GUIDE_CPU_SECONDS = 2.0  # CPU time per output, to which TOKEN_CPU_SECONDS is added for each of its tokens
 TOKEN_CPU_SECONDS = 0.02
-LOOK_CPU_SECONDS = 0.2  # per output to compute masks after drafts, plus, for each of its tokens:
+# CPU time to compute masks after drafts: per output, and for each of its tokens.
+LOOK_CPU_SECONDS = 0.2
 LOOK_TOKEN_CPU_SECONDS = 0.01
-VOCABULARY_SECONDS = 120.0  # to build the vocabulary, once per process
+VOCABULARY_SECONDS = 120.0  # timeout for building the vocabulary, once per process
 
 MAX_COMPILATIONS = 4  # concurrent compilations
-MAX_TENANT_COMPILATIONS = 2  # of these for one tenant
+MAX_TENANT_COMPILATIONS = 2  # maximum concurrent compilations per tenant
 MAX_PROCESSES = 256  # maximum number of grammar processes
 TENANT_BYTES = 1 << 30  # memory of all compiled grammar processes of one tenant, also while they grow
-GROWTH_BYTES = 8 << 20  # of a process after which it reports its memory again
-MEASURED_OPERATIONS = 16  # after so many operations a process measures its memory
-FREE_BYTES = 32 << 20  # that a process may use regardless of the tenant's total
+GROWTH_BYTES = 8 << 20  # growth of a process after which it reports its memory again
+MEASURED_OPERATIONS = 16  # operations between two measurements of a process's memory
+FREE_BYTES = 32 << 20  # bytes that a process may use regardless of the tenant's total
 MAX_KEPT = 16  # processes kept without guides
 KEPT_BYTES = 64 << 20  # private memory above which a process without guides is not kept
 MAX_UNSENT = 4096  # operations that wait for a process to read
-MAX_GUIDES = 16  # per process, before another one is started for the same grammar
+MAX_GUIDES = 16  # guides per process, before another process is started for the same grammar
 MAX_EAGER_GUIDES = 1024  # open guides below which first masks are computed before the request is scheduled
 MAX_REFUSALS = 4096  # rejected grammars to remember
 NICE = 19  # the engine and the server take precedence

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmc_runtime.grammar.lark_text import ANY, Marker, json_rule, lark, slashed, text_until, text_without, with_special
 
-_MAX_DEPTH = 16  # of formats in formats
+_MAX_DEPTH = 16  # maximum nesting of formats
 _EQUALS = "\\u003d"  # "=" in strings and regular expressions: with ::= llguidance would take the rules for GBNF
 
 
@@ -167,7 +167,7 @@ class _Rules:
             place = f"{where}.tags[{i}]"
             trigger, rest = self._split(_field(tag, "begin", str, place), triggers, place)
             by_trigger.setdefault(trigger, []).append(f"{rest} {self._content_and_end(tag, place, depth, last=False)}")
-        never = [*triggers, *excludes]  # not part of free text
+        never = [*triggers, *excludes]  # texts that free text must not contain
         rest_rules = {trigger: self._rule(" | ".join(rests)) for trigger, rests in by_trigger.items()}
         tag = self._rule(" | ".join(f"{self._literal(trigger)} {rule}" for trigger, rule in rest_rules.items()))
         text_and_tag = self._rule(

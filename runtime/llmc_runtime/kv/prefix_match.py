@@ -19,7 +19,7 @@ class PrefixMatch:
     def __init__(self, chain: list[bytes], max_pages: int) -> None:
         self.chain, self.max_pages = chain, max_pages
         self.pages: list[int] = []
-        self._index: dict[bytes, int] = {}  # of each page's digest
+        self._index: dict[bytes, int] = {}  # page digest -> its index in the prompt
         # At the last count: how many pages were counted and in use, and PagePool.num_revived.
         self._counted = self._in_use = self._revived = 0
 

@@ -23,7 +23,7 @@ class SnapshotPool:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._kept: dict[str, OrderedDict[bytes, int]] = {}  # by tenant: digest -> entry, least recently used first
-        self._tenant: dict[bytes, str] = {}  # of each digest that is kept
+        self._tenant: dict[bytes, str] = {}  # kept digest -> tenant
         self._pins: Counter[int] = Counter()  # by entry
 
     @property

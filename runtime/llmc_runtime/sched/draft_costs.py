@@ -8,15 +8,15 @@ from functools import lru_cache
 from itertools import accumulate
 from math import ceil, log
 
-_MEAN_WEIGHT = 0.05  # of a measurement in a running mean
-_CORRECTION_WEIGHT = 0.5  # the same of a median of several measurements
+_MEAN_WEIGHT = 0.05  # weight of a measurement in a running mean
+_CORRECTION_WEIGHT = 0.5  # weight of a median of several measurements in a running mean
 _MAX_DEVIATION = 0.5  # largest relative distance of a measurement from the mean that counts
 _MEASUREMENTS = 5  # measurements after which a number of drafts counts as measured
 _SETTLED = 64  # further measurements after which the mean no longer depends on the first ones
 _FEWEST_MEASUREMENTS = 2  # measurements after which a number of drafts is given up if it is far from the best
 _MAX_TRIES = 8 * _MEASUREMENTS  # plans after which a number of drafts is given up if too few steps had it
 _MIN_GAIN = 1.07  # minimum ratio of the tokens per second with drafts to those of plain decoding
-MIN_SINGLE_GAIN = 1.03  # the same for a choice that is made anew after each verification
+MIN_SINGLE_GAIN = 1.03  # minimum gain of a choice that is made anew after each verification
 _MAX_ENTRIES = 0.25  # largest time of a head's entries that counts, relative to a step; a longer one was interrupted
 _SMALLEST_SHARE = 1e-6  # drafts per row of a step with the fewest drafts
 _MAX_HOPE, _HOPE_MARGIN = 0.95, 0.15  # optimistic acceptance rate: the rows' mean + _HOPE_MARGIN, at most _MAX_HOPE
@@ -36,7 +36,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._means: dict[int, dict[float, float]] = {}  # seconds by rows, by drafts per row
         self._first: dict[tuple[int, float], list[float]] = {}  # the first _MEASUREMENTS measurements
-        self._plain_steps: dict[int, int] = {}  # by rows, the number of further measurements without drafts
+        self._plain_steps: dict[int, int] = {}  # rows -> number of further measurements without drafts
 
     def record(self, rows: int, drafts: float, seconds: float) -> float:
         """Record a step of `rows` rows in which `drafts` drafts per row were verified, on average.
@@ -157,8 +157,8 @@ class DraftCount:
 
     def __init__(self, max_drafts: int, together: bool) -> None:
         self.costs, self.together = StepCosts(), together
-        self.drafting = StepCosts()  # of a step that drafts, by the number of drafts per row
-        self.entries = StepCosts()  # of a step in which a head computes its entries, but makes no draft
+        self.drafting = StepCosts()  # costs of a step that drafts, by the number of drafts per row
+        self.entries = StepCosts()  # costs of a step in which a head computes its entries but makes no draft
         self._candidates = [0, *(drafts for drafts in (1, 2, 3, 5, 8, 12, 16, 24) if drafts < max_drafts), max_drafts]
         self._tries: dict[tuple[int, int], int] = {}  # plans that were made to measure, by rows and drafts
 

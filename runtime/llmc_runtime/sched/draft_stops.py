@@ -16,7 +16,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_BOUNDS = (0.1, 0.25, 0.45, 0.7, 0.9)  # between intervals of probabilities
+_BOUNDS = (0.1, 0.25, 0.45, 0.7, 0.9)  # boundaries between intervals of probabilities
 _RATE_INTERVALS = 4  # intervals of a row's rate of acceptance
 _PRIOR_WEIGHT = 4.0  # weight of the estimate before any draft was verified, in drafts
 _MEMORY = 0.98  # weight of earlier drafts at each further one
@@ -27,11 +27,11 @@ class Stop:
     """When to stop drafting for a row.
 
     chances: the probability that a draft is accepted if those before it are, by the interval of the draft's own
-    probability. least: drafting ends when the probability that all drafts are accepted falls below it.
+    probability. min_chance: drafting ends when the probability that all drafts are accepted falls below it.
     """
 
     chances: tuple[float, ...]
-    least: float
+    min_chance: float
 
     def chance(self, probability: float) -> float:
         """Return the probability of acceptance of a draft to which the draft model gives this probability."""

@@ -19,14 +19,17 @@ from math import ceil
 from llmc_runtime.sched.draft_stops import Chances
 from llmc_runtime.sched.request import Request
 
-_TRIAL_SHARE = 0.002  # of the decoding time that trials may cost
-_INITIAL_CREDIT, _INITIAL_LOOKUP_CREDIT, _MAX_CREDIT = 6.0, 4.0, 32.0
-_HALVING_LOSS, _MAX_NET_LOSS = 32.0, 96.0  # net loss at which that share is halved, and the largest that counts
+_TRIAL_SHARE = 0.002  # maximum share of the decoding time that trials may cost
+_INITIAL_CREDIT = 6.0  # what trials may cost before anything was measured
+_INITIAL_LOOKUP_CREDIT = 4.0  # the same for drafts that prompt lookup makes
+_MAX_CREDIT = 32.0
+_HALVING_LOSS = 32.0  # net loss at which _TRIAL_SHARE is halved
+_MAX_NET_LOSS = 96.0  # largest net loss that counts
 _MEMORY = 0.98  # weight of the past acceptance at each verification
 _PRIOR_WEIGHT = 2.0  # weight of the acceptance of all requests in the estimate of one, in verifications
 TRIAL_COST = 1.0  # what a trial is expected to cost
 _MAX_LOSS = 4.0  # maximum loss of a step that counts; a longer one was interrupted
-_MAX_MEASURING_LOSS = 1.0  # the same while costs are measured: first steps load programs and weights
+_MAX_MEASURING_LOSS = 1.0  # maximum loss that counts while costs are measured: first steps load programs
 
 
 def kind_of(request: Request) -> int:

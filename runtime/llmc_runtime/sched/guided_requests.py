@@ -35,7 +35,7 @@ class GuidedRequests:
 
     def __init__(self) -> None:
         self._live: dict[Request, None] = {}
-        self._started: dict[Request, None] = {}  # those of them that have had a row
+        self._started: dict[Request, None] = {}  # requests that have had a row
         self.left_out = False  # whether the last plan left out a request because its mask is not known
 
     def __bool__(self) -> bool:
@@ -212,7 +212,7 @@ def take_drafts(
     if request.guide is None or request.status is not Status.RUNNING:
         return
     if whole:
-        tokens = output.looked.get(work.row, ())  # of the row, from the step's first one on
+        tokens = output.looked.get(work.row, ())  # the row's tokens from the step's first one on
         in_flight = request.num_total > len(request.tokens)
         num_drafts = max(work.propose, lookup_drafts) if in_flight else request.num_drafts
         request.take_drafts(tokens[count : count + num_drafts])

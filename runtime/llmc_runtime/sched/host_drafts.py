@@ -29,7 +29,7 @@ class HostDrafts:
         self._draft: Draft | None = draft
         self.speculation, self._vocab_size = speculation, vocab_size
         self._contexts: dict[str, DraftContext] = {}
-        self._drafts: dict[str, list[int]] = {}  # of the plan that is being made, by request
+        self._drafts: dict[str, list[int]] = {}  # request id -> drafts of the plan that is being made
         self._fruitless = 0  # consecutive tries for which nothing was drafted
         self._retry_wait, self._next_try = FIRST_RETRY, 0  # plans between tries, and the plan of the next one
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from llmc_runtime.sched.speculation import Speculation
     from llmc_runtime.sched.speculation_config import SpeculationConfig
 
-# A step is planned at least AHEAD seconds, and AHEAD_SHARE of the running step's duration, before that step ends.
-AHEAD, AHEAD_SHARE = 0.002, 0.25
+# A step is planned before the running step ends, earlier by the larger of:
+AHEAD = 0.002  # seconds
+AHEAD_SHARE = 0.25  # share of the running step's duration
 MAX_RELEASED = 1 << 13  # retired pages that an admission releases at once while other requests run
 _KEY = attrgetter("key")
 
@@ -59,7 +60,7 @@ class LiveRequests:
         if config.target_itl:
             self.step_budget = StepBudget(config.target_itl, config.max_num_batched_tokens)
         self.speculation: Speculation | None = None
-        self.planner: DraftPlanner | None = None  # if a draft model drafts
+        self.planner: DraftPlanner | None = None  # None unless a draft model drafts
         self.host_drafts: HostDrafts | None = None
         if config.speculation is not None:
             self._speculate(config.speculation, draft)
@@ -145,7 +146,7 @@ class LiveRequests:
         config = self.config
         self.pool = PagePool(config.num_pages)
         self.prefix = PrefixCache(self.pool, config.page_size, config.context, config.reuses_prefixes)
-        self.snapshots: RowSnapshots | None = None  # if the model has recurrent layers, and prefixes are reused
+        self.snapshots: RowSnapshots | None = None  # None unless the model has recurrent layers and prefixes are reused
         if config.snapshots and config.reuses_prefixes:
             self.snapshots = RowSnapshots(config.snapshots, self.prefix, self.counters)
         self.free_rows = list(range(config.max_num_seqs - 1, -1, -1))

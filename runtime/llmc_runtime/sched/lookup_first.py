@@ -18,7 +18,7 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import StepOutput
 
 _MEMORY = 0.9  # weight of a request's past acceptance at each verification
-_KIND_MEMORY = 0.98  # the same for all requests of a kind
+_KIND_MEMORY = 0.98  # weight of a kind's past acceptance at each verification
 _PRIOR_WEIGHT = 2.0  # weight of the acceptance of the kind in the estimate of one request, in drafts
 _INITIAL_RATE = 0.8  # acceptance of the first draft of a kind: a text that repeats three tokens often goes on as before
 # Plans after which a draft is verified although it does not pay, to measure acceptance: at first, and at most. They are
@@ -31,7 +31,8 @@ class LookupFirst:
     """How many of the drafts that prompt lookup finds are verified, by how many were accepted lately."""
 
     def __init__(self) -> None:
-        self._kinds: dict[int, tuple[float, float]] = {}  # by kind of request: drafts compared lately, and accepted
+        # kind of request -> (drafts compared lately, of these accepted)
+        self._kinds: dict[int, tuple[float, float]] = {}
         self._wait = self._next_probe = _FIRST_WAIT  # plans between probes, and the plan from which on one is made
 
     def rate(self, request: Request) -> float:

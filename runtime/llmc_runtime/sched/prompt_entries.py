@@ -20,7 +20,7 @@ from llmc_runtime.sched.step_drafts import prompt_tokens
 _SHARE = 0.04  # share of a prompt's time that its entries take in the demonstration model; smaller in larger models
 _SHARE_OF_TIME = 0.002
 _INITIAL_CREDIT, _MAX_CREDIT = 3.0, 64.0
-_MEAN_WEIGHT = 0.1  # of a step with prompts in the mean
+_MEAN_WEIGHT = 0.1  # weight of a step with prompts in the running mean
 
 
 class _Step(NamedTuple):

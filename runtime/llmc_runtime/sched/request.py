@@ -73,15 +73,16 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     chain: list[bytes] = field(default_factory=list, init=False)  # prefix digests of its tokens so far
     row: int = field(default=-1, init=False)
-    num_cached_pages: int = field(default=0, init=False)  # of its prompt, with and without a snapshot
+    num_cached_pages: int = field(default=0, init=False)  # cached pages of the prompt, with and without a snapshot
     snapshot: int = field(default=-1, init=False)  # the snapshot that its row starts from, until that is planned
-    snapshot_positions: list[int] = field(default_factory=list, init=False)  # of snapshots to take, ascending
+    # Positions at which to take snapshots, ascending.
+    snapshot_positions: list[int] = field(default_factory=list, init=False)
     # Digest of the last snapshot that was taken while it decoded.
     last_decode_snapshot: bytes = field(default=b"", init=False)
     decode: Work = field(default_factory=lambda: Work(-1, 1, emit=True), init=False)  # computes one token of its row
     row_params: RowParams = field(default_factory=RowParams, init=False)
     bans: Bans | None = field(default=None, init=False)
-    account: Account = field(default_factory=Account, init=False)  # of its tenant
+    account: Account = field(default_factory=Account, init=False)  # the tenant's account
     has_output: bool = field(default=False, init=False)  # a token was generated
     arrived: float = field(default=0.0, init=False)  # time at which it was added, by the scheduler's clock
     queued: float = field(default=0.0, init=False)  # time at which it last began to wait for a row
@@ -90,7 +91,8 @@ class Request:
     min_length: int = field(default=0, init=False)  # below this many tokens no stop token ends it
     eos: frozenset[int] = field(default=frozenset(), init=False)  # empty with ignore_eos
     stops: frozenset[int] = field(default=frozenset(), init=False)
-    scores: PackedLogprobs | None = field(default=None, init=False)  # of the prompt from its second token, if requested
+    # Log-probabilities of the prompt from its second token, if requested.
+    scores: PackedLogprobs | None = field(default=None, init=False)
     needs_init: bool = field(default=False, init=False)  # the next step that runs it builds its row
     # Tokens that the step in flight samples with their masks; the others are dropped. None: all.
     num_masked: int | None = field(default=None, init=False)
@@ -99,13 +101,16 @@ class Request:
     drafted: Sequence[int] = field(default=(), init=False)  # if it has a guide: tokens drafted after its last one
     masks_requested: bool = field(default=False, init=False)  # the masks after them were requested
     likely: list[float] = field(default_factory=list, init=False)  # probabilities of these tokens, if known
-    verified: list[float] = field(default_factory=list, init=False)  # those of the drafts that the last step verified
+    # Probabilities of the drafts that the last step verified.
+    verified: list[float] = field(default_factory=list, init=False)
     lookahead: int = field(default=0, init=False)  # tokens that the last plan drafts, for which `pages` has room
     reach: int = field(default=0, init=False)  # tokens whose KV the draft model has (see draft_planner)
     draft_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # drafts tested lately, and accepted
-    lookup_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)  # the same of those looked up for a head
+    # Trials of drafts that prompt lookup made for a head.
+    lookup_trials: tuple[float, float] = field(default=(0.0, 0.0), init=False)
     from_lookup: bool = field(default=False, init=False)  # its drafts were looked up; the head did not make them
-    verifies_lookup: bool = field(default=False, init=False)  # the same of those that the last step verified
+    # Whether prompt lookup made the drafts that the last step verified.
+    verifies_lookup: bool = field(default=False, init=False)
     last_probe: int = field(default=-1 << 40, init=False)  # plan that last verified a draft to learn whether it pays
     idle_plans: int = field(default=0, init=False)  # consecutive plans that left it out because its mask was not known
     slow_until: int = field(default=0, init=False)  # below this many tokens steps do not wait for its mask

@@ -29,11 +29,11 @@ from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.vllm_keywords import OF_SAMPLING, KeywordChecks, known_keywords
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 1024  # of one stop string
+MAX_STOP_BYTES = 1024  # maximum bytes per stop string
 MAX_BIAS = 100.0
 MAX_ALLOWED = 65536
 MAX_BAD_WORDS = 128
-MAX_BAD_WORD_BYTES = 16 << 10  # of all bad words together
+MAX_BAD_WORD_BYTES = 16 << 10  # maximum bytes of all bad words together
 MAX_N = 64
 _GREEDY_BELOW, _MIN_TEMPERATURE = 1e-5, 0.01
 _PENALTY = numbers(-2, 2)

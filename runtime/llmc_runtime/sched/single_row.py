@@ -21,7 +21,7 @@ class SingleRow:
     def __init__(self, draft_count: DraftCount, trials_by_kind: TrialsByKind, head: bool) -> None:
         self._draft_count, self._trials_by_kind, self._head = draft_count, trials_by_kind, head
         self.request_id = ""
-        self.trials = trials_by_kind[0]  # of the request's kind
+        self.trials = trials_by_kind[0]  # trials of the request's kind
         self._known_trials = (0.0, 0.0)  # its last draft_trials
         self._choice_by_rate: dict[float, Choice] = {}  # by rounded acceptance
 

@@ -21,22 +21,25 @@ from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
 from llmc_runtime.sched.step_drafts import StepDrafts
 
-PROBE_PERIOD = 64  # while drafting does not pay, one plan in so many verifies drafts of some rows to learn their rate
-MODEL_PROBE_PERIOD = 512  # the same for a head, for all rows, or a draft model, for one row, as it lacks KV
-HEAD_WAITS = 4, 128  # the same for the only row of a head: at first, and at most; doubles
-MODEL_WAITS = 32, MODEL_PROBE_PERIOD  # the same for the only row of a draft model
-ROWS_PER_PROBE = 16  # one row in so many is probed otherwise, other rows each time
+# While drafting does not pay, some plans probe: they verify drafts to learn the rate of acceptance.
+PROBE_PERIOD = 64  # plans between two probes of drafts made on the host; a probe verifies one row in ROWS_PER_PROBE
+# Plans between two probes of a head, which verify all rows, or of a draft model, which lacks KV: they verify one row.
+MODEL_PROBE_PERIOD = 512
+# Plans between two probes if there is a single row: at first, and at most; the number doubles with each probe.
+HEAD_WAITS = 4, 128
+MODEL_WAITS = 32, MODEL_PROBE_PERIOD
+ROWS_PER_PROBE = 16  # a probe of drafts made on the host verifies one row in so many, other rows each time
 WARM_UP_PLANS = 8  # plans before a probe in which a head computes its entries, without which it drafts worse
 HOST_TRIES = 2  # plans in a row that try drafts of the host, since at the first one a step may be in flight
 _MEMORY = 0.9  # weight of a row's past acceptance at each verification
-_HEAD_MEMORY = 0.7  # the same for a head: its drafts are accepted where the text is easy, many in a row
-_BRIEF_MEMORY = 0.5  # the same if drafting stops after unlikely drafts, so that a wrong estimate costs little
+_HEAD_MEMORY = 0.7  # this weight for a head: its drafts are accepted where the text is easy, many in a row
+_BRIEF_MEMORY = 0.5  # this weight if drafting stops after unlikely drafts, so that a wrong estimate costs little
 _UNVERIFIED_WEIGHT = 0.5  # weight of a draft that was not verified, as unlikely, in a row's past acceptance
 _MIN_RATE = 0.01  # lowest rate of acceptance for which a limit is computed
 _CHOICE_PERIOD = 16  # plans after which the number of drafts is chosen anew
 _MEASURING_PERIOD = 16384  # plans after which costs are measured again
 _PLAIN_PERIOD = 4  # one plan in so many is measured if it has no drafts and its cost is known
-_IDLE_PERIOD = 32  # the same while prompt lookup finds nothing
+_IDLE_PERIOD = 32  # one plan in so many is measured while prompt lookup finds nothing
 _LONGEST_IDLE = 64  # plans of several rows after which the number of drafts is chosen anew although nothing was learned
 
 
@@ -52,14 +55,14 @@ class Speculation:
         self._looks_up = config.looks_up
         self._idle = self._looks_up  # nothing is to be decided for this plan (see begin_idle)
         self.unmeasured = False  # nor is the step measured, unless it has a prompt or drafts
-        # The plans before which nothing is to be decided, steps are not measured, and what a head's prompt lookup finds
-        # is not worth verifying.
-        self._idle_until, self._unmeasured_until, self._ignores_until = NEVER if self._looks_up else 0, 0, 0
+        self._idle_until = NEVER if self._looks_up else 0  # the plan before which nothing is to be decided
+        self._unmeasured_until = 0  # the plan before which steps are not measured
+        self._ignores_until = 0  # the plan before which what a head's prompt lookup finds is not worth verifying
         self._next_measuring = _MEASURING_PERIOD  # the plan at which costs are measured again
         self._has_model = config.max_rows > 0
         self._memory = _BRIEF_MEMORY if config.stops else _HEAD_MEMORY if config.head else _MEMORY
-        self._costs_changed = False  # since these were computed:
         self._draft_cost, self._verification_costs = 0.0, list[float]()  # empty: not computed yet
+        self._costs_changed = False  # whether costs have changed since the two above were computed
         self._first_wait, self._last_wait = HEAD_WAITS if config.head else MODEL_WAITS
         self._trials_by_kind = TrialsByKind(lambda: self._first_wait, Trials(MODEL_PROBE_PERIOD))
         self._batch_trials = self._trials_by_kind.batch  # where the number of drafts is chosen for all rows
@@ -67,7 +70,7 @@ class Speculation:
         self._probe_plan = 0  # the plan of the next probe of a draft model or head
         self._promising = False  # the last step has verified drafts and was faster than one without
         self._warms_up = False  # a head computes its entries in this plan, for the next probe
-        self._last_id = ""  # of the last row's request
+        self._last_id = ""  # request id of the last row
         self._lookup = LookupFirst() if config.looks_first else None
         self._alone = False  # a single request runs in this plan
         self._recent, self._checks = RecentSteps(), PlainChecks()
@@ -212,8 +215,8 @@ class Speculation:
 
     def proposals(self, request: Request) -> int:
         """Return how many tokens the draft model drafts for a request."""
-        most = 0 if self._checks.active else self.choose(request, self.config.num_tokens)
-        return self.config.num_tokens if most and self._stops else most
+        num_drafts = 0 if self._checks.active else self.choose(request, self.config.num_tokens)
+        return self.config.num_tokens if num_drafts and self._stops else num_drafts
 
     def prefers_lookup(self, request: Request) -> bool:
         """Whether the head makes no drafts for a request if prompt lookup finds some."""
@@ -295,8 +298,8 @@ class Speculation:
         """Return the number of drafts that pays for a request, up to `room`."""
         if self._choice.max_drafts:
             return min(room, self._choice.drafts(self._rate(request)))
-        least = 0 if self.config.head else PROBE_PERIOD * min(ROWS_PER_PROBE, self._rows)
-        if not self._probes or self.plans - request.last_probe < least:
+        period = 0 if self.config.head else PROBE_PERIOD * min(ROWS_PER_PROBE, self._rows)
+        if not self._probes or self.plans - request.last_probe < period:
             return 0
         self._probes -= 1
         request.last_probe = self.plans
@@ -309,11 +312,11 @@ class Speculation:
         self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float, counters: Counters
     ) -> None:
         """Take the duration of the oldest step in flight and its drafts, before it is committed."""
-        found = self.plans >= self._ignores_until and any(output.proposed)
-        if self.unmeasured and not (found or output.accepted or output.likely or self.prompts.in_flight):
+        lookup_found = self.plans >= self._ignores_until and any(output.proposed)
+        if self.unmeasured and not (lookup_found or output.accepted or output.likely or self.prompts.in_flight):
             return
         if self._looks_up:
-            self._idle_until, self._unmeasured_until = 0 if found else NEVER, self.plans + _IDLE_PERIOD
+            self._idle_until, self._unmeasured_until = 0 if lookup_found else NEVER, self.plans + _IDLE_PERIOD
             for request, count in zip(requests, output.proposed):
                 request.num_drafts = count  # found by prompt lookup
         if self.prompts.in_flight:
@@ -331,7 +334,7 @@ class Speculation:
                 self._trials_of(request).chances.record_run(self._rate(request), request.verified[:drafts], accepted)
                 self._record(request, drafts, accepted)
             counters.drafted(drafts, accepted)
-        if self._lookup is not None and found:
+        if self._lookup is not None and lookup_found:
             trials = self._single.trials if self._alone and len(work) == 1 else None
             self._ignores_until = self._lookup.take_found(requests, output, trials, self._costs(), self.plans)
 

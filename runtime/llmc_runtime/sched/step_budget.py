@@ -32,23 +32,26 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.step import Work
 
 MAX_STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
-FAST_STRETCH = 4.0  # if decoding is fast, a step takes this many times as long as one that only decodes,
-MIN_TARGET_SHARE = 0.4  # but at least this share of the target
-MIN_TOKENS = 16  # prompt tokens that every step may compute, but for those that measure decoding
-MIN_BACKLOG, MAX_BACKLOG = 6, 10  # if the missing prompt tokens need more than this many steps within the target,
-MAX_LONGER = 6.0  # a step may take this many times the target,
-LONGER_INTERVAL = 160  # once in this many steps in which requests decode
-MAX_SAVED = 6  # of such longer steps are kept for later
-PROBE_INTERVAL = 64  # steps with prompts in a row, after which decoding is measured
+# If decoding is fast, a step takes FAST_STRETCH times as long as one that only decodes, or MIN_TARGET_SHARE of the
+# target if that is longer.
+FAST_STRETCH = 4.0
+MIN_TARGET_SHARE = 0.4
+MIN_TOKENS = 16  # prompt tokens that every step may compute, except for those that measure decoding
+# Longer steps for a backlog of prompt tokens (see above):
+MIN_BACKLOG, MAX_BACKLOG = 6, 10  # steps within the target that the backlog must need
+MAX_LONGER = 6.0  # maximum duration of a longer step, in targets
+LONGER_INTERVAL = 160  # steps in which requests decode, for each longer step
+MAX_SAVED = 6  # maximum number of longer steps kept for later
+PROBE_INTERVAL = 64  # consecutive steps with prompts after which decoding is measured
 FIRST_TOKENS = 256  # prompt tokens of a step before any was measured
 LARGE, TILE = 512, 128  # steps with at least LARGE prompt tokens are a multiple of TILE
 _MULTIPLES = ((LARGE, TILE), (256, 64), (64, 16))  # a budget of the first number or more is a multiple of the second
 _TOLERANCE = 1.02  # steps of a size miss the target if they take this many times as long
-_LEFT_OUT_FACTOR = 0.999  # of the time of a size each time that it is left out, so that it is tried again later
+_LEFT_OUT_FACTOR = 0.999  # factor of a size's time whenever that size is left out, so that it is tried again later
 _MAX_INCREASE = 1.5  # a measured time of a size counts as at most this many times the known one
 _LONGER_FACTOR = 1.5  # a step with this many times the prompt tokens of one within the target is a longer one
-_WEIGHT = 0.2  # of a measurement in a running mean
-_RARE_WEIGHT = 0.5  # of one after PROBE_INTERVAL steps without any
+_WEIGHT = 0.2  # weight of a measurement in a running mean
+_RARE_WEIGHT = 0.5  # weight of a measurement after PROBE_INTERVAL steps without any
 _MAX_DEVIATION = 4.0  # a measurement counts as at most this many times the mean, and at least the mean divided by this
 _MIN_SECONDS = 1e-7  # seconds; a smaller measurement counts as this
 

@@ -11,7 +11,7 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.vllm_keywords import OF_STRUCTURED_OUTPUTS, KeywordChecks, known_keywords
 
-MAX_BYTES = 64 << 10  # of a schema, expression, grammar or all choices together
+MAX_BYTES = 64 << 10  # maximum bytes of a schema, expression or grammar, or of all choices together
 MAX_CHOICES = 1024
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")

@@ -119,10 +119,10 @@ class SuffixDraft(Draft):
 
     def __init__(self) -> None:
         self._live: dict[str, _Text] = {}
-        self._reserved = 0  # of LIVE_TOKENS, by live texts
-        self._scopes: dict[str, _Index] = {}  # of ended outputs
+        self._reserved = 0  # how many of LIVE_TOKENS live texts have reserved
+        self._scopes: dict[str, _Index] = {}  # indexes of ended outputs, by scope
         self._ended: deque[_Text] = deque()  # oldest first
-        self._behind: deque[_Text] = deque()  # those of them that are not indexed to their end
+        self._behind: deque[_Text] = deque()  # texts that are not indexed to their end
         self._kept = 0  # their tokens
 
     def propose(self, context: DraftContext, max_tokens: int) -> Sequence[int]:

@@ -99,7 +99,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.tenants: dict[str, Tenant] = {}
         self._heap: list[tuple[int, int, Tenant]] = []  # (service, turn) of each waiting tenant, and outdated entries
-        self.num_tokens = 0  # of the prompts of all requests in the queue
+        self.num_tokens = 0  # prompt tokens of all requests in the queue
         self._count = self._live = self._turns = 0
         self._last: Tenant | None = None  # the last one whose queue became empty
         self._max_tenants = _MIN_KEPT

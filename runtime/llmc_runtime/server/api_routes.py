@@ -130,7 +130,7 @@ POST_ROUTES: Sequence[PostRoute] = (
 POOLED_ROUTES: Sequence[PostRoute] = tuple(route for route in POST_ROUTES if issubclass(route.request, Pooled))
 
 
-STORED = "/v1/responses/{response_id}"  # of a stored response, with several methods
+STORED = "/v1/responses/{response_id}"  # route of a stored response, with several methods
 
 
 @dataclass(frozen=True)

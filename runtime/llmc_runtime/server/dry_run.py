@@ -145,7 +145,7 @@ def _artifact(artifact: Artifact, options: Options) -> dict[str, Any]:
         "state_snapshots": kv.snapshots, "snapshot_bytes": kv.snapshot_bytes,
     }  # fmt: skip
     caches = kv.nbytes + kv.snapshot_bytes
-    total = need.total + caches  # of one device
+    total = need.total + caches  # bytes per device
     if on_cpu:  # all engines use the same memory, and share the weights
         total += (engines - 1) * (need.total - need.weights + caches)
     if free is None:

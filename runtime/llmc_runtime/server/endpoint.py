@@ -28,7 +28,7 @@ from llmc_runtime.server.text_pool.pool import OffloadedJob
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
-Offload = Callable[[Any], bool]  # of a parsed request
+Offload = Callable[[Any], bool]  # whether a parsed request goes to a text process
 ResponseFactory = Callable[[Serving, Any, Call, OffloadedJob | None], GenerationResponse[Any] | PooledResponse]
 _SHORT_BYTES = 2 << 10  # bytes of a body that is parsed at once
 

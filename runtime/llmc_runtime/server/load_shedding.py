@@ -132,7 +132,7 @@ class LoadShedder:
         self._probe_heads: dict[bytes, _Request] = {}  # parsed probes by head
         self.parsed_heads: dict[bytes, _Request] = {}  # parsed requests by head
         self._passed: deque[tuple[float, str]] = deque()  # times and keys of requests passed on to the parser
-        self._checked: deque[tuple[float, str]] = deque()  # the same once the middleware has checked them
+        self._checked: deque[tuple[float, str]] = deque()  # requests that the middleware has checked
         self._prepared: dict[tuple[str, str, bool], _Prepared] = {}  # by key, reason and the error's format
 
     @property

@@ -26,7 +26,7 @@ from llmc_runtime.server.load_shedding import LoadShedder
 
 MAX_HEAD_BYTES = 64 << 10  # bytes; longer heads are rejected
 _READ = 16 << 10  # bytes read at a time from a body of known length
-_READ_PARSED = 2 << 10  # the same for heads and chunked bodies: chunks of one byte take 3 ms to parse
+_READ_PARSED = 2 << 10  # maximum bytes per read of heads and chunked bodies: chunks of one byte take 3 ms to parse
 _MAX_ANSWERED = 8  # requests of a pipeline that are refused, or answered as probes, at a time
 _MAX_UNPARSED = 2 << 10  # bytes of a chunked body that are not parsed yet: the line before a chunk, or trailers
 
@@ -86,7 +86,7 @@ class HttpConnection(H11Protocol):
         self._inner_transport: Any = transport
         self._head = ArrivingHead(self.limit.heads)
         self._tls = transport.get_extra_info("sslcontext") is not None
-        transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # of asyncio's socket transports
+        transport.max_size = _READ_PARSED  # type: ignore[attr-defined]  # an attribute of asyncio's socket transports
         limit_unsent(transport, self.write_seconds)
         if isinstance(self.loop, ServerLoop):
             self._fair, self._fd = self.loop.fair, transport.get_extra_info("socket").fileno()

@@ -59,16 +59,16 @@ if TYPE_CHECKING:
     from llmc_runtime.server.http.tracing import RequestTracer
 
 ENGINE_FAILED = 4  # exit code
-_EXTRA_SECONDS = 5  # after the shutdown timeout, for connections whose requests were aborted
-_NOTICE_SECONDS = 0.5  # in which requests still get an error, before a server without an engine ends
+_EXTRA_SECONDS = 5  # time after the shutdown timeout for connections whose requests were aborted
+_NOTICE_SECONDS = 0.5  # time in which requests still get an error before a server without an engine ends
 _ACCEPT_QUEUE = 4096  # connections; beyond net.core.somaxconn, clients try again after a second
 _MAX_LARGE_RESPONSES = 4  # responses of the maximum size that may be open at a time
 _MALLOC_ARENAS = 4
-_SWITCH_SECONDS = 0.0005  # after which a thread that renders a template yields to the event loop
+_SWITCH_SECONDS = 0.0005  # interval at which a thread that renders a template yields to the event loop
 # A full collection takes 140 ms if 4,000 connections are open, so it has to be rare; one of the middle generation takes
 # 5 ms for each 7,000 new objects.
 _GC_THRESHOLDS = 700, 3, 333
-_POLL_SECONDS = 0.05  # between checks of the open requests while draining
+_POLL_SECONDS = 0.05  # interval between checks of the open requests while draining
 READY, STOPPING = "READY=1", "STOPPING=1"  # states for the service manager
 log = logging.getLogger("llmc.serve")
 

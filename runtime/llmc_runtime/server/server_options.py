@@ -279,7 +279,7 @@ class Options:
     )  # fmt: skip
     keys: Sequence[str] = ()
     admin_keys: Sequence[str] = ()
-    key_names: Sequence[str] = ()  # of `keys`
+    key_names: Sequence[str] = ()  # names of `keys`
     tls: Tls | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()

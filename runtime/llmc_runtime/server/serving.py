@@ -40,11 +40,11 @@ from llmc_runtime.server.text_pool.text_messages import TextProcessConfig
 from llmc_runtime.server.tool_calls.parser_select import AUTO, select_formats
 from llmc_runtime.server.updates import Updates, merged
 
-MAX_CHOICES = 256  # of one request, over all prompts
+MAX_CHOICES = 256  # maximum choices per request, over all prompts
 MAX_TEXTS = 32  # concurrent requests of one key to /tokenize and /detokenize
 # Prompts of models that pool that are sent to the engine in an iteration of the event loop: about 1 ms.
 _STARTS_PER_ITERATION = 4
-MAX_SECONDS = 1_000_000  # of a client's timeout
+MAX_SECONDS = 1_000_000  # maximum of a client's timeout
 _LARGE_UPDATE = MAX_UPDATE_TOKENS // 2  # tokens; parsing and encoding more takes about as long as a slice of encoding
 
 
@@ -85,8 +85,9 @@ class Serving:
         self.bodies = BodyBudget(self._too_many_bodies)
         self.text_threads = TextThreads(admission.keys, self._too_many_texts)
         llm.text_turn = self.text_threads.slots.slot
-        self.parsing = FairSlots(1, self._too_many_texts)  # of bodies, in the event loop
-        self.starts = FairSlots(_STARTS_PER_ITERATION, self._too_many_texts)  # of prompts of models that pool
+        self.parsing = FairSlots(1, self._too_many_texts)  # slots for parsing bodies in the event loop
+        # Slots for starting prompts of models that pool.
+        self.starts = FairSlots(_STARTS_PER_ITERATION, self._too_many_texts)
         self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
         self._options, self._variables = (template, calls, reasoning), dict(variables)
         self.text_processes = TextPool(self._text_process_config, self._too_many_texts, metrics.unknown, admission.keys)

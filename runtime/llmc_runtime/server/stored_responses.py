@@ -21,7 +21,7 @@ from llmc_runtime.server.requests.request_fields import MAX_MESSAGES
 MAX_ENTRIES = 10_000
 MAX_CONVERSATION = 8 << 20  # bytes of the stored items that a request refers to
 _ENTRY_BYTES = 1 << 10  # bytes that are counted for an entry besides its contents
-_ITEM_BYTES = 256  # the same for an item of its input or output
+_ITEM_BYTES = 256  # bytes that are counted for an item of its input or output besides its contents
 
 
 @dataclass

@@ -17,7 +17,7 @@ MAX_LATENT = 1024
 
 
 def heads(node: Node) -> tuple[int | None, ...]:
-    """Return (query heads, key heads, tokens per page, elements of a key, of a value); None if one is not constant."""
+    """Return (query heads, key heads, tokens per page, elements of a key, of a value); None for sizes that vary."""
     q, kv = node.operands[0].type, node.operands[1].type
     return tuple(d.const for d in (q.shape[1], kv.shape[2], kv.shape[3], q.shape[2], q.shape[2]))
 
@@ -49,7 +49,10 @@ class PagedAttention(CppKernel):
         return f"head size {d} is above {MAX_HEAD}" if d > MAX_HEAD else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        """Return the tile sizes to use, derived from the target's registers and caches."""
+        """Return the tile sizes to use, derived from the target's registers and caches.
+
+        nv: vectors per panel. mr: rows per tile of a product. br: query rows per block. kt: tokens per tile of keys.
+        """
         lanes = target.vector // 4
         mr = {16: 12, 8: 6}.get(lanes, 4)
         size = self.heads(node)[3] or 0  # tiles of queries, keys and values fit L2
@@ -60,18 +63,26 @@ class PagedAttention(CppKernel):
         return [{"nv": 2, "mr": mr, "br": br, "kt": kt}]
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        s = schedule
-        d, e = (n or 1 for n in self.heads(node)[3:])
+        """Return the bytes of `attend<Shape>::SCRATCH` in llmc_attention.h, which a static_assert compares."""
+        rows, tile_rows, keys = schedule["br"], schedule["mr"], schedule["kt"]
+        key_size, value_size = (n or 1 for n in self.heads(node)[3:])
         q, kv = node.operands[0].type, node.operands[1 + self.latent].type
-        dp = q.dtype == kv.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
-        item, pair = (2, 2) if dp else (4, 1)  # bytes of a factor, and factors that an instruction reads together
-        columns = s["nv"] * target.vector // 4
-        dk, dr = -(-d // pair) * pair, -(-e // columns) * columns  # elements of keys and values, padded
-        parts = (
-            s["br"] * dk * item, dr * s["br"] * 4, s["kt"] * s["mr"] * 4, s["kt"] * s["mr"] * item, s["kt"] * dk * item,
-            s["kt"] * dr * item, s["kt"] * 8, *(3 + self.alibi) * (s["br"] * 4,), d * DTYPES[kv.dtype].bits // 8,
-        )  # fmt: skip
-        return D(sum(-(-n // 64) * 64 for n in parts))
+        pairs = q.dtype == kv.dtype == "bf16" and target.vector == 64 and target.has("avx512_bf16")
+        item, pair = (2, 2) if pairs else (4, 1)  # bytes of a factor, and factors that an instruction reads together
+        panel = schedule["nv"] * target.vector // 4
+        padded_key, padded_value = -(-key_size // pair) * pair, -(-value_size // panel) * panel
+        parts = {
+            "queries": rows * padded_key * item,
+            "sums": padded_value * rows * 4,
+            "logits": keys * tile_rows * 4,
+            "weights": keys * tile_rows * item,
+            "keys": keys * padded_key * item,
+            "values": keys * padded_value * item,
+            "pointers": keys * 8,
+            "zeros": key_size * DTYPES[kv.dtype].bits // 8,
+        }
+        per_row = (3 + self.alibi) * (-(-rows * 4 // 64) * 64)  # maximum, sum and position; with ALiBi the slope
+        return D(sum(-(-n // 64) * 64 for n in parts.values()) + per_row)
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
         h, g, page, d, e = self.heads(node)

@@ -102,7 +102,7 @@ class CppKernel(Kernel):
 
     headers: ClassVar[tuple[str, ...]] = ("llmc_abi.h",)
     packages: ClassVar[tuple[str, ...]] = (HEADERS,)  # packages to search for headers; an extension puts its own first
-    dtypes: ClassVar[tuple[str, ...]] = tuple(CTYPES)  # of operands and results
+    dtypes: ClassVar[tuple[str, ...]] = tuple(CTYPES)  # supported dtypes of operands and results
 
     def reject(self, node: Node, target: Target) -> str | None:
         """Return why this kernel cannot run the node, or None."""

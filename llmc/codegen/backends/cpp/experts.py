@@ -19,9 +19,10 @@ from llmc.ir.types import Type
 from llmc.targets.target import Target
 
 HALF_COLUMNS = 32  # columns between the two codes of a byte
-SPAN, RUN = 64, 32  # columns that the integer products read at once; the number that shares scales is a multiple of RUN
+SPAN = 64  # columns that the integer products read at once
+RUN = 32  # the number of columns that share a scale is a multiple of it
 ROWS_PER_PASS = 8  # rows of x that share a pass over a weight row
-ALL_COLUMNS = 1 << 20  # for the C++ template: a block with all columns
+ALL_COLUMNS = 1 << 20  # the C++ template's value for a block with all columns
 # C++ element types and encodings of codes.
 CODES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

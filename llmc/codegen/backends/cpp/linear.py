@@ -179,11 +179,9 @@ def epilogue(p: Problem, stride: int) -> str:
     root = dag.add(parse_expr(p.body))
     order = dag.below([root])
     for i in order:
-        fn, args = dag.nodes[i]
-        if fn != "arg":
+        if dag.nodes[i].fn != "arg":
             continue
-        j = int(args[0])
-        lines.append(f"const vf t{i} = {_argument(p, j, stride)};")
+        lines.append(f"const vf t{i} = {_argument(p, dag.argument(i), stride)};")
         names[i] = (f"t{i}", "f")
     lines += statements(dag, order, names)
     lines.append(f"set(y + m * {p.n} + n, {convert(*names[root], 'f')}, mask);")

@@ -10,7 +10,7 @@ from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node, Value
 from llmc.targets.target import Target
 
-MAX_WIDTH = 16  # of a convolution, whose window is in registers
+MAX_WIDTH = 16  # maximum width of a convolution, whose window is kept in registers
 VECTOR_COLUMNS = 4  # columns of a state that a thread updates together, in vectors
 
 

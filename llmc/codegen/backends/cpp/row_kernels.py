@@ -42,7 +42,7 @@ class Rows(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
-        flat = not p.space.outer and len(p.passes) == 1 and all(h[-1] for h in p.space.varies[p.count :])
+        flat = not p.space.outer and len(p.passes) == 1 and all(varies[-1] for varies in p.space.varies[p.count :])
         return row_loops(p, sizes, _row_text(p, flat), flat)
 
 
@@ -69,13 +69,12 @@ class Elements(CppKernel):
 
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         p = RowProgram(node, expressions(node) or [])
-        flat = not p.space.outer and all(h[-1] for h in p.space.varies[p.count :])
+        flat = not p.space.outer and all(varies[-1] for varies in p.space.varies[p.count :])
         names: Names = {}
         lines = []
         for i in p.dag.below(p.roots):
-            fn, args = p.dag.nodes[i]
-            if fn == "arg":
-                k = int(args[0])
+            if p.dag.nodes[i].fn == "arg":
+                k = p.dag.argument(i)
                 lines.append(f"const auto t{i} = scalar(q{k}[{'j' if p.space.varies[k][-1] else 0}]);")
                 names[i] = (f"t{i}", "s")
             else:
@@ -108,18 +107,17 @@ def row_loops(p: RowProgram, sizes: Sizes, row: str, flat: bool) -> str:
     return "\n".join([*lines, indent("\n".join([*inner, row])), "}"])
 
 
-def _indices(sp: Space, sizes: Sizes) -> list[str]:
+def _indices(space: Space, sizes: Sizes) -> list[str]:
     """Return the statements that compute the outer indices i0, i1, ... from the flat row number."""
-    if len(sp.outer) == 1:
+    if len(space.outer) == 1:
         return ["const int64_t i0 = row;"]
     lines, rest = [], "row"
-    for a in range(len(sp.outer) - 1, -1, -1):
-        if a == 0:
-            lines.append(f"const int64_t i0 = {rest};")
-        else:
-            d = sizes(sp.outer[a])
-            lines.append(f"const int64_t i{a} = {rest} % {d}, rest{a} = {rest} / {d};")
-            rest = f"rest{a}"
+    for axis in range(len(space.outer) - 1, 0, -1):
+        size = sizes(space.outer[axis])
+        lines.append(f"const int64_t i{axis} = {rest} % {size}, rest{axis} = {rest} / {size};")
+        rest = f"rest{axis}"
+    if space.outer:
+        lines.append(f"const int64_t i0 = {rest};")
     return lines
 
 
@@ -147,11 +145,11 @@ def _uniform(p: RowProgram, names: Names, level: int) -> list[str]:
     """Return the statements for the values that are constant along the row and known before pass `level`."""
     lines = []
     for i in p.dag.below(p.roots):
-        fn, args = p.dag.nodes[i]
+        fn = p.dag.nodes[i].fn
         if p.varies[i] or i in names or p.reduction(i) or p.level[i] > level:
             continue
         if fn == "arg":
-            lines.append(f"const vf t{i} = splat((float)scalar(q{int(args[0])}[0]));")
+            lines.append(f"const vf t{i} = splat((float)scalar(q{p.dag.argument(i)}[0]));")
             names[i] = (f"t{i}", "f")
         elif fn.startswith("row_"):
             names[i] = names[p.dag.operands(i)[0]]
@@ -170,7 +168,7 @@ def _pass(p: RowProgram, targets: list[int], names: Names, k: int, flat: bool) -
     body = _pass_values(p, targets, local, k)
     before, after = [], []
     for target in filter(p.reduction, targets):
-        fn = p.dag.nodes[target][0]
+        fn = p.dag.nodes[target].fn
         value = local[p.dag.operands(target)[0]]
         start, fold, finish = FOLD[fn]
         before.append(f"vf s{target} = splat({start});")
@@ -196,13 +194,12 @@ def _pass_values(p: RowProgram, targets: list[int], local: Names, k: int) -> lis
     """
     lines: list[str] = []
     for i in p.work(targets):
-        fn, args = p.dag.nodes[i]
         if p.cached.get(i, k) < k:
             lines.append(f"const vf t{i} = get(c{i} + j, m);")
             local[i] = (f"t{i}", "f")
         elif not _only_for_cached(p, i, targets, k):
-            if fn == "arg":
-                lines.append(f"const vf t{i} = get(q{int(args[0])} + j, m);")
+            if p.dag.nodes[i].fn == "arg":
+                lines.append(f"const vf t{i} = get(q{p.dag.argument(i)} + j, m);")
                 local[i] = (f"t{i}", "f")
             else:
                 lines += statements(p.dag, [i], local, VECTOR)

@@ -61,7 +61,8 @@ def _function(name: str) -> str:
     assert isinstance(result, E)
     dag, vectors = Dag(), kind == "vf"
     root = dag.add(result)
-    texts = {i: rule.operand(int(args[0]), vectors) for i, (fn, args) in enumerate(dag.nodes) if fn == "arg"}
+    arguments = [i for i, node in enumerate(dag.nodes) if node.fn == "arg"]
+    texts = {i: rule.operand(dag.argument(i), vectors) for i in arguments}
     lines = statements(dag, dag.below([root]), texts, VECTOR if vectors else ELEMENT)
     body = "".join(f"  {line}\n" for line in (*lines, f"return {texts[root][0]};"))
     return f"static inline {kind} {name}(const float* f{params}) {{\n{body}}}"

@@ -16,17 +16,17 @@ from llmc.ir.graph import Node
 from llmc.targets.target import PDL, Target
 
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
-TILE, ROW_BYTES = 16, 128  # tokens of a tile; bytes of a row of a stripe
+TILE, ROW_BYTES = 16, 128  # tokens per tile; bytes per row of a stripe
 STEP = 64  # heads are multiples of this number of elements
-SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # of tensor maps, by the bytes of a row
-MAX_HEAD, MAX_GROUP = 256, 16  # elements of a head, query heads of a key head
-SCHEDULES = ((4, 2), (4, 1), (2, 2), (4, 3), (2, 3), (2, 4), (8, 1), (4, 4))  # warps, stages
+SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # bytes per row -> CUtensorMapSwizzle
+MAX_HEAD, MAX_GROUP = 256, 16  # maximum elements per head, and query heads per key head
+SCHEDULES = ((4, 2), (4, 1), (2, 2), (4, 3), (2, 3), (2, 4), (8, 1), (4, 4))  # (warps, stages)
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
-# Registers: of a multiprocessor, of a thread at most, and those beside the sums and queries of a thread.
+# Registers per multiprocessor; at most per thread; and of a thread besides its sums and queries.
 REGISTERS, MAX_REGISTERS, OTHER_REGISTERS = 64 << 10, 255, 72
 CONTEXT = 1024  # tokens per row that the cost rule assumes
-WARPS, LARGE_TILE = 4, 16 << 10  # warps of a block with which an H200 was fastest; bytes of a tile
-_READS, _START_US = 0.97, 4.0  # share of the bandwidth that is reached
+WARPS, LARGE_TILE = 4, 16 << 10  # warps per block with which an H200 was fastest; bytes of a large tile
+_READS, _START_US = 0.97, 4.0  # share of the bandwidth that is reached; time of a launch
 
 
 class Problem(PagedProblem):
@@ -34,12 +34,12 @@ class Problem(PagedProblem):
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of the keys and values of a tile."""
+        """The bytes of the keys and values of a tile."""
         return 2 * TILE * self.size * self.item
 
     @property
     def stripe(self) -> int:
-        """Elements of a stripe of a head."""
+        """The number of elements per stripe of a head."""
         return min(ROW_BYTES // self.item, self.size)
 
     def map(self, pages: Dim) -> Map:
@@ -56,16 +56,16 @@ class Problem(PagedProblem):
 
     @property
     def registers(self) -> int:
-        """Registers of a thread: four sums and two of queries for each step and 8 query heads, and others."""
+        """The registers per thread: four for sums and two for queries per step and 8 query heads, and others."""
         return 6 * (self.size // 16) * -(-self.group // 8) + OTHER_REGISTERS
 
     def shared(self, s: Schedule) -> int:
-        """Bytes of shared memory: tiles, or the sums of the warps in their place, and barriers."""
+        """Return the bytes of shared memory: tiles, or the sums of the warps in their place, and barriers."""
         tiles, sums = s["stages"] * self.tile_bytes, self.group * (4 * (self.size + 4) + 8)
         return ALIGN + s["warps"] * (max(tiles, sums) + 8 * s["stages"])
 
     def resident(self, s: Schedule, target: Target) -> int:
-        """Blocks of a multiprocessor."""
+        """Return the number of resident blocks per multiprocessor."""
         threads = REGISTERS // (self.registers * 32 * s["warps"])
         return max(1, min(target.limits.shared // (self.shared(s) + RESERVED), threads))
 
@@ -100,15 +100,14 @@ class DecodeAttention(OptionalCudaKernel):
         return target.has(PDL)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: the bytes of the keys and values, and a start that takes longer for unusual blocks."""
+        """Predict microseconds: reading the keys and values, and a start that takes longer for unusual blocks."""
         p, parts = Problem.of(node), node.attrs.get("splits", 1)
         rows = node.operands[3].type.shape[0].subs(env).const or 1
         seen = min(CONTEXT, node.attrs["window"] or CONTEXT)
         busy = min(1.0, rows * p.kv_heads * parts / target.limits.units)  # fewer blocks do not reach the bandwidth
         read = 2 * rows * seen * p.kv_heads * p.size * p.item / target.bandwidth / busy * 1e6
-        return (
-            read / _READS + _START_US + abs(schedule["stages"] - _stages(node)) + abs(math.log2(schedule["warps"] / 4))
-        )
+        unusual = abs(schedule["stages"] - _stages(node)) + abs(math.log2(schedule["warps"] / WARPS))
+        return read / _READS + _START_US + unusual
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, a = Problem.of(node), node.attrs
@@ -146,15 +145,15 @@ def _stages(node: Node) -> int:
 def _operands(node: Node) -> str:
     """Return the definitions of the parameters after the rows, and of the names of those that a node may lack."""
     names = {"starts": "starts", "positions": "positions", "y": "longer", "scales": "scales", "sinks": "sinks"}
-    given = {name: v.type for name in names if (v := node.operand(name))}
-    parameters = [f"const {CTYPES[t.dtype]}* {names[name]}, " for name, t in given.items()]
+    types = {name: v.type for name in names if (v := node.operand(name))}
+    parameters = [f"const {CTYPES[t.dtype]}* {names[name]}, " for name, t in types.items()]
     lse = node.op.name == SPLIT
     defined = {
         "OTHER_PARAMETERS": "".join(parameters) + "OUT* y," + " float* lse," * lse,
-        "STARTS": "starts" if "starts" in given else "((const int*)nullptr)",
-        "LONGER": "longer" if "y" in given else "y",
-        "SCALES": "scales" if "scales" in given else "((const float*)nullptr)",
-        "SINKS": "(sinks + head * GROUP)" if "sinks" in given else "((const float*)nullptr)",
+        "STARTS": "starts" if "starts" in types else "((const int*)nullptr)",
+        "LONGER": "longer" if "y" in types else "y",
+        "SCALES": "scales" if "scales" in types else "((const float*)nullptr)",
+        "SINKS": "(sinks + head * GROUP)" if "sinks" in types else "((const float*)nullptr)",
         "LSE": "lse" if lse else "((float*)nullptr)",
     }
     return "\n".join(f"#define {name} {text}" for name, text in defined.items())

@@ -1,4 +1,4 @@
-"""Products of bf16 activations and weights of 4 bits in CUDA C++: the problem, its limits, and how codes are packed."""
+"""Base of the CUDA C++ kernels that multiply bf16 activations by weights in 4-bit codes: sizes, checks and packing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
-# Ops over codes of 4 bits, and the same over packed codes. The second of each kind norms the tokens first.
+# Ops over 4-bit codes, and the same ops over packed codes. The second op of each kind norms the tokens first.
 PLAIN, NORMED = "quantized_linear", "norm_quantized_linear"
 PACKED, NORMED_PACKED = "packed_fragments_linear", "norm_fragments_linear"
 _PACKED_OF = MappingProxyType({PLAIN: PACKED, NORMED: NORMED_PACKED})
@@ -29,7 +29,7 @@ SCALES = ("bf16", "f16")
 
 @dataclass(frozen=True)
 class FragmentProduct(ProductNode):
-    """The computation of a product over codes of 4 bits, of n rows a part and k columns, packed or not."""
+    """A product over 4-bit codes, packed or not, with `n` rows of the weight per part and `k` columns."""
 
     n: int
     k: int
@@ -66,7 +66,7 @@ class FragmentProduct(ProductNode):
         return -1 if self.node.attrs["zeros"] else int(self.node.attrs["zero_point"])
 
     def epilogue(self, generate: Callable[..., str] = epilogue) -> str:
-        """The generated text of the kernels: GAIN, ZEROS, and what `cuda_epilogue` generates."""
+        """Return the kernel's generated text: the macros GAIN and ZEROS, and the text that `generate` returns."""
         parameters: dict[str, str] = {}
         if self.normed:
             parameters["gain"] = "const bf16* gain"
@@ -79,7 +79,7 @@ class FragmentProduct(ProductNode):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """The bytes of codes, scales and zero points."""
         entries = sum(int(self.node.operands[i].type.nbytes) for i in tables(self.node))
         return self.parts * self.n * self.k // 2 + entries
 

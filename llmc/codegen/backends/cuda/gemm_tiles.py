@@ -17,14 +17,14 @@ from llmc.ir.graph import Node
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
-TOKENS, STEP = 128, 64  # of a tile, and columns of a step
-ROWS = (256, 224, 192, 160, 128)  # of w in a tile, of all parts
-BOXES = 4  # of w in a step
+TOKENS, STEP = 128, 64  # tokens per tile; columns per step
+ROWS = (256, 224, 192, 160, 128)  # rows of w per tile, of all parts together
+BOXES = 4  # boxes of w per step
 CONSUMERS, MAX_STAGES, MIN_STEPS = 2, 6, 4
-SQUARE_BYTES = 64 * 128  # of shared memory for 64 tokens of y
+SQUARE_BYTES = 64 * 128  # bytes of shared memory for a box of y: 64 tokens
 TWO_BYTES = ("bf16", "f16")
-CLUSTERS = ((2, 1), (1, 2), (1, 1))  # blocks of a cluster along tokens, which share w, and along columns, which share x
-TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
+CLUSTERS = ((2, 1), (1, 2), (1, 1))  # blocks per cluster: along tokens (they share w), along columns (they share x)
+GROUPED_TOKENS = 2048  # tokens of the tiles that are processed together, to share the weight in the L2 cache
 _SHARE, _TILE_US, _START_US = 0.9, 0.8, 4.0  # share of the peak; microseconds of a tile and of a launch
 
 
@@ -60,9 +60,10 @@ class GemmTiles(OptionalCudaKernel):
             grid=(target.limits.units // (m * n) * (m * n),),
             threads=(CONSUMERS + 1) * WARPGROUP,
             constants={
-                "N": p.n, "K": p.k, "PARTS": p.parts, "ROWS": rows, "STAGES": count, "GROUP": TOGETHER // (TOKENS * m),
-                "ALONG_M": m, "ALONG_N": n, "STAGED": int(first is not None),
-                "EARLY": int(origin(node.operands[1]) is not Origin.INPUTS), "OUT": CTYPES[node.result.type.dtype],
+                "N": p.n, "K": p.k, "PARTS": p.parts, "ROWS": rows, "STAGES": count, "ALONG_M": m, "ALONG_N": n,
+                "GROUP_SIZE_M": GROUPED_TOKENS // (TOKENS * m), "STAGED": int(first is not None),
+                "READ_BEFORE_WAIT": int(origin(node.operands[1]) is not Origin.INPUTS),
+                "OUT": CTYPES[node.result.type.dtype],
             },
             shared=count * stage_bytes(rows) + 2 * CONSUMERS * SQUARE_BYTES + ALIGN,
             sizes=(p.m,),
@@ -82,12 +83,12 @@ class GemmTiles(OptionalCudaKernel):
 
 
 def stage_bytes(rows: int) -> int:
-    """Bytes of a buffer of the ring."""
+    """Return the bytes of a buffer of the ring."""
     return 2 * STEP * (TOKENS + rows)
 
 
 def stages(rows: int, target: Target) -> int:
-    """Buffers that fit into shared memory."""
+    """Return the number of buffers that fit into shared memory."""
     left = target.limits.shared - ALIGN - RESERVED - 2 * CONSUMERS * SQUARE_BYTES
     return min(MAX_STAGES, left // stage_bytes(rows))
 

@@ -17,21 +17,21 @@ from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 TILE_K = 64
-HEIGHTS = (128, 64)  # tokens of a tile
-COLUMNS = (256, 224, 192, 160, 128, 96, 64)  # of a tile, in all parts
-SPLITS, SPLIT_COLUMNS = (2, 4, 8), (256, 192, 128, 96, 64)  # blocks that share the depth of a tile, and its columns
-MIN_BLOCKS = 30  # of a split product of one tile of tokens
-# Tiles of a cluster along tokens, which share tiles of w, and along columns, which share tiles of x; for these heights,
-# columns and splits.
+HEIGHTS = (128, 64)  # tokens per tile
+COLUMNS = (256, 224, 192, 160, 128, 96, 64)  # rows of w per tile, of all parts together
+SPLITS, SPLIT_COLUMNS = (2, 4, 8), (256, 192, 128, 96, 64)  # blocks that share the depth of a tile; its COLUMNS
+MIN_BLOCKS = 30  # minimum blocks of a split product of one tile of tokens
+# Pairs of tiles in a cluster: (axis, HEIGHTS, COLUMNS, splits) for which they are offered. Two tiles along the tokens
+# share w, two along the columns share x.
 PAIRS_OF_TILES = (
     ("along_m", 128, (256, 224, 192, 160, 128, 96), (1, 2, 4)),
     ("along_n", 128, (128, 96, 64), (1, 2)),
 )
-GROUP = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
+GROUP_SIZE_M = 16  # tiles of tokens that are processed together, to share tiles of the weight in the L2 cache
 MAX_STAGES, MAX_PARTS = 8, 2
 PADDING = 8  # floats after a token's sums in shared memory
-_SHARE, _READS = 0.86, 0.8  # share of the peak that the instructions of a tile reach, and of the bandwidth
-_TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # of a tile: its epilogue; of a launch; of sums over a cluster
+_SHARE, _READS = 0.86, 0.8  # shares of the peak and of the bandwidth that are reached
+_TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # times of a tile's epilogue, a launch, and sums over a cluster
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class WgmmaProduct(ProductNode):
         return WgmmaProduct(node, parts, int(w.shape[0]) // parts, int(w.shape[1]))
 
     def columns(self, bn: int) -> int:
-        """Tiles along the columns."""
+        """Return the number of tiles along the columns, if a tile has `bn` rows of w."""
         return -(-self.n * self.parts // bn)
 
     @property
     def steps(self) -> int:
-        """Steps of a tile."""
+        """The number of steps per tile."""
         return -(-self.k // TILE_K)
 
 
@@ -99,8 +99,9 @@ class GemmWgmma(OptionalCudaKernel):
             threads=bm // 64 * WARPGROUP + WARPGROUP,
             constants={
                 "N": p.n, "K": p.k, "PARTS": p.parts, "TILE_M": bm, "TILE_N": bn, "STAGES": stages(schedule, target),
-                "GROUP": GROUP * 128 // (bm * along_m), "SPLIT": split, "ALONG_M": along_m, "ALONG_N": along_n,
-                "EARLY": int(origin(node.operands[1]) is not Origin.INPUTS), "OUT": CTYPES[node.result.type.dtype],
+                "GROUP_SIZE_M": GROUP_SIZE_M * 128 // (bm * along_m), "SPLIT": split, "ALONG_M": along_m,
+                "ALONG_N": along_n, "READ_BEFORE_WAIT": int(origin(node.operands[1]) is not Origin.INPUTS),
+                "OUT": CTYPES[node.result.type.dtype],
             },
             shared=max(stages(schedule, target) * stage_bytes(schedule), sum_bytes(schedule)) + ALIGN,
             sizes=(p.m,),
@@ -113,7 +114,7 @@ class GemmWgmma(OptionalCudaKernel):
 
 
 def cluster(s: Schedule) -> int:
-    """Blocks of a cluster."""
+    """Return the number of blocks per cluster."""
     return int(s["split"] * s.get("along_m", 1) * s.get("along_n", 1))
 
 
@@ -123,17 +124,17 @@ def _tiles(p: WgmmaProduct, s: Schedule) -> Dim:
 
 
 def stage_bytes(s: Schedule) -> int:
-    """Bytes of a buffer of the ring."""
+    """Return the bytes of a buffer of the ring."""
     return int(2 * TILE_K * (s["bm"] + s["bn"]))
 
 
 def sum_bytes(s: Schedule) -> int:
-    """Bytes of the sums in shared memory, which take the place of the buffers."""
+    """Return the bytes of the sums in shared memory, which overwrite the buffers."""
     return int(s["bm"] * (s["bn"] + PADDING) * 4 if s["split"] > 1 else 0)
 
 
 def stages(s: Schedule, target: Target) -> int:
-    """Buffers that fit into shared memory."""
+    """Return the number of buffers that fit into shared memory."""
     return min(MAX_STAGES, (target.limits.shared - ALIGN - RESERVED) // stage_bytes(s))
 
 

@@ -25,24 +25,24 @@ from llmc.targets.target import Target
 PLAIN = ("quantized_moe_up", "quantized_moe_down")
 PACKED = ("fragments_moe_up", "fragments_moe_down")
 SCALES = ("bf16", "f16")
-SHARING = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
-MAX_STAGES, MIN_STAGES = 12, 4  # buffers of a ring
-REGISTERS = 65536  # of a multiprocessor
-MAX_SCALED_TOKENS = 32  # tokens of a tile whose sums, not factors, are multiplied by the scales
-OTHER_REGISTERS = 40  # of a consumer
+GROUP_SIZE_M = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
+MAX_STAGES, MIN_STAGES = 12, 4  # buffers of the ring
+REGISTERS = 65536  # registers per multiprocessor
+MAX_SCALED_TOKENS = 32  # up to so many tokens per tile, scales multiply the sums instead of the factors
+OTHER_REGISTERS = 40  # registers of a consumer's thread besides factors and sums
 # Fitted to measurements on an H200 (bench.gpu.experts). A unit is a block of 64 rows and 64 columns of codes.
-_START_US = 1.5  # of a launch
+_START_US = 1.5  # a launch
 _STEP_US = 0.32  # latency of a step
 _STEP_UNIT_US = 0.074  # latency of each unit of a step
-_CONVERT_INTEGERS_US = 0.07  # of converting a unit
-_CONVERT_FLOATS_US = 0.15
-_COLUMN_US = 0.00133  # of multiplying a unit by a row of x
-_BYTE_US = 2.4e-5  # of copying a byte
-_TILE_US = 0.98  # of the end of a tile
-_SUMS_US = 0.009  # of the end of a tile, for each product of 64 weight rows and a row of x
+_CONVERT_INTEGERS_US = 0.07  # converting a unit of integers
+_CONVERT_FLOATS_US = 0.15  # converting a unit of floats
+_COLUMN_US = 0.00133  # multiplying a unit by a row of x
+_BYTE_US = 2.4e-5  # copying a byte
+_TILE_US = 0.98  # the end of a tile
+_SUMS_US = 0.009  # the end of a tile, for each 64 rows of the weight and row of x
 _LAST_ROUND = 0.3  # share of a round that the last tiles take
 _BANDWIDTH_SHARE = 0.81  # share of the bandwidth that is reached
-# Of the normal distribution: the means of ten equally likely parts.
+# The means of ten equally likely parts of the standard normal distribution.
 _QUANTILES = (-1.645, -1.036, -0.674, -0.385, -0.126, 0.126, 0.385, 0.674, 1.036, 1.645)
 STATIC = 512  # bytes of shared memory for barriers and counts
 
@@ -50,8 +50,8 @@ STATIC = 512  # bytes of shared memory for barriers and counts
 class CodesTile(NamedTuple):
     """The tile of a block of threads; the fields are the entries of its schedule.
 
-    tokens: the largest number of rows of x. consumers: warpgroups that multiply. blocks: of 64 weight rows of each of
-    them. resident: blocks of threads of a multiprocessor.
+    tokens: maximum rows of x. consumers: consumer warpgroups. blocks: blocks of 64 rows of the weight per consumer.
+    resident: thread blocks per multiprocessor.
     """
 
     tokens: int
@@ -75,7 +75,7 @@ MANY = (
 
 
 class CodesRing(NamedTuple):
-    """A ring of buffers. chunks: blocks of 64 columns of a buffer; nbytes: of a buffer."""
+    """A ring of buffers. chunks: blocks of 64 columns per buffer. nbytes: bytes per buffer."""
 
     chunks: int
     stages: int
@@ -114,12 +114,12 @@ class CodesProblem:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of an expert's codes, scales and zero points."""
+        """The bytes of an expert's codes, scales and zero points."""
         entry = 2 + self.zeros
         return self.stack.rows * (self.k / 2 + self.k // self.group * entry)
 
     def ring(self, s: Schedule, target: Target) -> CodesRing:
-        """The ring of buffers that fit into shared memory, of two blocks of columns each if enough of them fit."""
+        """Return the ring that fits into shared memory. Buffers have two blocks of columns if enough of them fit."""
         places = 8 * s["consumers"] * s["tokens"]
         available = target.limits.shared // s["resident"] - ALIGN - STATIC - 8 * self.experts - places
         for chunks in (2, 1):
@@ -178,21 +178,20 @@ class GroupedCodes(OptionalCudaKernel):
         """
         p, s, units = CodesProblem(node), schedule, target.limits.units
         pairs = int(node.operands[1].type.shape[0].subs(env))
-        tall = s["consumers"] * s["blocks"]
+        blocks = s["consumers"] * s["blocks"]  # blocks of 64 rows of the weight per tile
         floats = bool(node.attrs["values"])
-        tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * tall))
+        tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * blocks))
         columns = _mean_columns(pairs, p.experts, s["tokens"], _narrowest(s["tokens"], floats))
         resident = min(s["resident"], math.ceil(tiles / units))
-        unit = max(
-            _CONVERT_FLOATS_US if floats else _CONVERT_INTEGERS_US, _COLUMN_US * columns
-        )  # of a block of 64 rows and 64 columns
-        shared = resident * p.k / BLOCK * max(tall * unit, _BYTE_US * (tall * BLOCK * 33 + columns * BLOCK * 2))
+        unit_us = max(_CONVERT_FLOATS_US if floats else _CONVERT_INTEGERS_US, _COLUMN_US * columns)
+        copied = blocks * BLOCK * 33 + columns * BLOCK * 2  # bytes per 64 columns: 4-bit codes with scales, and bf16
+        throughput_us = resident * p.k / BLOCK * max(blocks * unit_us, _BYTE_US * copied)
         chunks = p.ring(s, target).chunks
-        latency = p.k // BLOCK // chunks * (_STEP_US + _STEP_UNIT_US * s["blocks"] * chunks)
-        tile = max(shared, latency) + _TILE_US + _SUMS_US * columns * tall * resident
+        latency_us = p.k // BLOCK // chunks * (_STEP_US + _STEP_UNIT_US * s["blocks"] * chunks)
+        tile_us = max(throughput_us, latency_us) + _TILE_US + _SUMS_US * columns * blocks * resident
         rounds = max(1.0, tiles / (units * s["resident"]) + _LAST_ROUND)
-        read = chosen_experts(pairs, p.experts) * p.weight_bytes / target.bandwidth / _BANDWIDTH_SHARE * 1e6
-        return overlapped(read, rounds * tile) + _START_US + target.launch_us
+        read_us = chosen_experts(pairs, p.experts) * p.weight_bytes / target.bandwidth / _BANDWIDTH_SHARE * 1e6
+        return overlapped(read_us, rounds * tile_us) + _START_US + target.launch_us
 
     def reads_before_wait(self, node: Node) -> tuple[int, ...]:
         return STARTS, CODE, *_tables(node)
@@ -201,7 +200,8 @@ class GroupedCodes(OptionalCudaKernel):
         p, s, stack = CodesProblem(node), schedule, Stack(node)
         ring = p.ring(s, target)
         narrowest = _narrowest(s["tokens"], bool(node.attrs["values"]))
-        threads, (given, taken) = (s["consumers"] + 1) * WARPGROUP, _registers(s)
+        threads = (s["consumers"] + 1) * WARPGROUP
+        producer_registers, consumer_registers = _registers(s)
         widths = range(narrowest, s["tokens"] + 1, narrowest)
         scale = stack.type("scale")
         assert scale is not None
@@ -214,8 +214,9 @@ class GroupedCodes(OptionalCudaKernel):
                 "PARTS": stack.parts, "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
                 "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
                 "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": ring.stages,
-                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(_overlaps(s)), "GIVEN": given, "TAKEN": taken,
-                "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "SHARING": SHARING,
+                "STAGE_BYTES": ring.nbytes, "OVERLAP": int(_overlaps(s)),
+                "PRODUCER_REGISTERS": producer_registers, "CONSUMER_REGISTERS": consumer_registers,
+                "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "GROUP_SIZE_M": GROUP_SIZE_M,
                 "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
                 "SCALE": CTYPES[scale.dtype], "OUT": CTYPES[node.result.type.dtype],
             },
@@ -227,10 +228,10 @@ class GroupedCodes(OptionalCudaKernel):
 
 
 def _narrowest(tokens: int, floats: bool) -> int:
-    """The smallest number of columns of an instruction, and the step to the next.
+    """Return the number of columns by which the widths of the instructions differ, which is also the smallest width.
 
-    NVCC 13.0 serialises the products of a kernel with more variants for lack of registers; floats: whether codes are
-    floats, whose conversion needs more.
+    NVCC 13.0 serialises the products of a kernel with more widths for lack of registers. floats: whether codes are
+    floats, whose conversion needs more registers.
     """
     max_variants = 2 if tokens in (160, 192) or (floats and tokens >= 32) else 4
     return next(tokens // n for n in range(max_variants, 0, -1) if tokens % (8 * n) == 0)
@@ -248,7 +249,7 @@ def _mean_columns(pairs: int, experts: int, tokens: int, narrowest: int) -> floa
 
 
 def _registers(s: Schedule) -> tuple[int, int]:
-    """Registers of a thread of the producer and of a consumer, which together are those of equal shares."""
+    """Return the registers per thread of the producer and of a consumer; their total is that of equal shares."""
     consumers = int(s["consumers"])
     equal = REGISTERS // (s["resident"] * (consumers + 1) * WARPGROUP) // 8 * 8
     given = 56 if equal >= 128 else 40
@@ -271,7 +272,7 @@ def _tiles(p: CodesProblem, target: Target) -> Iterator[CodesTile]:
 
 
 def _tables(node: Node) -> list[int]:
-    """The operands with an entry for each group of columns."""
+    """Return the indices of the operands with an entry for each group of columns: scales and zero points."""
     stack = Stack(node)
     return [i for i in (stack.operand("scale"), stack.operand("zero")) if i is not None]
 

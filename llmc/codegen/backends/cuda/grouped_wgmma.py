@@ -19,17 +19,18 @@ from llmc.ir.ops.moe import gate
 from llmc.targets.target import Target
 
 TILE_K = 64
-HEIGHTS = (64, 128)  # rows of a tile
-COLUMNS = (256, 192, 128, 96, 64)  # of a tile, in all parts
-GROUP = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
+HEIGHTS = (64, 128)  # rows per tile
+COLUMNS = (256, 192, 128, 96, 64)  # rows of w per tile, of all parts together
+GROUP_SIZE_M = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
 MAX_STAGES = 8
-MAX_EXPERTS = 512  # whose rows are counted in shared memory
-_SHARE, _READS = 0.94, 0.96  # share of the peak that the instructions of a tile reach, and of the bandwidth
-_COLUMN_US: Mapping[int, float] = MappingProxyType({64: 0.0042, 128: 0.0068})  # at least, of a tile and column of depth
-_TILE_US, _ELEMENT_US = 1.8, 0.6 / 8192  # of a tile, and of each of its sums
-_START_US = 2.0  # of a launch
-_UP_US = 6.0  # of the first product, whose neighbours in a step overlap less
-_L2_BYTES_US = 1e5  # that a multiprocessor reads in a microsecond
+MAX_EXPERTS = 512  # maximum experts, whose rows are counted in shared memory
+_SHARE, _READS = 0.94, 0.96  # shares of the peak and of the bandwidth that are reached
+# Minimum time of a tile per column of depth, by the rows of the tile.
+_COLUMN_US: Mapping[int, float] = MappingProxyType({64: 0.0042, 128: 0.0068})
+_TILE_US, _ELEMENT_US = 1.8, 0.6 / 8192  # time of the end of a tile: constant, and per sum
+_START_US = 2.0  # time of a launch
+_UP_US = 6.0  # further time of the first product, which overlaps less with its neighbours in a step
+_L2_BYTES_US = 1e5  # bytes per microsecond that a multiprocessor reads from the L2 cache
 _BUSY = 0.45  # exponent of the share of multiprocessors that have a tile
 
 
@@ -86,8 +87,9 @@ class GroupedWgmma(OptionalCudaKernel):
             threads=s["bm"] // 64 * WARPGROUP + WARPGROUP,
             constants={
                 "EXPERTS": experts, "N": n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
-                "STAGES": count, "GROUP": GROUP * 128 // s["bm"], "CHOICES": node.attrs["k"] if p.up else 0,
-                "SCATTER": int(not p.up), "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s),
+                "STAGES": count, "GROUP_SIZE_M": GROUP_SIZE_M * 128 // s["bm"],
+                "CHOICES": node.attrs["k"] if p.up else 0, "SCATTER": int(not p.up),
+                "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s),
                 "OUT": CTYPES[node.result.type.dtype],
             },
             shared=count * stage_bytes(s) + ALIGN,
@@ -97,7 +99,7 @@ class GroupedWgmma(OptionalCudaKernel):
 
 
 def _reject_sizes(node: Node) -> str | None:
-    """Why the sizes of the stack are not supported, or None."""
+    """Return why the sizes of the stack are not supported, or None."""
     experts, rows, k = (d.const for d in node.operands[CODE].type.shape)
     stack = Stack(node)
     parts = stack.parts
@@ -140,12 +142,12 @@ def epilogue(p: Stack) -> str:
 
 
 def stage_bytes(s: Schedule) -> int:
-    """Bytes of a buffer of the ring."""
+    """Return the bytes of a buffer of the ring."""
     return int(2 * TILE_K * (s["bm"] + s["bn"]))
 
 
 def stages(s: Schedule, experts: int, target: Target) -> int:
-    """Buffers that fit into shared memory."""
+    """Return the number of buffers that fit into shared memory."""
     available = target.limits.shared - ALIGN - RESERVED - 8 * experts
     return min(MAX_STAGES, available // stage_bytes(s))
 

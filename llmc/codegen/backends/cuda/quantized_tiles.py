@@ -16,19 +16,19 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
-# Tokens and rows of w of a tile; 256 tokens can be halved.
+# (tokens, rows of w) per tile; tiles of 256 tokens can be halved.
 TILES = ((256, 128), (128, 256), (128, 192), (192, 128), (160, 128), (128, 128))
 MAX_TOKENS, MIN_ROWS = 256, 128
-CLUSTERS = (1, 2)  # blocks of a cluster, which share tokens
-TOGETHER = 2048  # tokens of tiles that are processed together, to share tiles of the weight in the L2 cache
-MAX_STAGES, PADDING = 8, 4  # buffers; floats after the sums of a token
-MIN_TOKENS = 129  # of a product
+CLUSTERS = (1, 2)  # blocks per cluster, which share tokens
+GROUPED_TOKENS = 2048  # tokens of the tiles that are processed together, to share the weight in the L2 cache
+MAX_STAGES, PADDING = 8, 4  # maximum buffers; floats after the sums of a token
+MIN_TOKENS = 129  # minimum tokens of a product
 # Fitted to 600 measurements on an H200 (bursts of 2 ms):
 _PEAK_SHARE = 1.0  # share of the peak that instructions reach
-_TILE_US = 1.5  # of the end of a tile
-_START_US = 5.0  # of a launch
-_CLUSTER_US = 1.0  # of a cluster
-_HALVED_ROUND = 0.85  # a round of halved tiles, relative to one of whole tiles
+_TILE_US = 1.5  # time of the end of a tile
+_START_US = 5.0  # time of a launch
+_CLUSTER_US = 1.0  # further time of clusters of two blocks
+_HALVED_ROUND = 0.85  # time of a round of halved tiles, relative to a round of whole tiles
 
 
 @dataclass(frozen=True)
@@ -36,37 +36,37 @@ class TiledProduct(FragmentProduct):
     """A product in tiles of tokens and columns."""
 
     def columns(self, s: Schedule) -> int:
-        """Columns of y in a tile."""
+        """Return the columns of y per tile."""
         return int(s["rows"]) // self.parts
 
     def chunks(self, s: Schedule) -> int:
-        """Blocks of columns in a buffer of the ring."""
+        """Return the number of blocks of columns per buffer of the ring."""
         return 2 if s["tokens"] == 128 else 1
 
     def width(self, s: Schedule) -> int:
-        """Tokens of a copy, and of a halved tile."""
+        """Return the tokens per copy, which are also those of a halved tile."""
         return int(s["tokens"]) // (2 if s["tokens"] == MAX_TOKENS else 1)
 
     def blocks(self, s: Schedule) -> int:
-        """Blocks of 64 rows of w that a consumer warpgroup multiplies."""
+        """Return the number of blocks of 64 rows of w per consumer warpgroup."""
         return 2 if s["rows"] == 256 else 1
 
     def stage(self, s: Schedule) -> int:
-        """Bytes of a buffer of the ring."""
+        """Return the bytes of a buffer of the ring."""
         step = self.chunks(s) * BLOCK
         scales = max(1, step // self.group) * (2 + bool(self.node.attrs["zeros"])) * s["rows"]
         return int(-(-(2 * s["tokens"] * step + s["rows"] * step // 2 + scales) // ALIGN) * ALIGN)
 
     def staged(self, s: Schedule) -> int:
-        """Tokens whose sums are staged, of which there are two sets."""
+        """Return the tokens whose sums are staged in one of two places."""
         return 16 if s["rows"] == 256 else 32
 
     def sum_bytes(self, s: Schedule) -> int:
-        """Bytes of the staged sums."""
+        """Return the bytes of the staged sums."""
         return int(2 * self.staged(s) * (s["rows"] + PADDING) * 4)
 
     def stages(self, s: Schedule, target: Target) -> int:
-        """Buffers that fit into shared memory."""
+        """Return the number of buffers that fit into shared memory."""
         return min(MAX_STAGES, (target.limits.shared - ALIGN - RESERVED - self.sum_bytes(s)) // self.stage(s))
 
 
@@ -114,7 +114,7 @@ class QuantizedTiles(FragmentKernel):
                 "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group,
                 "ZERO_POINT": p.zero_point, "TOKENS": s["tokens"], "WIDTH": p.width(s), "STAGED": p.staged(s),
                 "ROWS": p.columns(s), "BLOCKS": p.blocks(s), "CHUNKS": p.chunks(s), "STAGES": stages, "ALONG_N": blocks,
-                "SHARING": TOGETHER // s["tokens"], "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
+                "GROUP_SIZE_M": GROUPED_TOKENS // s["tokens"], "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=stages * p.stage(s) + p.sum_bytes(s) + ALIGN,
             sizes=(p.m,),

@@ -17,37 +17,37 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
-TOKENS = (8, 16, 32, 64, 128, 256)  # of a tile
-WIDTH = 128  # tokens of a box and of an instruction, at most
-PRODUCER = 32  # threads
-ROWS = (64, 128, 192)  # of a tile; 192 are for 128 tokens
+TOKENS = (8, 16, 32, 64, 128, 256)  # tokens per tile
+WIDTH = 128  # maximum tokens of a box and of an instruction
+PRODUCER = 32  # threads of the producer
+ROWS = (64, 128, 192)  # columns of y per tile; 192 are for 128 tokens
 STAGES = (12, 8, 6, 4, 3, 2)
-SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
-SLICES = (1, 2, 4)  # warpgroups of a block that have different columns of the same rows
-MAX_SLICED_TOKENS, MAX_CONSUMERS = 64, 4  # tokens of a tile, and warpgroups of a block, with several slices
-# Buffers of a ring with several slices: with two, NVCC 13.0 converts codes into registers that a product still reads.
+SPLITS = (1, 2, 4, 8)  # blocks per cluster, which have different columns of the weight
+SLICES = (1, 2, 4)  # warpgroups per block that have different columns of the same rows of the weight
+MAX_SLICED_TOKENS, MAX_CONSUMERS = 64, 4  # with several slices: maximum tokens per tile, and consumers per block
+# Minimum buffers with several slices: with two, NVCC 13.0 converts codes into registers that a product still reads.
 MIN_SLICED_STAGES = 3
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
-MAX_THREADS, MAX_REGISTERS = 2048, 65536  # of a multiprocessor
-REGISTERS = ((32, 96), (128, 136), (256, 168))  # of a thread, by the largest number of tokens
+MAX_THREADS, MAX_REGISTERS = 2048, 65536  # per multiprocessor
+REGISTERS = ((32, 96), (128, 136), (256, 168))  # (maximum tokens per tile, registers per thread)
 # Fitted to 950 measurements on an H200 (bench.gpu.quantized_products):
-_START_US = 2.68  # of a block
+_START_US = 2.68  # start of a block
 _STEP_US = 0.419  # latency of a step
 _COPY_US = 1.246  # latency of the copies of a step
 _SCALED_SUMS_US = 0.041  # instructions of a warpgroup in a step that multiplies sums by the scales
 _SCALED_FACTORS_US = 0.177  # instructions of a warpgroup in a step that multiplies factors by the scales
 _END_US = 0.92  # end of a block, for 4096 sums
-_CLUSTER_US = 1.13  # of a cluster
-_PEER_US = 0.17  # of each block of a cluster
+_CLUSTER_US = 1.13  # synchronization of a cluster
+_PEER_US = 0.17  # sums of each block of a cluster
 _LARGE_CLUSTERS = 0.9  # share of the multiprocessors that clusters of more than two blocks can use
-_WIDE_SLICES = 1.15  # factor of the time of slices of more than 64 rows
-_HALVED_ROUND = 0.55  # a round of halved tiles, relative to one of whole tiles
+_WIDE_SLICES = 1.15  # factor of the time if slices have more than 64 rows
+_HALVED_ROUND = 0.55  # time of a round of halved tiles, relative to a round of whole tiles
 _BANDWIDTH_SHARE = 0.72  # share of the bandwidth that is reached
 _CACHE_RATE = 9.9e12  # bytes per second of copies from the L2 cache
 
 
 def slices(s: Schedule) -> int:
-    """Warpgroups of a block that have different columns of the same rows; schedules of one do not name it."""
+    """Return the warpgroups per block that have different columns of the same rows; schedules of one omit the key."""
     return int(s.get("slices", 1))
 
 
@@ -57,26 +57,26 @@ class TiledProduct(FragmentProduct):
 
     @property
     def step(self) -> int:
-        """Columns of a step."""
+        """The number of columns per step."""
         return 2 * BLOCK if self.k % (2 * BLOCK) == 0 else BLOCK
 
     def consumers(self, s: Schedule) -> int:
-        """Consumer warpgroups of a block."""
+        """Return the number of consumer warpgroups per block."""
         return self.parts * int(s["rows"]) // BLOCK * slices(s)
 
     def producer(self, s: Schedule) -> int:
-        """Threads of the producer: a warpgroup if it releases registers to the consumers, else a warp."""
+        """Return the threads of the producer: a warpgroup if it releases registers to the consumers, else a warp."""
         return WARPGROUP if s["tokens"] > 128 and self.consumers(s) > 1 else PRODUCER
 
     def resident(self, s: Schedule, target: Target) -> int:
-        """Blocks that a multiprocessor runs at once."""
+        """Return the number of resident blocks per multiprocessor."""
         threads = self.consumers(s) * WARPGROUP + self.producer(s)
         registers = next(count for tokens, count in REGISTERS if s["tokens"] <= tokens)
         fit = target.limits.shared // (self.shared(s) + ALIGN), MAX_THREADS // threads
         return max(1, min(*fit, MAX_REGISTERS // (threads * registers)))
 
     def shared(self, s: Schedule) -> int:
-        """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
+        """Return the bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
         scales = max(1, self.step // self.group)
         entry = 2 * BLOCK + BLOCK * bool(self.node.attrs["zeros"])
         of_x = slices(s) * s["tokens"] * self.step * 2
@@ -140,17 +140,20 @@ class QuantizedWgmma(FragmentKernel):
 
 
 def halved(s: Schedule, target: Target) -> int:
-    """Blocks of a round, if the tiles that are left after whole rounds may be halved, else 0."""
+    """Return the number of blocks per round if the tiles that are left after whole rounds may be halved, else 0."""
     return target.limits.units if s.get("halves") else 0
 
 
 def _blocks(tiles: Dim, units: int) -> Dim:
-    """Blocks of a grid: tiles, and another one for each that may be halved."""
+    """Return the number of blocks: one per tile, and another one for each tile that may be halved."""
     return tiles * 2 - (tiles - (units - 1)).ceildiv(units) * units if units else tiles
 
 
 def _step_us(p: TiledProduct, s: Schedule, resident: int, busy: float, target: Target) -> float:
-    """Microseconds of a step of `resident` blocks per multiprocessor; busy: share of multiprocessors in use."""
+    """Predict the microseconds of a step of `resident` blocks per multiprocessor.
+
+    busy: share of the multiprocessors in use.
+    """
     units, consumers = target.limits.units, p.consumers(s)
     codes, tokens = consumers * BLOCK * p.step / 2, slices(s) * s["tokens"] * p.step * 2  # bytes
     instructions = _SCALED_SUMS_US if s["tokens"] <= 32 and p.group >= p.step else _SCALED_FACTORS_US

@@ -22,22 +22,22 @@ from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
 Tiles = Mapping[int, tuple[int, ...]]
-# Blocks of columns of a warp by tokens of a tile: of tokens in bf16, and in fixed point.
+# Tokens per tile -> numbers of blocks of columns per warp to try, for tokens in bf16 and in fixed point.
 BF16: Tiles = MappingProxyType({8: (4, 2, 1, 8), 16: (4, 2, 1)})
 FIXED: Tiles = MappingProxyType({4: (4, 8, 2, 1)})  # for more tokens, an H200 is faster in bf16
-STRIP = 16  # rows of a product
-ENTRY = 256  # maximum columns of a scale of tokens in fixed point; groups are multiples of 32 columns there
-WARPS = (16, 8, 14, 12, 10)  # of a block
+STRIP = 16  # rows of the weight per instruction
+ENTRY = 256  # maximum columns that share a scale of tokens in fixed point
+WARPS = (16, 8, 14, 12, 10)  # warps per block
 DEPTHS = (2, 3, 1, 4)  # strips that are copied ahead
-# Blocks of a cluster. With clusters of four, an H200 took more than twice as long.
+# Blocks per cluster. With clusters of four, an H200 took more than twice as long.
 SPLITS = (1, 2)
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
-BARRIERS = 16  # bytes of shared memory
+BARRIERS = 16  # bytes of two barriers
 WASTE = 1.15  # maximum columns of all warps, relative to those of the weight
-# Fitted to measurements on an H200 (bench.gpu.quantized_products). By tokens: microseconds that do not depend on the
-# weights, and the share of the bandwidth that is reached; microseconds of each further block of a multiprocessor.
-_START, _SHARE = MappingProxyType({4: 2.4, 8: 2.6, 16: 3.9}), MappingProxyType({4: 0.76, 8: 0.76, 16: 0.58})
-_SECOND = 0.7
+# Fitted to measurements on an H200 (bench.gpu.quantized_products):
+_START_US = MappingProxyType({4: 2.4, 8: 2.6, 16: 3.9})  # tokens per tile -> time that does not depend on the weights
+_BANDWIDTH_SHARE = MappingProxyType({4: 0.76, 8: 0.76, 16: 0.58})  # tokens per tile -> share that is reached
+_FURTHER_BLOCK_US = 0.7  # each further resident block of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class SkinnyGemm(FragmentKernel):
 
     @property
     def tiles(self) -> Tiles:
-        """Blocks of columns of a warp, by tokens of a tile."""
+        """The numbers of blocks of columns per warp, by tokens per tile."""
         return FIXED if self.fixed else BF16
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -78,8 +78,8 @@ class SkinnyGemm(FragmentKernel):
         copied = _units(p, s, target) * _clusters(s, target) * STRIP * columns
         nbytes = p.weight_bytes / (p.parts * p.n * p.k) * copied
         tiles = -(-int(p.m.subs(env)) // tokens)
-        us = tiles * nbytes / (target.bandwidth * _SHARE[tokens]) * 1e6 + _START[tokens]
-        return us + _SECOND * (_resident(s) - 1)
+        us = tiles * nbytes / (target.bandwidth * _BANDWIDTH_SHARE[tokens]) * 1e6 + _START_US[tokens]
+        return us + _FURTHER_BLOCK_US * (_resident(s) - 1)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = FragmentProduct.of(node), schedule
@@ -101,7 +101,10 @@ class SkinnyGemm(FragmentKernel):
         )  # fmt: skip
 
     def _shared(self, p: FragmentProduct, s: Schedule, target: Target) -> int:
-        """Bytes of shared memory: sums of two strips of all warps, of all strips, of squares, of x; slots; barriers."""
+        """Return the bytes of shared memory.
+
+        It holds the sums of two strips of all warps, of all strips, of squares and of x; slots for strips; barriers.
+        """
         sums, columns = STRIP * s["tokens"] * 4, s["chunks"] * BLOCK
         entries = max(1, columns // p.group)
         slot = STRIP * (columns // 2 + entries * (3 if p.node.attrs["zeros"] else 2))
@@ -112,22 +115,22 @@ class SkinnyGemm(FragmentKernel):
 
 
 def _clusters(s: Schedule, target: Target) -> int:
-    """Clusters that run at once."""
+    """Return the number of clusters that run at once."""
     return target.limits.units * _resident(s) // int(s["split"])
 
 
 def _units(p: FragmentProduct, s: Schedule, target: Target) -> int:
-    """Strips of a block, in all parts."""
+    """Return the maximum number of strips per block, of all parts together."""
     return -(-(p.n // STRIP) // _clusters(s, target)) * p.parts
 
 
 def _resident(s: Schedule) -> int:
-    """Resident blocks of a multiprocessor."""
+    """Return the number of resident blocks per multiprocessor."""
     return max(1, WARPS[0] // int(s["warps"]))
 
 
 def _registers(s: Schedule) -> int:
-    """Blocks of a multiprocessor for which registers suffice; spare ones let the next kernel begin early."""
+    """Return the blocks per multiprocessor for which registers suffice; spare ones let the next kernel begin early."""
     return _resident(s) * (2 if s["chunks"] * s["tokens"] <= 16 else 1)
 
 

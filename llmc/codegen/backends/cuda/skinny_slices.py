@@ -24,25 +24,27 @@ from llmc.ir.graph import Node
 from llmc.ir.ops.packed_fragments import BLOCK
 from llmc.targets.target import Target
 
-TOKENS = (8, 16)  # of a tile
-STRIP = 16  # rows of a product
-STRIPS = (1, 2, 3, 4)  # of a warp
-GROUPS, SLICES = (1, 2, 3, 4, 7, 8, 14, 16), (8, 4, 16, 2, 7, 14, 1)  # of warps: of rows and of columns
-SPLITS = (1, 2, 4, 8)  # blocks of a cluster, which have different columns
-CHUNKS = (1, 2)  # blocks of 64 columns of a step
-STAGES = (12, 8, 6, 5, 4, 3, 2, 1)
-SHARES = (1.0, 0.75, 0.5)  # of the shared memory of a multiprocessor that a block uses
-MAX_WARPS = 16  # of a block
-FULL, WASTE = 0.7, 1.15  # share of the multiprocessors that have a block; steps of all warps, relative to the columns
+TOKENS = (8, 16)  # tokens per tile
+STRIP = 16  # rows of the weight per instruction
+STRIPS = (1, 2, 3, 4)  # strips per warp
+GROUPS = (1, 2, 3, 4, 7, 8, 14, 16)  # groups of rows among which the warps of a block are divided
+SLICES = (8, 4, 16, 2, 7, 14, 1)  # slices of columns among which the warps of a group are divided
+SPLITS = (1, 2, 4, 8)  # blocks per cluster, which have different columns
+CHUNKS = (1, 2)  # blocks of 64 columns per step
+STAGES = (12, 8, 6, 5, 4, 3, 2, 1)  # steps of a warp's ring
+SHARES = (1.0, 0.75, 0.5)  # shares of a multiprocessor's shared memory that a block may use
+MAX_WARPS = 16  # maximum warps per block
+MIN_OCCUPANCY = 0.7  # minimum share of the multiprocessors that have a block
+MAX_WASTE = 1.15  # maximum steps of all warps, relative to those that the columns need
 # Fitted to measurements on an H200:
-_BYTES_IN_FLIGHT = 6e6  # with which the bandwidth is reached
-_PRODUCT_US = 7.0e-6  # of a code and its product in a multiprocessor
-_FEW_WARPS = 6.0  # warps with which a product takes twice as long as with very many
-_MANY_TOKENS = 24.0  # tokens with which a product takes twice as long as with one
-_NOT_HIDDEN = 0.3  # share of the shorter of reading and products that the longer one does not hide
-_SHARED_X_US = 1.0  # of sharing x among groups of warps
-_START_US = 1.5  # of a launch
-_CLUSTER_US = 0.5  # of a cluster of more than two blocks
+_BYTES_IN_FLIGHT = 6e6  # bytes in flight from which the full bandwidth is reached
+_PRODUCT_US = 7.0e-6  # converting a code and multiplying it by a tile of tokens, on one multiprocessor
+_FEW_WARPS = 6.0  # number of warps with which products take twice as long as with very many
+_MANY_TOKENS = 24.0  # number of tokens with which products take twice as long as with one
+_NOT_HIDDEN = 0.3  # share of the shorter of reading and multiplying that the longer one does not hide
+_SHARED_X_US = 1.0  # sharing x among groups of warps
+_START_US = 1.5  # a launch
+_CLUSTER_US = 0.5  # a cluster of more than two blocks
 
 
 @dataclass(frozen=True)
@@ -50,39 +52,44 @@ class SlicedProduct(FragmentProduct):
     """A product whose columns are divided among the warps of a block and the blocks of a cluster."""
 
     def step(self, s: Schedule) -> int:
-        """Columns of a step."""
+        """Return the columns per step."""
         return int(s["chunks"]) * BLOCK
 
     def rows(self, s: Schedule) -> int:
-        """Columns of y of a block."""
+        """Return the columns of y per block."""
         return int(s["groups"]) * int(s["strips"]) // self.parts * STRIP
 
     def steps(self, s: Schedule) -> int:
-        """Steps of a warp, at most."""
+        """Return the maximum number of steps per warp."""
         of_block = -(-self.k // self.step(s) // int(s["split"]))
         return -(-of_block // int(s["slices"]))
 
     def token_steps(self, s: Schedule) -> int:
-        """Steps of x that a slice has memory for: all of them if several warps share them."""
+        """Return the steps of x for which a slice has memory: all of them if several warps share x."""
         return self.steps(s) if s["groups"] > 1 else min(self.steps(s), int(s["stages"]))
 
+    def entries(self, s: Schedule) -> int:
+        """Return the number of scales per row and step."""
+        return max(1, self.step(s) // self.group)
+
+    def stage_bytes(self, s: Schedule) -> int:
+        """Return the bytes per stage of a warp's ring: codes, scales, zero points, and the gain of a norm."""
+        codes = s["strips"] * s["chunks"] * 512
+        copies_of_16_bytes = self.entries(s) * s["strips"] * (3 if self.node.attrs["zeros"] else 2)
+        gain = self.step(s) * 2 if self.normed and s["groups"] == 1 else 0
+        return int(codes + copies_of_16_bytes * 16 + gain)
+
     def shared(self, s: Schedule) -> int:
-        """Bytes of shared memory: x and the rings, in whose place the sums are; what other blocks send; squares."""
-        warps = s["groups"] * s["slices"]
-        tokens = s["tokens"]
-        strips = s["strips"]
-        split = s["split"]
-        entries = max(1, self.step(s) // self.group)
-        copies = entries * strips * (3 if self.node.attrs["zeros"] else 2)
-        stage = strips * s["chunks"] * 512 + copies * 16 + (self.step(s) * 2 if self.normed and s["groups"] == 1 else 0)
-        of_x = s["slices"] * self.token_steps(s) * s["chunks"] * tokens * BLOCK * 2
+        """Return the bytes of shared memory; sliced_weights.cuh describes its layout."""
+        warps, tokens = s["groups"] * s["slices"], s["tokens"]
+        x_bytes = s["slices"] * self.token_steps(s) * s["chunks"] * tokens * BLOCK * 2
+        rings = warps * s["stages"] * self.stage_bytes(s)
         stride = self.parts * self.rows(s) + 4
-        ring = of_x + warps * s["stages"] * stage
         sums = s["slices"] * tokens * stride * 4
-        share = tokens // split
-        received = (split - 1) * share * (stride + int(self.normed)) * 4 + (warps * tokens * 4 if self.normed else 0)
-        x_sums = s["slices"] * self.token_steps(s) * entries * tokens * 4 if s["groups"] > 1 else 0
-        return int(max(ring, sums) + -(-received // 16) * 16 + x_sums) + ALIGN
+        received = (s["split"] - 1) * (tokens // s["split"]) * (stride + int(self.normed)) * 4
+        squares = warps * tokens * 4 if self.normed else 0
+        x_sums = s["slices"] * self.token_steps(s) * self.entries(s) * tokens * 4 if s["groups"] > 1 else 0
+        return int(max(x_bytes + rings, sums) + -(-(received + squares) // 16) * 16 + x_sums) + ALIGN
 
 
 @dataclass(frozen=True)
@@ -104,18 +111,21 @@ class SkinnySlices(FragmentKernel):
         return list(_schedules(SlicedProduct.of(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        """Predict microseconds: reading the weights and products, the shorter of which is hidden in part; the start."""
+        """Predict microseconds: reading the weights overlaps in part with multiplying them."""
         p, s, units = SlicedProduct.of(node), schedule, target.limits.units
         blocks = -(-p.n // p.rows(s)) * s["split"]
-        fit = max(1, min(resident(p, s), target.limits.shared // (p.shared(s) + ALIGN)))
-        rounds, busy = -(-blocks // (units * fit)), min(1.0, blocks / units)
-        warps = s["groups"] * s["slices"] * min(float(fit), max(1.0, blocks / units))
-        ahead = busy * units * warps * s["stages"] * s["strips"] * s["chunks"] * STRIP * BLOCK / 2
-        read = p.weight_bytes / (target.bandwidth * min(1.0, ahead / _BYTES_IN_FLIGHT)) * 1e6
-        few_warps, many_tokens = 1 + _FEW_WARPS / warps, 1 + s["tokens"] / _MANY_TOKENS  # factors of the time
-        products = p.parts * p.n * p.k / (units * busy) * _PRODUCT_US * few_warps * many_tokens
+        resident = max(1, min(max_resident(p, s), target.limits.shared // (p.shared(s) + ALIGN)))
+        rounds = -(-blocks // (units * resident))
+        occupancy = min(1.0, blocks / units)
+        warps = s["groups"] * s["slices"] * min(float(resident), max(1.0, blocks / units))  # per multiprocessor
+        step_bytes = s["strips"] * s["chunks"] * STRIP * BLOCK / 2
+        in_flight = occupancy * units * warps * s["stages"] * step_bytes
+        read_us = p.weight_bytes / (target.bandwidth * min(1.0, in_flight / _BYTES_IN_FLIGHT)) * 1e6
+        slowdown = (1 + _FEW_WARPS / warps) * (1 + s["tokens"] / _MANY_TOKENS)
+        multiply_us = p.parts * p.n * p.k / (units * occupancy) * _PRODUCT_US * slowdown
+        us = max(read_us, multiply_us) + _NOT_HIDDEN * min(read_us, multiply_us)
+        us += _SHARED_X_US if s["groups"] > 1 else 0.0
         tiles = -(-int(p.m.subs(env)) // s["tokens"])
-        us = max(read, products) + _NOT_HIDDEN * min(read, products) + (_SHARED_X_US if s["groups"] > 1 else 0.0)
         return tiles * rounds * us + _START_US + (_CLUSTER_US if s["split"] > 2 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
@@ -127,7 +137,7 @@ class SkinnySlices(FragmentKernel):
                 "N": p.n, "PARTS": p.parts, "K": p.k, "GROUP": p.group, "ZERO_POINT": p.zero_point,
                 "TOKENS": s["tokens"], "STRIPS": s["strips"], "GROUPS": s["groups"], "SLICES": s["slices"],
                 "SPLIT": s["split"], "CHUNKS": s["chunks"], "STAGES": s["stages"], "TOKEN_STEPS": p.token_steps(s),
-                "SHARED": p.shared(s), "RESIDENT": resident(p, s), "NORMED": int(p.normed),
+                "SHARED": p.shared(s), "RESIDENT": max_resident(p, s), "NORMED": int(p.normed),
                 "EPS": float(node.attrs.get("eps", 0.0)), "SCALE": p.scale, "OUT": CTYPES[node.result.type.dtype],
             },
             shared=p.shared(s),
@@ -138,8 +148,8 @@ class SkinnySlices(FragmentKernel):
         )  # fmt: skip
 
 
-def resident(p: SlicedProduct, s: Schedule) -> int:
-    """Blocks of a multiprocessor for which registers suffice."""
+def max_resident(p: SlicedProduct, s: Schedule) -> int:
+    """Return the number of blocks per multiprocessor for which registers suffice."""
     return 2 if s["groups"] * s["slices"] * 2 <= MAX_WARPS else 1
 
 
@@ -153,7 +163,7 @@ def _schedules(p: SlicedProduct, target: Target) -> Iterator[Schedule]:
             tile = {"tokens": tokens, "strips": strips, "groups": groups, "split": split}
             blocks = -(-p.n // p.rows(tile)) * split
             has_smallest_blocks = groups == 1 and strips == p.parts
-            if blocks > 2 * units or (blocks < FULL * units and not has_smallest_blocks):
+            if blocks > 2 * units or (blocks < MIN_OCCUPANCY * units and not has_smallest_blocks):
                 continue
             for slices, chunks in itertools.product(SLICES, CHUNKS):
                 s = {**tile, "slices": slices, "chunks": chunks}
@@ -166,7 +176,7 @@ def _divides(p: SlicedProduct, s: Schedule) -> bool:
     step, columns = p.step(s), p.k // BLOCK
     if columns % s["chunks"] or (step % p.group and p.group % step) or s["groups"] * s["slices"] > MAX_WARPS:
         return False
-    return p.steps({**s, "stages": 1}) * s["slices"] * s["split"] * s["chunks"] <= WASTE * columns
+    return p.steps({**s, "stages": 1}) * s["slices"] * s["split"] * s["chunks"] <= MAX_WASTE * columns
 
 
 def _rings(p: SlicedProduct, s: Schedule, target: Target) -> Iterator[Schedule]:

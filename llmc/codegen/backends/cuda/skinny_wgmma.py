@@ -18,27 +18,27 @@ from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 
 CODES = ("f8e4m3", "i8")
-TOKENS = (8, 16, 32, 64)  # of a tile
-HEIGHT = 64  # rows of the weight of a consumer
-WIDTH = 128  # bytes of a row of a box
-ROWS = (64, 128, 192, 256)  # of a tile in all parts
-MAX_ROWS = 128  # of each part
+TOKENS = (8, 16, 32, 64)  # tokens per tile
+HEIGHT = 64  # rows of the weight per consumer
+WIDTH = 128  # bytes per row of a box
+ROWS = (64, 128, 192, 256)  # rows of the weight per tile, of all parts together
+MAX_ROWS = 128  # maximum rows per tile of each part
 SPLITS = (1, 2, 4)  # blocks that share the columns of a tile
-CHUNKS = (1, 2)  # boxes of a step
+CHUNKS = (1, 2)  # boxes per step
 RESIDENT = (2, 3, 1, 4)  # blocks per multiprocessor that a schedule leaves room for
 MAX_STAGES, MIN_STAGES, MAX_PARTS = 24, 3, 4
-ALIGNED = 16  # bytes of which a row of a tensor map is a multiple
-PRODUCER = 32  # threads
+ALIGNED = 16  # the bytes of a row of a tensor map are a multiple of it
+PRODUCER = 32  # threads of the producer
 PADDING = 4  # floats after a token's sums in shared memory
 # Fitted to measurements on an H200:
 _BANDWIDTH_SHARE = 0.9  # share of the bandwidth that is reached
 _X_BYTE_COST = 0.22  # cost of a byte of x, relative to a byte of the weight
-_START_US = 0.2  # of a launch behind a short kernel
-_ROUND_US = 2.5  # of each further round of blocks
-_STEP_US = 0.03
-_TOKEN_US = 0.02
-_CLUSTER_US = 0.15  # of each further block of a cluster
-_TALL_US = 0.7  # of tiles of more than HEIGHT rows
+_START_US = 0.2  # a launch after a short kernel
+_ROUND_US = 2.5  # each further round of blocks
+_STEP_US = 0.03  # each step
+_TOKEN_US = 0.02  # each token of a tile
+_CLUSTER_US = 0.15  # each further block of a cluster
+_TALL_US = 0.7  # further time of tiles of more than HEIGHT rows
 _CLUSTERS_OF_4 = 0.9  # share of the multiprocessors that clusters of four blocks can use
 
 
@@ -58,19 +58,19 @@ class SkinnyProduct(ProductNode):
 
     @property
     def columns(self) -> int:
-        """Columns of a box."""
+        """The number of columns per box."""
         return WIDTH // self.item
 
     def steps(self, s: Schedule) -> int:
-        """Steps of a tile, of all blocks of a cluster."""
+        """Return the steps per tile, of all blocks of a cluster together."""
         return -(-self.k // (s["chunks"] * self.columns))
 
     def tiles(self, s: Schedule) -> int:
-        """Tiles along the columns of the result."""
+        """Return the number of tiles along the columns of the result."""
         return -(-self.n // int(s["rows"]))
 
     def shared(self, s: Schedule) -> int:
-        """Bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
+        """Return the bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""
         rows = self.parts * s["rows"]
         ring = s["stages"] * s["chunks"] * WIDTH * (rows + s["tokens"])
         return int(max(ring, s["tokens"] * (rows + PADDING) * 4)) + ALIGN
@@ -149,7 +149,7 @@ def _schedules(p: SkinnyProduct, target: Target) -> Iterator[Schedule]:
         if rows % (8 * p.parts) or rows // p.parts > MAX_ROWS or (rows == 192 and p.parts != 3):
             continue
         s = {"tokens": tokens, "rows": rows // p.parts, "chunks": chunks, "split": split, "stages": 1}
-        steps = -(-p.steps(s) // split)  # of a block
+        steps = -(-p.steps(s) // split)  # per block
         if split > 1 and (steps < 4 or (split - 1) * steps >= p.steps(s)):
             continue
         yield from _rings(p, s, min(MAX_STAGES, steps), target)

@@ -1,6 +1,6 @@
-"""What the kernels that use wgmma share: sizes, the check of the target, and the generated instruction.
+"""Shared by the bindings of kernels that use wgmma: sizes, the check of the target, and the generated instruction.
 
-wgmma are the matrix instructions of warpgroups on Hopper, which read their factors from shared memory.
+The wgmma instructions of Hopper multiply matrices by a warpgroup, and read their factors from shared memory.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from llmc.ir.dtype import DTYPES
 from llmc.targets.target import Target
 
 WARPGROUP = 128  # threads
-SWIZZLE = 3  # of tensor maps: 128 bytes
+SWIZZLE = 3  # CUtensorMapSwizzle of the tensor maps: 128 bytes
 ALIGN = 1024  # alignment of the buffers in shared memory, in bytes
 RESERVED = 1024  # bytes of shared memory for barriers and counts
-MAX_COLUMNS = 256  # of an instruction
+MAX_COLUMNS = 256  # maximum columns of an instruction
 Limit = TypeVar("Limit")
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 _TORCH = "torch"
-_PARTS = ("_subclasses", "_subclasses.fake_tensor", "library", "cuda")  # of torch, that the packages import
+_PARTS = ("_subclasses", "_subclasses.fake_tensor", "library", "cuda")  # submodules of torch that the packages import
 _PACKAGES = ("flash_attn", "flash_attn.cute", "quack")
 
 

@@ -23,14 +23,22 @@ FILE, ENTRY = "xqa.cu", "llmc_xqa"
 WHOLE, SPLIT = "paged_attention", "paged_attention_split"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PAGES = (16, 32, 64, 128)  # tokens of a page
-MAX_HEAD, HEAD_STEP = 256, 16  # elements of a head
+MAX_HEAD = 256  # maximum elements per head
+HEAD_STEP = 16  # the elements of a head are a multiple of it
 MAX_QUERY_BYTES = 16 << 10  # bytes of the queries of a key head, in padded heads
-THREADS, WARPS, TOKENS = 256, 4, 64  # threads; warps of each of two kinds; tokens of a warp's tile
-BUFFERS, ROWS, ROW_BYTES, CHUNK = 2, 16, 128, 128  # of keys and of values; of a tile; of one warp's maxima; of a key
+THREADS = 256  # threads per block
+WARPS = 4  # warps of each of two kinds: for keys and for values
+TOKENS = 64  # tokens per tile of a warp
+BUFFERS = 2  # buffers of keys, and of values
+ROWS = 16  # query heads are padded to a multiple of it
+ROW_BYTES = 128  # bytes of a warp's maxima of 32 rows
+CHUNK = 128  # maximum bytes of a key in a buffer
 RESERVED_BYTES = 1024  # bytes of shared memory that CUDA reserves for each block
 CTYPES: Mapping[str, str] = MappingProxyType({"f32": "float", "bf16": "__nv_bfloat16", "f16": "__half"})
 ASSUMED_CONTEXT = 1024  # tokens per row that the cost rule assumes
-_READS, _TILE_US, _START_US = 0.75, 1.9, 3.0  # share of the bandwidth; of a block: a tile of 256 tokens, the rest
+_READS = 0.75  # share of the bandwidth that is reached
+_TILE_US = 1.9  # time of a tile of 256 tokens
+_START_US = 3.0  # the rest of a block's time
 
 
 class Problem(PagedProblem):
@@ -51,7 +59,7 @@ class Problem(PagedProblem):
         """Bytes of shared memory: queries, keys, probabilities, values, maxima and sums, barriers."""
         queries = self.rows * self.padded * 2
         keys = WARPS * BUFFERS * TOKENS * min(CHUNK, self.padded * self.item)
-        groups = WARPS * 64 // min(256, self.padded)  # of warps, each for all elements of the values
+        groups = WARPS * 64 // min(256, self.padded)  # groups of warps; each computes all elements of the values
         slices = 1 if self.item == 1 else WARPS // groups
         values = groups * slices * BUFFERS * TOKENS * (self.padded if self.item == 1 else 64 * self.item)
         maxima = 3 * WARPS * -(-self.rows // 32) * ROW_BYTES

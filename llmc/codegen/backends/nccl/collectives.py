@@ -25,8 +25,9 @@ from llmc.targets.target import Target
 _MOVED = MappingProxyType(
     {8: "u8", 16: "f16", 32: "i32", 64: "i64"}
 )  # bits of an element -> dtype as which it is copied
-# Microseconds of a call, and for each rank (two and four H200s, NCCL 2.28, 2026-11-22).
-_CALL_US, _RANK_US = 3.3, 1.5
+# Times measured with two and four H200s, NCCL 2.28, 2026-11-22:
+_CALL_US = 3.3  # a call
+_RANK_US = 1.5  # each rank
 
 
 class Collective(Kernel):

@@ -16,7 +16,7 @@ from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-STEP_US = 0.05  # of adding one part to the others
+STEP_US = 0.05  # time of combining one part with the others
 
 
 class AttentionParts(PrefillAttention):

@@ -20,13 +20,15 @@ from llmc.targets.target import Target
 LANE_BYTES = 16  # bytes
 MAX_LANES = CHUNK // LANE_BYTES
 WARPS = (16, 8)  # a thread has one lane
-WARPS_OF_PARTS = 8  # of sums in parts: as fast as 16 or faster for every size (four H200s, 2026-11-27)
+WARPS_OF_PARTS = 8  # warps for sums in parts: at least as fast as 16 for every size (four H200s, 2026-11-27)
 NORM_WARPS = (16, 8, 4, 2, 1)  # a thread has one lane or more
-# Microseconds of an exchange, besides the launch and the transfer: once, and for each other rank. Each further chunk
-# that a program exchanges adds _NEXT times as much (two H100s, 2026-11-25).
-_FIRST_US, _PEER_US, _NEXT = 0.6, 0.35, 1.3
-# Microseconds of a norm after the sum, and of each further lane of a thread (two H200s, 2026-11-26).
-_NORM_US, _LANE_US = 0.5, 0.4
+# Time of an exchange in addition to the launch and the transfer, measured with two H100s, 2026-11-25:
+_FIRST_US = 0.6  # once
+_PEER_US = 0.35  # each other rank
+_NEXT = 1.3  # each additional chunk of a program takes this many times as long as the first one
+# Time of a norm after the sum, measured with two H200s, 2026-11-26:
+_NORM_US = 0.5  # once
+_LANE_US = 0.4  # each lane of a thread after its first one
 
 
 class Collective(TritonKernel):
@@ -50,7 +52,7 @@ class Collective(TritonKernel):
         exchanges, nbytes = self.traffic(node, schedule, env)
         others = node.attrs["ranks"] - 1
         chunks = self.chunks(node, schedule, env, nbytes)
-        waves = -(-chunks // PROGRAMS)  # of chunks that a program exchanges one after the other
+        waves = -(-chunks // PROGRAMS)  # chunks that a program exchanges one after the other
         latency = exchanges * (_FIRST_US + _PEER_US * others) * (1 + _NEXT * (waves - 1))
         return target.launch_us + latency + exchanges * others * nbytes / target.link * 1e6
 

@@ -34,7 +34,7 @@ DOWN = tuple(
 )
 CHOSEN, WEIGHT = 1, 2  # the operands that are the experts of each token, and the stack
 _READ = 0.92  # share of the bandwidth
-_FURTHER = 0.01  # by which each schedule is assumed to be slower than the one before it
+_FURTHER = 0.01  # each schedule is assumed to be slower by this share than the one before it
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def gemm_small_template(u: Unit, p: Product) -> tuple[Template, dict[str, Argume
     slowed down the previous kernels by as much as this one gained.
     """
     s, line = u.schedule, LINE_BYTES * 8 // DTYPES[p.w.dtype].bits
-    lines = previous_power_of_2(-(-min(p.k, s["bk"]) // line))  # of a step
+    lines = previous_power_of_2(-(-min(p.k, s["bk"]) // line))  # prefetches per step
     return Template("gemm_small", "gemm_small"), {
         **common(u, p),
         "x_ptr": "x0",

@@ -21,7 +21,7 @@ from llmc.targets.target import Target
 
 MIN_CAPABILITY = 90  # compute capability x 10
 ROW_BYTES = 16  # the size of a row of a matrix must be a multiple
-STEP_BYTES = 128  # of a row of a tile: the width of the largest swizzle
+STEP_BYTES = 128  # bytes per tile row: the width of the largest swizzle
 # bm, bn, warps, stages; bn counts the columns of all parts.
 TILES = (
     (128, 256, 8, 4), (128, 128, 8, 4), (128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4), (256, 128, 8, 4),
@@ -29,8 +29,8 @@ TILES = (
 )  # fmt: skip
 GROUPS, GROUPED = (16, 32), 3  # larger groups of row tiles, tried with the first GROUPED schedules
 _GAIN = 1.1  # speed-up over pointers, measured on an H200
-ENOUGH_STAGES = 6  # of a tile of at most LARGE_TILE elements
-STAGE_SLOWDOWN = 0.12  # for each missing stage
+ENOUGH_STAGES = 6  # stages from which tiles of at most LARGE_TILE elements reach their full speed
+STAGE_SLOWDOWN = 0.12  # slowdown per missing stage
 LARGE_TILE = 128 * 128
 
 

@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 
 Tile = TypeVar("Tile", bound=NamedTuple)
 MAX_ROWS = 8  # maximum tokens per program
-MAX_TOKENS = 16  # with more, every weight would be read too often
+MAX_TOKENS = 16  # maximum tokens; with more, every weight would be read too often
 # Of bf16 streams, measured on an H200.
 MEASURED = (
     Measured(6144, 4096, StreamTile(2, 2048, 8, 2)),

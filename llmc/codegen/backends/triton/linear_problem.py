@@ -131,7 +131,7 @@ def extra_offset(u: Unit, p: Product, extra: Type) -> ExtraOffset:
     if by_token and extra_outer == outer:
         terms.append(f"token * {width}")
     else:
-        extra_stride, stride = width, D(1)  # of an axis: in the operand, and among the tokens
+        extra_stride, stride = width, D(1)  # strides of an axis: in the operand, and among the tokens
         for extra_size, size in zip(reversed(extra_outer), reversed(outer), strict=True):
             if extra_size.const != 1:
                 terms.append(f"token // {u.sizes(stride)} % {u.sizes(size)} * {u.sizes(extra_stride)}")

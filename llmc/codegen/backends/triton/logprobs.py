@@ -15,7 +15,7 @@ from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
-RESULTS = "logprob_ptr rank_ptr ids_ptr logprobs_ptr"  # of row_logprobs
+RESULTS = "logprob_ptr rank_ptr ids_ptr logprobs_ptr"  # result parameters of row_logprobs
 
 
 def results(u: Unit, names: str) -> str:

@@ -37,9 +37,9 @@ MANY = (
 # float32 factors are multiplied without tensor cores.
 FLOAT = (GemmTile(16, 32, 32, 4, 2), GemmTile(32, 32, 32, 4, 2), GemmTile(32, 64, 32, 4, 2))
 _SUMS = 128  # maximum float32 sums per thread of up to 8 warps, which have 255 registers; more warps share those of 8
-# Operations per code, counted in machine code: of warps that multiply by themselves, and of warpgroups, whose codes are
-# read from shared memory two bytes at a time.
-_CONVERSION, _CONVERSION_OF_GROUPS = 2.5, 4.7
+# Operations to convert a code, counted in machine code:
+_CONVERSION = 2.5  # if single warps multiply
+_CONVERSION_OF_GROUPS = 4.7  # if warpgroups multiply, which read codes from shared memory two bytes at a time
 _READ = 0.8  # share of the bandwidth that these tiles reach
 
 

@@ -22,7 +22,7 @@ CONVERSION = 2.5  # operations per code to make it a factor
 _STEP_US = 2.0
 _BLOCK = 128 * 128  # elements of a block that reaches _BLOCK_SHARE of the peak
 _BLOCK_SHARE = 0.33
-_EXPONENT = 0.39  # of the elements of a block, in the share of the peak
+_EXPONENT = 0.39  # share of the peak ~ (elements per block) ** _EXPONENT
 _BANDWIDTH_SHARE = 0.41
 _BUSY = 0.31  # exponent of the share of multiprocessors with a program
 
@@ -139,7 +139,7 @@ class QuantizedGrouped(Grouped):
 
     def code(self, u: Unit) -> Code:
         p, stack, a = self.experts(u.node), Stack(u.node), u.node.attrs
-        scale_rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)  # of the scales of an expert
+        scale_rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)  # shape of an expert's scales
         scale = stack.type("scale")
         assert scale is not None
         codes = record(

@@ -88,7 +88,7 @@ class Rows(TritonKernel):
 
 def rowless(p: RowProgram) -> bool:
     """Whether a result has no row axis: every program then writes the same value to it."""
-    return any(not any(has[:-1]) for has in p.space.varies[p.count :])
+    return any(not any(varies[:-1]) for varies in p.space.varies[p.count :])
 
 
 def programs(p: RowProgram, schedule: Schedule) -> tuple[Dim, Dim]:
@@ -120,7 +120,13 @@ def reducing_tiles(p: RowProgram, target: Target) -> list[tuple[int, int, int]]:
 
 @dataclass
 class Writer:
-    """Prints one node's program. Depending on its axes, a value is a scalar, a column [rows, 1], a row or a tile."""
+    """Prints one node's program. Depending on its axes, a value is a scalar, a column [rows, 1], a row or a tile.
+
+    names: DAG node -> the Triton expression of its value. Of all values, operands first: `totals` are the numbers of
+    elements and `dtypes` the stored dtypes. kinds: the computed dtype of each DAG node. rows, cols: the tile's sizes.
+    loops: whether a row is read tile by tile. row_mask, col_mask: whether tiles may extend beyond the rows or columns.
+    far: whether column offsets need 64 bits.
+    """
 
     u: Unit
     p: RowProgram
@@ -177,10 +183,12 @@ class Writer:
 
     def place(self, v: int) -> tuple[str, str]:
         """Return (offset terms, mask argument) of value `v` (operands first, then results)."""
-        has, sp = self.p.space.varies[v], self.p.space
-        terms = [times(f"i{a}", sp.stride(v, a), self.totals[v], self.u.sizes) for a in range(len(sp.outer)) if has[a]]
-        masks = ["valid"] if self.row_mask and any(has[:-1]) else []
-        if has[-1]:
+        space = self.p.space
+        varies = space.varies[v]
+        axes = [axis for axis in range(len(space.outer)) if varies[axis]]
+        terms = [times(f"i{axis}", space.stride(v, axis), self.totals[v], self.u.sizes) for axis in axes]
+        masks = ["valid"] if self.row_mask and any(varies[:-1]) else []
+        if varies[-1]:
             terms.append("col")
             masks += ["inside"] if self.col_mask else []
         return "".join(f" + {t}" for t in terms), f", mask={' & '.join(masks)}" if masks else ""
@@ -189,7 +197,7 @@ class Writer:
 
     def load(self, i: int) -> str:
         """Return the statement that reads argument node `i`."""
-        k = int(self.p.dag.nodes[i][1][0])
+        k = self.p.dag.argument(i)
         offset, mask = self.place(k)
         pointers = f"x{k}{offset}"
         if self.tall and offset == " + col" and not rowless(self.p):
@@ -216,11 +224,11 @@ class Writer:
         """Return the operand of reduction `i`, with the neutral element outside the row."""
         (of,) = self.p.dag.operands(i)
         value = convert(self.names[of], self.kinds[of], "f32")
-        return f"tl.where(inside, {value}, {START[self.p.dag.nodes[i][0]]})" if self.col_mask else value
+        return f"tl.where(inside, {value}, {START[self.p.dag.nodes[i].fn]})" if self.col_mask else value
 
     def folded(self, i: int, text: str) -> str:
         """Return the statement that reduces a tile along the row."""
-        fn, axis = self.p.dag.nodes[i][0], int(self.tall)
+        fn, axis = self.p.dag.nodes[i].fn, int(self.tall)
         self.names[i] = f"t{i}"
         if fn == "row_max":
             return f"t{i} = largest({text}, {axis}, {self.tall})"
@@ -241,14 +249,14 @@ class Writer:
 
     def weight(self, i: int) -> bool:
         """Whether argument node `i` is a weight, which may be loaded before the wait."""
-        return self.u.node.operands[int(self.p.dag.nodes[i][1][0])].weight
+        return self.u.node.operands[self.p.dag.argument(i)].weight
 
     # -- bodies ---------------------------------------------------------------------------------------------------
 
     def unrolled(self) -> str:
         """Return the code without loops: weights are loaded before the wait, all other operands right after it."""
         needed = self.p.dag.below(self.p.roots)
-        args = [i for i in needed if self.p.dag.nodes[i][0] == "arg"]
+        args = [i for i in needed if self.p.dag.nodes[i].fn == "arg"]
         lines = self.coordinates()
         lines += [self.load(i) for i in args if self.weight(i)]
         lines.append(self.u.wait)
@@ -280,7 +288,7 @@ class Writer:
         for i in self.p.dag.below(self.p.roots):
             if self.p.varies[i] or i in self.names or self.p.reduction(i) or self.p.level[i] > level:
                 continue
-            lines += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
+            lines += [self.load(i)] if self.p.dag.nodes[i].fn == "arg" else self.compute(i)
         return lines
 
     def _pass(self, targets: Sequence[int], last: bool) -> list[str]:
@@ -291,12 +299,12 @@ class Writer:
         outer_names = dict(self.names)
         body = self._columns("at + ")
         for i in self.p.work(targets):
-            body += [self.load(i)] if self.p.dag.nodes[i][0] == "arg" else self.compute(i)
+            body += [self.load(i)] if self.p.dag.nodes[i].fn == "arg" else self.compute(i)
         reductions = [t for t in targets if self.p.reduction(t)]
         shape = f"({self.rows}, {self.cols})" if self.tall else f"({self.cols},)"
         before = []
         for t in reductions:
-            fn = self.p.dag.nodes[t][0]
+            fn = self.p.dag.nodes[t].fn
             before.append(f"sum{t} = tl.full({shape}, {START[fn]}, tl.float32)")
             updated = f"larger(sum{t}, {self.inner(t)})" if fn == "row_max" else f"sum{t} + {self.inner(t)}"
             body.append(f"sum{t} = {updated}")

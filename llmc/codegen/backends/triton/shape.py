@@ -137,7 +137,7 @@ class Copy(Moving):
 
     def _crossed(self, u: Unit, axes: Axes, a: int) -> tuple[list[str], str, list[str], str]:
         """Return the code of a tile: rows along axis `a`, columns along the last; programs enumerate the others."""
-        rows, cols = u.schedule["rows"], u.schedule["cols"]  # of a tile
+        rows, cols = u.schedule["rows"], u.schedule["cols"]  # tile sizes
         num_rows, num_cols = axes[a][0], axes[-1][0]
         others = [i for i in range(len(axes) - 1) if i != a]  # p0, p1, ... are the program's indices along these
         sizes = [*(axes[i][0] for i in others), num_rows.ceildiv(rows), num_cols.ceildiv(cols)]
@@ -148,7 +148,7 @@ class Copy(Moving):
         ]
         lines, inside = bounded(lines, u, (num_rows, rows), (num_cols, cols), False)
         read, written = u.node.operands[0].type.numel, u.node.result.type.numel
-        strides = [product([n for n, _ in axes[i + 1 :]]) for i in range(len(axes))]  # of the result
+        strides = [product([n for n, _ in axes[i + 1 :]]) for i in range(len(axes))]  # strides of the result
         source = [times(f"p{j}", axes[i][1], read, u.sizes) for j, i in enumerate(others)] + ["row"]
         target = [times(f"p{j}", strides[i], written, u.sizes) for j, i in enumerate(others)]
         target += [times("row", strides[a], written, u.sizes), "col"]

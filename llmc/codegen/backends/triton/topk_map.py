@@ -18,7 +18,7 @@ from llmc.ir.ops.reduce import row_expr
 from llmc.ir.scalar import E, walk
 from llmc.targets.target import Target
 
-MAX_COLUMNS = 4096  # of a row, which is kept in registers
+MAX_COLUMNS = 4096  # maximum columns of a row, which is kept in registers
 MAX_K = 64
 MIN_KEY = -(2**31)  # a key below those of all numbers
 VALUE = '''

@@ -148,9 +148,9 @@ def fold(e: E) -> E:
 def dtypes(dag: Dag, args: Sequence[str]) -> list[str]:
     """Return the computed dtype of every node; `args` are the stored dtypes of the arguments."""
     out: list[str] = []
-    for i, (fn, operands) in enumerate(dag.nodes):
+    for i, (fn, _) in enumerate(dag.nodes):
         if fn == "arg":
-            stored_dtype = args[int(operands[0])]
+            stored_dtype = args[dag.argument(i)]
             out.append("f32" if stored_dtype in FLOATS else stored_dtype)
         else:
             out.append(_result_dtype(fn, [out[o] for o in dag.operands(i)]))
@@ -177,7 +177,7 @@ def statement(dag: Dag, i: int, names: Mapping[int, str], kinds: Sequence[str]) 
     operands = []
     for operand, dtype in zip(dag.operands(i), _operand_dtypes(dag, i, kinds), strict=True):
         text = names[operand]
-        is_literal = dag.nodes[operand][0] == "const"
+        is_literal = dag.nodes[operand].fn == "const"
         if fn == "pow" and is_literal:  # the function takes values, not literals
             text = f"tl.full((), {text}, tl.float32)"
         operands.append(text if is_literal and dtype == "f32" else convert(text, kinds[operand], dtype))
@@ -186,7 +186,7 @@ def statement(dag: Dag, i: int, names: Mapping[int, str], kinds: Sequence[str]) 
 
 def _operand_dtypes(dag: Dag, i: int, kinds: Sequence[str]) -> list[str]:
     """Return the dtypes to which node `i` converts its operands; `kinds` are the computed dtypes of all nodes."""
-    fn, below = dag.nodes[i][0], dag.operands(i)
+    fn, below = dag.nodes[i].fn, dag.operands(i)
     if fn in LOGIC:
         return ["bool"] * len(below)
     if fn in COMPARE:
@@ -228,9 +228,9 @@ def inline(
     names: dict[int, str] = {}
     lines = []
     for i in dag.below([root]):
-        fn, operands = dag.nodes[i]
+        fn = dag.nodes[i].fn
         if fn == "arg":
-            names[i] = args[int(operands[0])]
+            names[i] = args[dag.argument(i)]
         elif fn == "const":
             names[i] = statement(dag, i, names, kinds)
         else:

@@ -39,8 +39,9 @@ ELEMENTS = MappingProxyType(
     }
 )  # fmt: skip
 FLOAT8 = ("f8e4m3", "f8e4m3fnuz")
-AMD_FLOAT8 = MappingProxyType({"gfx942": "f8e4m3fnuz", "gfx950": "f8e4m3"})  # of matrix instructions
-CODES = ("i8", *FLOAT8)  # of quantised tensors; two of one dtype can be factors of tl.dot
+# 8-bit float dtype of the matrix instructions, by architecture
+AMD_FLOAT8 = MappingProxyType({"gfx942": "f8e4m3fnuz", "gfx950": "f8e4m3"})
+CODES = ("i8", *FLOAT8)  # dtypes of quantised codes; tl.dot multiplies two operands of the same one
 INTERPRET = "interpret"  # target feature: Triton's interpreter on the CPU, which has no bfloat16 arithmetic
 WAIT = "tl.extra.cuda.gdc_wait()"
 LAUNCH_DEPENDENTS = "tl.extra.cuda.gdc_launch_dependents()"
@@ -124,7 +125,7 @@ class Unit:
         present = op.slots(types)
         lacking = {i for i, slot in enumerate(op.operands) if slot not in present}
         pointers: dict[str, Argument] = {}
-        places = iter(range(len(types)))  # of the operands that the node has
+        places = iter(range(len(types)))  # positions of the operands that the node has
         for i, name in enumerate(operands.split()):
             place = None if i in lacking else next(places, None)
             if name != "-":
@@ -204,7 +205,7 @@ class TritonKernel(Kernel):
 
     language: str = "triton"
     waits_first = True
-    dtypes: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)  # of operands and results
+    dtypes: ClassVar[tuple[str, ...]] = tuple(ELEMENTS)  # supported dtypes of operands and results
 
     def reject(self, node: Node, target: Target) -> str | None:
         return unsupported(node, self.dtypes)

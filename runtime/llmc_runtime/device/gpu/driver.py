@@ -15,7 +15,7 @@ from typing import Any
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.program import Launch
 
-MAP_BYTES = 128  # of a tensor map
+MAP_BYTES = 128  # bytes of a tensor map
 OR_CPU = "or compile for the CPU: llmc compile MODEL --target cpu:native"
 _NON_BLOCKING, _NO_TIMING = 1, 2  # flags of streams and events
 

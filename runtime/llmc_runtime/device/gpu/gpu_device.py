@@ -68,8 +68,8 @@ class GpuDevice(Device):
         self._tiles: list[tuple[np.ndarray, Memory]] = []
         self._runs: list[GpuRun] = []
         self._upload: Upload | None = None
-        self._method = PINNED  # of copying weights, if their hashes are checked
-        self._shared_memory: Memory | None = None  # to which the other ranks write
+        self._method = PINNED  # method of copying weights if their hashes are checked
+        self._shared_memory: Memory | None = None  # memory to which the other ranks write
         self._shared = 0  # bytes of shared memory available to a block
         self._group = group
         member = None if group is None else group.member

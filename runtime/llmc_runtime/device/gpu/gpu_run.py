@@ -22,9 +22,10 @@ from llmc_runtime.format.json_fields import REMEDY
 from llmc_runtime.format.program import GROUP, Launch, Program
 
 _INT32_MAX = (1 << 31) - 1
-# A program whose sequences have several tokens has at most _MAX_GRAPHS graphs, of sizes that recurred within the last
-# _MAX_SEEN different ones. A graph is replaced by that of another size if it was not used in the last _IDLE_RUNS runs.
-_MAX_GRAPHS, _MAX_SEEN, _IDLE_RUNS = 32, 256, 1000
+# Graphs of a program whose sequences have several tokens, which are captured for sizes that recur:
+_MAX_GRAPHS = 32  # maximum number of graphs
+_MAX_SEEN = 256  # a size recurs if it is among this many latest different sizes
+_IDLE_RUNS = 1000  # runs without use after which a graph may be replaced by that of another size
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class GpuRun:
         self._program, self._symbols = program, symbols
         self._names = tuple(program.symbols)
         allocated = {s: int(v) for s, v in zip(self._names, symbols) if s in program.state_symbols()}
-        env = {**program.top(), **allocated}  # for tensor maps
+        env = {**program.top(), **allocated}  # sizes for tensor maps
         self._sizes = SizeTable()
         self._launches: list[_PreparedLaunch] = []
         self._grids: list[_Grid] = []

@@ -22,8 +22,8 @@ from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.manifest import WeightFile
 
 MAPPED, PINNED = "mapped", "pinned"
-# Bytes per copy with and without hashing. A hashed piece stays in the core's cache until it is copied.
-PIECE, PLAIN_PIECE = 2 << 20, 4 << 20
+PIECE = 2 << 20  # bytes per copy with hashing; a piece stays in the core's cache until it is copied
+PLAIN_PIECE = 4 << 20  # bytes per copy without hashing
 _PIECES_IN_FLIGHT = 2  # in flight per thread
 
 

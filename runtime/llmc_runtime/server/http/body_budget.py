@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from llmc_runtime.fair_queue import KeyCounts
 
-MAX_BYTES = 128 << 20  # of all bodies over FREE_BYTES that are arriving or waiting to be parsed
+MAX_BYTES = 128 << 20  # total of the bodies over FREE_BYTES that are arriving or waiting to be parsed
 FREE_BYTES = 16 << 10  # bodies up to this size are not counted
 STEP_BYTES, STEP_SECONDS = 64 << 10, 5.0  # beyond it: minimum bytes per interval in seconds
 

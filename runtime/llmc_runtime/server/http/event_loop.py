@@ -24,7 +24,7 @@ from llmc_runtime.server.http.light_connections import LightConnections
 _TLS_AT_ONCE = 2  # TLS connections accepted per iteration: each takes 0.3 ms before its handshake
 MIN_HANDSHAKES = 64  # TLS handshakes that may be open even if there are as many connections as allowed
 _LOOK_CALLBACKS = 2  # callbacks between two looks at the clock in an iteration
-_LOOK_SECONDS = 0.0003  # between two looks at the first readers in an iteration
+_LOOK_SECONDS = 0.0003  # interval at which an iteration checks the first readers
 
 
 class ServerLoop(asyncio.SelectorEventLoop):
@@ -39,7 +39,8 @@ class ServerLoop(asyncio.SelectorEventLoop):
     """
 
     handshake_seconds = 10.0
-    tls_shutdown_seconds = 2.0  # for a client to end TLS after the server has; asyncio's 30 s would keep descriptors
+    # Time for a client to end TLS after the server; asyncio's default of 30 s would hold descriptors.
+    tls_shutdown_seconds = 2.0
     tls_buffer = 4 << 10  # bytes decrypted at a time: as new keys they take 4 ms, see tls.BoundedTls
     max_accepted = 256  # light connections accepted per iteration, within their time; 8 that asyncio has to accept
     light: LightConnections | None = None  # takes new connections without TLS

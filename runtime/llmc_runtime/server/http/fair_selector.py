@@ -30,7 +30,7 @@ from select import EPOLLIN, EPOLLOUT, epoll
 from typing import Any
 
 MAX_PROBES = 16  # events of `_probes` per call
-MAX_CLIENTS = 16  # events of `_clients` per call, but in batches
+MAX_CLIENTS = 16  # events of `_clients` per call, except in batches
 MAX_BATCH_CLIENTS = 32  # events of `_clients` per batch
 MAX_BODIES = 4  # events of `_bodies` per call; one after an iteration of the event loop that took LONG_SECONDS
 MAX_HANDSHAKES = 1  # events of `_handshakes` per call
@@ -101,7 +101,7 @@ class FairSelector(selectors.BaseSelector):
         for fd in (*self._nested, self._probes.fileno(), self._handshakes.fileno()):
             self._main.register(fd, EPOLLIN)
         self._returned = math.inf  # time at which the last `select` call returned
-        self._most_bodies = MAX_BODIES  # of the next call
+        self._most_bodies = MAX_BODIES  # limit for the next call
         self.batches = BatchTimer()
         self.batching = False  # whether the last `select` call polled clients in batches
         self._watched: dict[int, epoll] = {}  # descriptors whose input is reported to `on_input`, and what watches them

@@ -14,7 +14,7 @@ import msgspec
 from llmc_runtime.server.fair_slots import FairSlots
 
 SLICE_SECONDS = 0.001  # encoding without a pause
-PAUSE_BYTES = 8 << 10  # of events with objects: about SLICE_SECONDS of work
+PAUSE_BYTES = 8 << 10  # bytes of events with objects between two pauses: about SLICE_SECONDS of work
 _SLICE_BYTES = 64 << 10  # the same, if the client is faster
 _LONG = 512  # items of a list that are encoded in one call
 _LONG_TEXT = 16 << 10  # characters of a text that are encoded in one call: 0.5 ms if each has to be escaped

@@ -40,7 +40,7 @@ from llmc_runtime.server.http.light_requests import (
 )
 from llmc_runtime.server.http.read_turns import HeadTurns
 
-_SWEEP_SECONDS = 1.0  # between two checks of deadlines, at most
+_SWEEP_SECONDS = 1.0  # maximum time between two checks of deadlines
 _TURN_SECONDS = 0.001  # time of accepting, and of reading and refusing, per iteration of the event loop
 _QUEUE_SECONDS = 0.002  # time of accepting if connections were left waiting in the iteration before
 _STEP = 32  # connections between two looks at the clock, whose responses are sent together

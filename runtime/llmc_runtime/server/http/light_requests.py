@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 _READ = 2 << 10  # bytes read at a time, and the maximum of a head; a longer one is left to the parser
 _MAX_READS = 16  # per turn of a connection, so that connections alternate
-_MAX_REQUESTS = 4  # in one read; an ordinary connection handles the rest of a pipeline
+_MAX_REQUESTS = 4  # maximum requests per read; an ordinary connection handles the rest of a pipeline
 _READ_BODY = 14 << 10  # bytes of a body read together with its head: it has to arrive before a connection is closed
 _LAST_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_MORE", 0)
 _AVERAGED = 16  # connections over which the estimate averages; one of them is left open
@@ -196,14 +196,14 @@ def _answer_from(
             light.skip -= skipped
             data = data[skipped:]
             continue
-        end = data.find(b"\r\n\r\n") + 4  # of the head; below 4: it is not complete
+        end = data.find(b"\r\n\r\n") + 4  # end of the head; below 4 if the head is incomplete
         answer = None
         checked = False  # whether `refuse` has looked at the request
         if end >= 4 and num_requests < _MAX_REQUESTS:
             answer = probe(data[:end])
             checked = refuse is not None
             if answer is None and refuse is not None:
-                is_whole = end < len(data) < _READ  # with its body, as far as one can tell
+                is_whole = end < len(data) < _READ  # whether the body seems complete
                 answer = refuse(data[:end], is_whole and light.fresh and not light.used and returning.next_closes())
         if answer is None:
             light.data, light.passed = data, checked

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-LINGER_SECONDS = 2.0  # for the client to stop sending
+LINGER_SECONDS = 2.0  # time for the client to stop sending
 MAX_LINGERING = 16  # concurrent connections that linger: discarding data costs processor time
 _READ = 256 << 10  # bytes discarded at a time
 
@@ -54,7 +54,7 @@ class Lingering:
             return
         self.lingers = True
         self._count.used += 1
-        self._inner.max_size = _READ  # type: ignore[attr-defined]  # of asyncio's socket transports
+        self._inner.max_size = _READ  # type: ignore[attr-defined]  # an attribute of asyncio's socket transports
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_SECONDS, self._inner.close)
 

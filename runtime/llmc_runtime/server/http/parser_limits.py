@@ -20,11 +20,11 @@ import h11._readers as readers
 
 from llmc_runtime.server.http.errors import ApiError, unavailable
 
-MAX_LINES = 256  # of a head; longer heads are rejected before they are parsed
+MAX_LINES = 256  # maximum lines per head; longer heads are rejected before they are parsed
 MAX_REQUEST_LINE = 8 << 10  # bytes; decoding 60 KB of percent-encoded characters would take 20 ms
-MAX_BYTES = 4 << 20  # of all unfinished heads over FREE_BYTES
+MAX_BYTES = 4 << 20  # total of the unfinished heads over FREE_BYTES
 FREE_BYTES = 4 << 10  # heads up to this size are not counted
-SLICE_LINES = 96  # of a slice; a chunk has two
+SLICE_LINES = 96  # maximum lines per slice; a chunk of a body has two lines
 _WORD = rf"{abnf.vchar_or_obs_text}++"
 _VALUE = rf"(?P<field_value>(?:{_WORD}(?:[ \t]++{_WORD})*+)?)"
 HEADER = re.compile(rf"(?P<field_name>{abnf.field_name}):[ \t]*+{_VALUE}[ \t]*+".encode())

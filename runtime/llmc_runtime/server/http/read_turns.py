@@ -32,7 +32,8 @@ MAX_PROBES = 4  # heads of probes parsed per iteration
 MAX_CHECKED = 32  # waiting heads of a lane that are checked for a refusal per iteration
 HEAD_SECONDS = 0.001  # maximum time of parsing heads per iteration, but for the last one
 HELD_ITERATIONS = 4  # while connections wait to be accepted, one head is parsed in this many iterations
-ITERATION_SECONDS = 0.002  # after a longer iteration, half as many heads are parsed; after a shorter one, one more
+# Target of an iteration: after a longer one, half as many heads are parsed; after a shorter one, one more.
+ITERATION_SECONDS = 0.002
 _PROBES = tuple(f"GET {path} ".encode() for path in PROBES)
 _PROBE_LANE = None
 MAX_BODIES = 8  # connections whose bodies are read at a time
@@ -82,7 +83,7 @@ class HeadTurns:
         self.waiting = KeyCounts()
         self._lanes = OrderedDict[str | None, OrderedDict[Connection, bytes]]()  # the next lane first; none is empty
         self._waiting: dict[Connection, str | None] = {}  # the lanes of connections
-        self._counted: set[Connection] = set()  # those that `waiting` counts
+        self._counted: set[Connection] = set()  # connections that `waiting` counts
         self._maximum = MAX_HEADS  # heads of an iteration
         self._held_back = False
         self._num_held = 0  # iterations that were held back

@@ -164,7 +164,7 @@ class Record:
         self._reasons: dict[str, None] = {}
         self._error: str | None = None
         self.refusal: str | None = None  # why the request was not admitted
-        self.params: SamplingParams | None = None  # of the first prompt
+        self.params: SamplingParams | None = None  # sampling parameters of the first prompt
         self.times: tuple[float, float] | None = None  # seconds in the queue and from there to the first token
 
     @property

@@ -25,7 +25,7 @@ _FORGIVEN = 1 << 10  # bytes of them per second that do not count
 MAX_HANDSHAKE = 8 << 10
 _CERTIFICATES = 100 << 10  # further bytes if the server requests the client's certificate: OpenSSL's own limit
 _MAX_RETRY = 256  # bytes of a server's request for another hello; its certificate is longer
-RELOAD_SECONDS = 0.25  # between checks of the files
+RELOAD_SECONDS = 0.25  # interval between checks of the files
 _REMEDY = "pass --ssl-certfile with the certificate followed by its chain, and --ssl-keyfile with its key, both in PEM"
 
 

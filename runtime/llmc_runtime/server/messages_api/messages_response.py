@@ -33,7 +33,7 @@ class ContentBlocks:
     def __init__(self, decodes: bool) -> None:
         self._decodes = decodes
         self.blocks: list[dict[str, Any]] = []  # complete, except for the last one while it is open
-        self._texts: list[str] | None = None  # of the last block, while it is open
+        self._texts: list[str] | None = None  # pieces of the last block while it is open
 
     def take(self, delta: Delta) -> Iterator[Event]:
         """Add new output, and yield its events."""

@@ -51,7 +51,7 @@ class ChatResponse(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
     _plan: ResponsePlan
-    _parsers: list[MessageParser]  # of the outputs of a stream
+    _parsers: list[MessageParser]  # one per output of a stream
 
     async def _prepare(self) -> None:
         request, serving = self._request, self._serving

@@ -26,7 +26,7 @@ from llmc_runtime.server.updates import Updates, started
 WHOLE_INTERVAL = 0.05  # seconds between updates of a response that is not streamed, which only count its tokens
 MIN_LOGPROB = -9999.0  # smallest log-probability sent, as JSON has no infinity
 
-Scores = Sequence[Row | None] | None  # of a prompt's tokens
+Scores = Sequence[Row | None] | None  # scores of a prompt's tokens
 R = TypeVar("R", bound=Generation)
 
 

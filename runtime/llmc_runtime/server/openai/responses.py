@@ -56,8 +56,8 @@ class OutputItems:
     def __init__(self, event: NumberedEvents, scores: TokenScores, encrypted: bool) -> None:
         self.items: list[dict[str, Any]] = []  # complete, except for the last one while it is open
         self._event, self._scores, self._encrypted = event, scores, encrypted
-        self._texts: list[str] | None = None  # of the last item, while it is open
-        self._tokens: list[ScoredToken] = []  # of its text, with log-probabilities
+        self._texts: list[str] | None = None  # pieces of the last item while it is open
+        self._tokens: list[ScoredToken] = []  # tokens of that item's text, with log-probabilities
 
     def take(self, delta: Delta, tokens: Sequence[ScoredToken]) -> Iterator[Event]:
         """Add new output, and yield its events. `tokens` are those of its content, if log-probabilities are sent."""

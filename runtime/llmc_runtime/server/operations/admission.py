@@ -98,7 +98,7 @@ class Admission:
     draining: bool = False
     open_sequences: int = 0
     open_tokens: int = 0
-    waiting_sequences: int = 0  # of slots that are queued and have not started
+    waiting_sequences: int = 0  # sequences of slots that are queued and have not started
     work: dict[str, float] = field(default_factory=dict)  # their expected tokens, by key
     all_work: float = 0.0  # the sum of `work`
     by_key: KeyCounts = field(default_factory=KeyCounts)

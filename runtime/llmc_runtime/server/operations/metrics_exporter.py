@@ -69,9 +69,9 @@ _BY_KEY: Mapping[str, str] = MappingProxyType({
     "key_prompt_tokens_cached": "Those of them that were in the prefix cache",
     "key_generation_tokens": "Generated tokens",
 })  # fmt: skip
-_STEP_SECONDS = 0.001  # for which the event loop is held at a time
-_STEP_KEYS = 100  # names of API keys whose values are made at a time
-_TEXT_SECONDS = 0.05  # from the beginning of a text of all metrics, which takes about 5 ms, to that of the next one
+_STEP_SECONDS = 0.001  # maximum time for which the event loop is blocked at once
+_STEP_KEYS = 100  # API keys whose values are formatted at once
+_TEXT_SECONDS = 0.05  # minimum interval between two expositions of all metrics, each of which takes about 5 ms
 
 
 class ServerMetrics:
@@ -215,8 +215,9 @@ class ServerMetrics:
         engines: dict[str, Mapping[str, Stat]] = (
             {"": stats} if isinstance(stats, Mapping) else {str(i): each for i, each in enumerate(stats)}
         )
-        names = [name for name in next(iter(engines.values())) if name != "request_success"]  # the server counts these:
-        for name in names:  # also disconnects and engine failures
+        # The server itself counts successful requests, along with disconnects and engine failures.
+        names = [name for name in next(iter(engines.values())) if name != "request_success"]
+        for name in names:
             values = {engine: each[name] for engine, each in engines.items() if name in each}
             if name in _ENGINE_HISTOGRAMS:
                 full_name, bounds = _ENGINE_HISTOGRAMS[name]
@@ -277,7 +278,7 @@ class RequestMetrics:
         self._first: float | None = None
         self._prefill = 0.0
         self.tokens = 0
-        self._lengths = dict[int, int]()  # of outputs, by index
+        self._lengths = dict[int, int]()  # output index -> length in tokens
 
     def take(self, output: RequestOutput) -> None:
         """Record an update of the request."""

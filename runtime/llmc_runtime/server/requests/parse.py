@@ -16,7 +16,7 @@ from llmc_runtime.server.http.errors import ApiError, not_found, unsupported
 
 MAX_DEPTH = 64
 SMALL_BODY = 32 << 10  # maximum bytes of a body that is parsed in the event loop
-SMALL_TEXT = 8 << 10  # the same if the response contains a value for each token of the body
+SMALL_TEXT = 8 << 10  # this maximum if the response contains a value for each token of the body
 _SMALL_CONTAINERS = 1500  # maximum number of objects and lists in such a body
 _MAX_NAMED = 3  # names of the model that an error lists
 _MAX_INTEGER = 2.0**63  # floats beyond it are not converted to integers

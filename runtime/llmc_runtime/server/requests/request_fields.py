@@ -25,7 +25,7 @@ from llmc_runtime.server.http.errors import ApiError
 
 MAX_SALT = 256
 MAX_MESSAGES = 4096
-MAX_PROMPTS = 128  # in one request
+MAX_PROMPTS = 128  # maximum prompts per request
 MAX_PARTS = 4096  # content parts of all messages together
 MAX_CALLS = 4096  # earlier tool calls in all messages together
 MAX_TOOLS = 128

@@ -15,8 +15,10 @@ from llmc_runtime.server.requests.request_fields import ChatRequest, Generation
 MAX_ANSWER = 64 << 20  # default limit on the bytes of one response
 SCORE_WEIGHT = 2  # a scored prompt token needs a row of logits, as a generated token does
 _SCORED = 80  # bytes per candidate in prompt_logprobs
-_COMPLETION, _CHAT = 40, 105  # bytes per candidate in logprobs
-_TOKEN, _ID = 8, 8  # bytes per token, as text and as an id
+_COMPLETION = 40  # bytes per candidate in the logprobs of a completion
+_CHAT = 105  # bytes per candidate in the logprobs of a chat
+_TOKEN = 8  # bytes per token as text
+_ID = 8  # bytes per token as an id
 
 
 @dataclass(frozen=True)

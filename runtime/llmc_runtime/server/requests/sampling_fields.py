@@ -31,7 +31,7 @@ _COPIED = tuple(name for name, parameter in PARAMETERS.items() if parameter.requ
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
 # At most one space between the parts of a response_format's JSON: white space costs tokens and carries no information.
 WHITESPACE = " ?"
-_TAG_PARTS = ("format", "structures", "triggers")  # of a response_format of the type structural_tag
+_TAG_PARTS = ("format", "structures", "triggers")  # keys of a response_format of type structural_tag
 
 
 class Defaults(Protocol):

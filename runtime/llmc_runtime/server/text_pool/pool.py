@@ -24,7 +24,7 @@ from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.text_process import Ended, TextProcess
 
 MAX_PROCESSES = 2  # maximum number of processes
-_START_SECONDS = 60.0  # for a process to load the tokenizer
+_START_SECONDS = 60.0  # timeout for a process to load the tokenizer
 log = logging.getLogger("llmc.serve")
 
 

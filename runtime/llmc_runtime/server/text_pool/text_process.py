@@ -16,7 +16,7 @@ _REAP_SECONDS = 0.005  # seconds between checks for the end of a process
 _BUFFER_BYTES = 1 << 20  # size of the socket's buffers in bytes
 # Bytes sent at a time: while the process reads, one call of the system sends as much as it is given.
 _SENT_BYTES = 256 << 10
-_END_SECONDS = 10.0  # between the end of the link and the end of the process, on a busy machine
+_END_SECONDS = 10.0  # timeout from the end of the link to the end of the process, for a busy machine
 
 
 class Ended(Exception):

@@ -95,7 +95,7 @@ class CallFormat(ABC):
         self._text, self._at, self._ended = "", 0, False
         self._mark: int | None = None  # start of the text that may become a call
         self._space = ""  # white space held back: it is dropped if a call follows
-        self._fresh_line = True  # only white space since the last newline
+        self._fresh_line = True  # whether only white space followed the last newline
         self._out: list[str | CallPiece] = []
         self._count = 0
         self._cut = self._is_call = False  # `_is_call`: the current attempt has read the name of a tool

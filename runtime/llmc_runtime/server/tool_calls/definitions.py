@@ -14,8 +14,8 @@ from llmc_runtime.sched.structured_outputs import is_over
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.requests.request_fields import FUNCTION_NAME, MAX_TOOLS
 
-MAX_BYTES = 256 << 10  # of all definitions together, as JSON
-MAX_CALLS = 32  # in a response whose calls are enforced
+MAX_BYTES = 256 << 10  # maximum bytes of all definitions together, as JSON
+MAX_CALLS = 32  # maximum calls in a response whose calls are enforced
 _NAMES = "1 to 64 of the characters A-Z a-z 0-9 _ -"
 _NOTES = ("title", "description", "examples", "default", "$comment", "deprecated", "readOnly", "writeOnly", "$schema")
 _CLOSED = ("items", "additionalProperties", "anyOf", "properties", "$defs", "definitions")

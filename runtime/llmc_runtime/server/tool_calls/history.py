@@ -15,7 +15,7 @@ from llmc_runtime.server.requests.request_fields import MAX_CALLS as MAX_ALL_CAL
 if TYPE_CHECKING:
     from llmc_runtime.text.template_analysis import Reads
 
-MAX_CALLS = 128  # in one message
+MAX_CALLS = 128  # maximum calls per message
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 _CALLS = 'a list of {"id": ID, "type": "function", "function": {"name": NAME, "arguments": JSON}}'
 _TEMPLATE = "serve with a --chat-template FILE that renders them, or leave them out"

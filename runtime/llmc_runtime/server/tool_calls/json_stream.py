@@ -15,9 +15,10 @@ import re
 
 MAX_DEPTH = 64
 MAX_LITERAL = 400
-SPACE = " \t\r\n"  # between the tokens of JSON
+SPACE = " \t\r\n"  # white space between the tokens of JSON
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_PART = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")  # of a number
+# A number, or the beginning of one.
+_PART = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # part of a string
 _WORDS = ("true", "false", "null")
 _VALUE, _FIRST_VALUE, _KEY, _FIRST_KEY, _COLON, _AFTER, _STRING, _ESCAPE, _HEX, _LITERAL, _DONE = range(11)

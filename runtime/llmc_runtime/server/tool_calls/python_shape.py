@@ -25,7 +25,7 @@ class PythonShape(Unmarked, ArguedFormat):
 
     between = None
     bracket = "["
-    _BETWEEN, _END = ", ", "]"  # of calls
+    _BETWEEN, _END = ", ", "]"  # text between calls, and after the last one
     _ARGUMENTS, _IS, _NEXT, _CALL_END = "(", "=", ", ", ")"
 
     # --- reader

@@ -200,8 +200,8 @@ class ReasoningTokens:
         self._special = {tokenizer.token_id(mark): int(mark in form.ends) for mark in marks}
         self._longest = max(map(len, marks))
         self._stream, self._text = detokenizer(tokenizer, skip_special_tokens=False), ""
-        self._count = 0  # of all tokens
-        self._end: int | None = None  # of the tokens up to the end
+        self._count = 0  # number of all tokens
+        self._end: int | None = None  # number of tokens up to the end of the reasoning
 
     def take(self, ids: Sequence[int]) -> None:
         """Append tokens of the output, which starts with reasoning."""

@@ -17,7 +17,7 @@ from llmc_runtime.server.tool_calls.message_shape import MessageShape
 from llmc_runtime.server.tool_calls.python_shape import PythonShape
 from llmc_runtime.server.tool_calls.xml_shape import LINE, Xml, XmlShape
 
-GROUP = "llmc_runtime.call_formats"  # of entry points
+GROUP = "llmc_runtime.call_formats"  # entry-point group of formats from other packages
 _PYTHON_CALL = re.compile(r"\[func_name1\(|name\s*[+~]\s*['\"]\(")
 
 

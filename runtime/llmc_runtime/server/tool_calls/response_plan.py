@@ -22,7 +22,7 @@ from llmc_runtime.server.tool_calls.parser_select import OutputFormats
 from llmc_runtime.server.tool_calls.reasoning import ReasoningFormat, lark_of
 from llmc_runtime.server.tool_calls.registry import FORMATS, Llama3Json
 
-_MAX_CHARACTERS = 3 * MAX_BYTES  # of the parts of a grammar, most of which are counted twice
+_MAX_CHARACTERS = 3 * MAX_BYTES  # maximum characters of a grammar's parts, most of which are counted twice
 
 
 def calls_of(tools: Tools, form: type[CallFormat], marker: Marker, free: bool = False) -> str:

@@ -21,7 +21,7 @@ from llmc_runtime.server.tool_calls.tagged_args import MAX_FIELDS, ArguedFormat,
 from llmc_runtime.server.tool_calls.text_values import STRING, ValueText, json_of, property_of, types_of
 
 _LONGEST_KEY = 256
-_MAX_VALUES = 4096  # of an enum; a grammar is too short for more, with their end tags
+_MAX_VALUES = 4096  # maximum values of an enum; with their end tags, more would exceed the limit of a grammar
 
 
 LINE = Optional(("\n",), enforced=False)  # a newline that a grammar permits

@@ -9,7 +9,7 @@ typedef struct {
   int tid, nthreads;
   char* scratch;  // private to the calling thread, 64-byte aligned, undefined at the start of a call
   int64_t scratch_bytes;
-  void* group;  // of the ranks (see llmc_group.h), null without one
+  void* group;  // the group of ranks (see llmc_group.h), or null
 } llmc_ctx;
 // Sets [*lo, *hi) to this part of [0, n), cut at multiples of `grain`; parts differ by at most one grain.
 static inline void llmc_split(const llmc_ctx* ctx, int64_t n, int64_t grain, int64_t* lo, int64_t* hi) {

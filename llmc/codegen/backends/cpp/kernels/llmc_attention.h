@@ -1,9 +1,10 @@
 // Causal flash attention of ragged query spans over the pages of a KV pool.
 //
-// A token's value is a row of its own, or the first part of its key (latent attention).
-// A unit of work is a block of query rows (token, head of one group) against the keys visible to it. Keys and values
-// are copied tile by tile (KT tokens) into panels, as weights are in llmc_linear.h, so that both products use the same
-// tile kernel. The softmax is online, in base 2. Units are assigned to threads in order, balanced by rows x keys.
+// A token's value is a row of its own, or the first part of its key (latent attention). The query heads that share a key
+// head form a group. A unit of work is a block of query rows, which are pairs (token, head of one group), with all keys
+// that are visible to them. Keys and values are copied tile by tile (KT tokens) into panels, as weights are in
+// llmc_linear.h, so that both products use the same tile kernel. The softmax is online, in base 2. Units are assigned to
+// threads in order, balanced by rows x keys.
 //
 // Invariants: pages after a row's last position are never read; every element of the result is written exactly once.
 #ifndef LLMC_ATTENTION_H
@@ -16,11 +17,11 @@ namespace llmc {
 
 struct attention_args {
   const void* q;
-  const void* rotary;  // of latent attention: the part of each query after its first E elements
+  const void* rotary;  // latent attention: the part of each query after its first E elements
   const void* kv;
   const int32_t *pages, *rows, *starts, *positions;
   const void* sinks;
-  const float* slopes;  // of the bias by distance, if C::ALIBI
+  const float* slopes;  // slopes of the bias by distance, if C::ALIBI
   void* out;
   int64_t tokens, count, row_pages;  // tokens T, rows R, length of a row's page table
 };
@@ -64,48 +65,74 @@ LLMC_INLINE void transpose16(const void* const* from, int64_t offset, int n, uin
 }
 #endif
 
-// Members of C: Q, KV (storage types), H, G, D, E (elements of a value), PAGE, NV, MR, BR (rows per block), KT (tokens
-// per tile), WINDOW (0: none), SCALE, SOFTCAP (0: none), S (storage type of the sinks), ALIGN (tiles begin at multiples
-// of it; with KT, they are the same for all rows), LATENT (a value is the first E elements of its key), ALIBI (logits
-// have a bias: the slope of the head times the position of the key minus that of the query).
+// Members of C, which the emitter generates as `Shape`:
+//   Q, KV, S         storage types of queries and results, of the pool, and of the sinks
+//   H, G             query heads, key heads
+//   D, E             elements of a key, of a value
+//   PAGE             tokens per page
+//   NV, MR           vectors and rows per tile of a product (llmc_linear.h)
+//   BR, KT           query rows per block, tokens per tile of keys
+//   ALIGN            tiles begin at multiples of it; if it is KT, the tiles are the same for all rows
+//   WINDOW, SOFTCAP  0 for none
+//   SCALE            factor of the logits
+//   SINKS            whether there are sinks
+//   LATENT           whether a value is the first E elements of its key
+//   ALIBI            whether logits have a bias: the head's slope times (position of the key - that of the query)
 template <class C> struct attend {
   typedef typename C::Q Q;
   typedef typename C::KV KV;
   static constexpr bool dp = pair_math<Q, KV>::dp && pair_math<KV, KV>::dp;
   typedef typename tile_input<dp>::type A;
-  static constexpr int64_t PAIR = dp ? 2 : 1, R = C::NV * VN, D = C::D, E = C::E, HG = C::H / C::G, BR = C::BR, KT = C::KT;
-  static constexpr int64_t DK = (D + PAIR - 1) / PAIR * PAIR, DP = (E + R - 1) / R;
+  static constexpr int64_t PAIR = dp ? 2 : 1;     // factors that an instruction reads together
+  static constexpr int64_t R = C::NV * VN;        // columns per panel
+  static constexpr int64_t D = C::D, E = C::E, BR = C::BR, KT = C::KT;
+  static constexpr int64_t GROUP = C::H / C::G;   // query heads per key head
+  static constexpr int64_t DK = (D + PAIR - 1) / PAIR * PAIR;  // elements of a key, padded
+  static constexpr int64_t DP = (E + R - 1) / R;               // panels of a value
   static constexpr int64_t VALUES = C::LATENT ? 0 : C::G * C::PAGE * D;  // elements from a key to its value
   static constexpr int64_t PAGE_SIZE = (C::LATENT ? 1 : 2) * C::G * C::PAGE * D;
   static constexpr float LOG2E = 1.44269504088896341f;
   static_assert(KT % R == 0 && KT % 16 == 0, "a tile is whole panels");
 
-  static constexpr int64_t up(int64_t n) { return (n + 63) / 64 * 64; }
-  static constexpr int64_t SQ = up(BR * DK * sizeof(A)), SO = up(DP * BR * R * 4), SS = up(KT * C::MR * 4),
-                           SP = up(KT * C::MR * sizeof(A)), SK = up(KT * DK * sizeof(A)),
-                           SV = up(KT * DP * R * sizeof(A)), SR = up(KT * 8), SB = up(BR * 4), SZ = up(D * sizeof(KV));
-  static constexpr int64_t SCRATCH = SQ + SO + SS + SP + SK + SV + SR + (C::ALIBI ? 4 : 3) * SB + SZ;
+  // Scratch memory, in this order; every part is a multiple of 64 bytes.
+  static constexpr int64_t aligned(int64_t n) { return (n + 63) / 64 * 64; }
+  static constexpr int64_t QUERY_BYTES = aligned(BR * DK * sizeof(A));
+  static constexpr int64_t SUM_BYTES = aligned(DP * BR * R * 4);
+  static constexpr int64_t LOGIT_BYTES = aligned(KT * C::MR * 4);
+  static constexpr int64_t WEIGHT_BYTES = aligned(KT * C::MR * sizeof(A));
+  static constexpr int64_t KEY_BYTES = aligned(KT * DK * sizeof(A));
+  static constexpr int64_t VALUE_BYTES = aligned(KT * DP * R * sizeof(A));
+  static constexpr int64_t POINTER_BYTES = aligned(KT * 8);
+  static constexpr int64_t ROW_BYTES = aligned(BR * 4);  // of each array with one number per query row
+  static constexpr int64_t ZERO_BYTES = aligned(D * sizeof(KV));
+  static constexpr int64_t SCRATCH = QUERY_BYTES + SUM_BYTES + LOGIT_BYTES + WEIGHT_BYTES + KEY_BYTES + VALUE_BYTES +
+                                     POINTER_BYTES + (C::ALIBI ? 4 : 3) * ROW_BYTES + ZERO_BYTES;
 
   const attention_args* a;
-  A *q, *p, *kp, *vp;
-  float *o, *s, *top, *sum, *slope;
-  int32_t* pos;
-  const KV** row;  // the keys of a tile; the values are VALUES elements further
-  KV* zero;
+  A* q;             // queries of the block [BR][DK]
+  float* o;         // weighted sums of values [DP][BR][R]
+  float* s;         // logits of MR rows of a tile [KT / R][MR][R]
+  A* p;             // their weights exp2(logit - top) [MR][KT]
+  A *kp, *vp;       // panels of keys and of values
+  const KV** row;   // the keys of a tile; the values are VALUES elements further
+  float *top, *sum;  // of each row: the largest logit so far, and the sum of the weights
+  int32_t* pos;     // position of each row's token
+  float* slope;     // slope of each row's head, if C::ALIBI
+  KV* zero;         // a key or value of zeros
 
-  explicit attend(const attention_args* args, char* m) : a(args) {
-    q = (A*)m, m += SQ;
-    o = (float*)m, m += SO;
-    s = (float*)m, m += SS;
-    p = (A*)m, m += SP;
-    kp = (A*)m, m += SK;
-    vp = (A*)m, m += SV;
-    row = (const KV**)m, m += SR;
-    top = (float*)m, m += SB;
-    sum = (float*)m, m += SB;
-    pos = (int32_t*)m, m += SB;
-    slope = (float*)m, m += C::ALIBI ? SB : 0;
-    zero = (KV*)m;
+  explicit attend(const attention_args* args, char* memory) : a(args) {
+    q = (A*)memory, memory += QUERY_BYTES;
+    o = (float*)memory, memory += SUM_BYTES;
+    s = (float*)memory, memory += LOGIT_BYTES;
+    p = (A*)memory, memory += WEIGHT_BYTES;
+    kp = (A*)memory, memory += KEY_BYTES;
+    vp = (A*)memory, memory += VALUE_BYTES;
+    row = (const KV**)memory, memory += POINTER_BYTES;
+    top = (float*)memory, memory += ROW_BYTES;
+    sum = (float*)memory, memory += ROW_BYTES;
+    pos = (int32_t*)memory, memory += ROW_BYTES;
+    slope = (float*)memory, memory += C::ALIBI ? ROW_BYTES : 0;
+    zero = (KV*)memory;
     memset((void*)zero, 0, D * sizeof(KV));
   }
 
@@ -190,10 +217,11 @@ template <class C> struct attend {
 #endif
 
   // ---- one block of rows ----
-  // Flat row f of the span that begins with entry i is token starts[i] + f / HG, head g * HG + f % HG.
+  // Row f of the span that begins with entry i, for group g, is token starts[i] + f / GROUP and head g * GROUP + f % GROUP.
+  // Copies the queries of the rows f0 .. f0 + rows - 1, and initializes the softmax of each.
   LLMC_METHOD void load_queries(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) {
-      int64_t t = a->starts[i] + (f0 + r) / HG, h = g * HG + (f0 + r) % HG;
+      int64_t t = a->starts[i] + (f0 + r) / GROUP, h = g * GROUP + (f0 + r) % GROUP;
       copy_row(q + r * DK, (const Q*)a->q + (t * C::H + h) * E, E, C::LATENT ? E : DK);
       if constexpr (C::LATENT) copy_row(q + r * DK + E, (const Q*)a->rotary + (t * C::H + h) * (D - E), D - E, DK - E);
       pos[r] = a->positions[t];
@@ -209,7 +237,7 @@ template <class C> struct attend {
     return x * (C::SCALE * LOG2E);
   }
 
-  // The online softmax step of row r of the block (line i of the tile): converts logits in s to weights in p, and
+  // The online softmax step of row r of the block, which is row i of the tile: converts logits in s to weights in p, and
   // rescales the earlier sums. Milakov and Gimelshein 2018, arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135.
   template <bool MASK> LLMC_METHOD void soften(int64_t r, int64_t i, int64_t k0, int64_t cols) const {
     vf best = splat(-1e30f), total = {};
@@ -243,19 +271,19 @@ template <class C> struct attend {
         }
   }
 
-  // Processes lines r0 .. r0 + n - 1 of the block against the packed tile of `keys` tokens starting at k0.
+  // Processes rows r0 .. r0 + n - 1 of the block with the packed tile of `keys` tokens that starts at token k0.
   LLMC_METHOD void tile_rows(int64_t r0, int64_t n, int64_t k0, int64_t keys) const {
-    int32_t least = pos[r0], most = pos[r0];
+    int32_t min_pos = pos[r0], max_pos = pos[r0];
     for (int64_t r = r0 + 1; r < r0 + n; r++) {
-      least = pos[r] < least ? pos[r] : least;
-      most = pos[r] > most ? pos[r] : most;
+      min_pos = pos[r] < min_pos ? pos[r] : min_pos;
+      max_pos = pos[r] > max_pos ? pos[r] : max_pos;
     }
-    if (most < k0 || (C::WINDOW && least - C::WINDOW >= k0 + keys - 1)) return;
-    int64_t used = most - k0 + 1 < keys ? most - k0 + 1 : keys, cols = (used + R - 1) / R * R;
+    if (max_pos < k0 || (C::WINDOW && min_pos - C::WINDOW >= k0 + keys - 1)) return;
+    int64_t used = max_pos - k0 + 1 < keys ? max_pos - k0 + 1 : keys, cols = (used + R - 1) / R * R;
     for (int64_t c = 0; c < cols; c += R)
       run_tile<C::MR, C::NV, PAIR>(n, kp + c * DK, q + r0 * DK, DK, DK / PAIR, s + c * C::MR, false,
                                     ahead{(const char*)s, 0});
-    bool mask = least < k0 + cols - 1 || (C::WINDOW && most - C::WINDOW >= k0);
+    bool mask = min_pos < k0 + cols - 1 || (C::WINDOW && max_pos - C::WINDOW >= k0);
     for (int64_t i = 0; i < n; i++) {
       if (mask) soften<true>(r0 + i, i, k0, cols);
       else soften<false>(r0 + i, i, k0, cols);
@@ -268,7 +296,7 @@ template <class C> struct attend {
   // Writes the rows of the block: the accumulated values divided by the sum of weights.
   LLMC_METHOD void store(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) {
-      int64_t t = a->starts[i] + (f0 + r) / HG, h = g * HG + (f0 + r) % HG;
+      int64_t t = a->starts[i] + (f0 + r) / GROUP, h = g * GROUP + (f0 + r) % GROUP;
       Q* to = (Q*)a->out + (t * C::H + h) * E;
       float inv = 1.0f / (sum[r] > 1e-30f ? sum[r] : 1e-30f);
       for (int64_t d = 0; d < E; d += VN) {
@@ -279,18 +307,18 @@ template <class C> struct attend {
     }
   }
 
-  // Computes flat rows f0 .. f0 + rows - 1 of span i and group g, tile by tile over all visible keys.
+  // Computes the rows f0 .. f0 + rows - 1 of span i and group g, tile by tile over all visible keys.
   __attribute__((noinline)) void block(int64_t i, int64_t g, int64_t f0, int64_t rows) const {
     load_queries(i, g, f0, rows);
-    int32_t least = 2147483647, most = -1;
+    int32_t min_pos = 2147483647, max_pos = -1;
     for (int64_t r = 0; r < rows; r++) {
-      if (pos[r] >= 0 && pos[r] < least) least = pos[r];
-      if (pos[r] > most) most = pos[r];
+      if (pos[r] >= 0 && pos[r] < min_pos) min_pos = pos[r];
+      if (pos[r] > max_pos) max_pos = pos[r];
     }
     const int32_t* table = a->pages + (int64_t)a->rows[i] * a->row_pages;
-    int64_t k0 = C::WINDOW && least >= C::WINDOW ? (least - C::WINDOW + 1) / C::ALIGN * C::ALIGN : 0;
-    for (; k0 <= most; k0 += KT) {
-      int64_t keys = most + 1 - k0 < KT ? most + 1 - k0 : KT, padded = (keys + R - 1) / R * R;
+    int64_t k0 = C::WINDOW && min_pos >= C::WINDOW ? (min_pos - C::WINDOW + 1) / C::ALIGN * C::ALIGN : 0;
+    for (; k0 <= max_pos; k0 += KT) {
+      int64_t keys = max_pos + 1 - k0 < KT ? max_pos + 1 - k0 : KT, padded = (keys + R - 1) / R * R;
       padded = (padded + 15) / 16 * 16;
       find_rows(table, g, k0, keys, padded);
       pack_keys(row, padded, kp);
@@ -301,24 +329,26 @@ template <class C> struct attend {
   }
 
   // ---- the step ----
-  // Calls fn(span, group, first flat row, rows, cost) for every unit, in the same order on every thread. Adjacent spans
-  // of one device row, such as the entries that verify drafts, form a single one: their keys are packed once.
+  // Calls fn(span, group, first row, rows, cost) for every unit of at most `size` rows, in the same order on every thread.
+  // Adjacent spans of one device row, such as the entries that verify drafts, form a single one: their keys are packed
+  // once.
   template <class F> LLMC_METHOD void units(int64_t size, F fn) const {
     for (int64_t i = 0, end; i < a->count; i = end) {
       for (end = i + 1; end < a->count && a->rows[end] == a->rows[i]; end++) {}
-      int64_t flat = (int64_t)(a->starts[end] - a->starts[i]) * HG;
-      if (a->rows[i] < 0 || flat <= 0) continue;
-      int64_t parts = (flat + size - 1) / size;
+      int64_t rows = (int64_t)(a->starts[end] - a->starts[i]) * GROUP;
+      if (a->rows[i] < 0 || rows <= 0) continue;
+      int64_t parts = (rows + size - 1) / size;
       for (int64_t g = 0; g < C::G; g++)
         for (int64_t b = 0; b < parts; b++) {
-          int64_t f0 = flat * b / parts, f1 = flat * (b + 1) / parts;
-          int64_t keys = a->positions[a->starts[i] + (f1 - 1) / HG] + 1;
+          int64_t f0 = rows * b / parts, f1 = rows * (b + 1) / parts;
+          int64_t keys = a->positions[a->starts[i] + (f1 - 1) / GROUP] + 1;
           if (C::WINDOW && keys > C::WINDOW + f1 - f0) keys = C::WINDOW + f1 - f0;
           fn(i, g, f0, f1 - f0, (keys + 16) * (f1 - f0 + 24));
         }
     }
   }
-  LLMC_METHOD void clear(int64_t from, int64_t to) const {  // zero padding tokens
+  // Sets the results of the tokens from .. to - 1 to zero: they are padding.
+  LLMC_METHOD void clear(int64_t from, int64_t to) const {
     if (from < to) memset((char*)a->out + from * C::H * E * sizeof(Q), 0, (size_t)((to - from) * C::H * E * sizeof(Q)));
   }
   // Runs this thread's units: those whose midpoint in the total cost falls into its share of it. If there are fewer

@@ -33,7 +33,7 @@ static inline void row_accept(const llmc_ctx* ctx, int32_t* taken, int32_t* toke
     while (i + 1 < r && rows[i + 1] == row) i++;
   }
 }
-// Returns the index behind the latest earlier occurrence of the longest suffix of low to high tokens; 0 for none.
+// Returns the index after the latest earlier occurrence of the longest suffix of low to high tokens; 0 for none.
 static inline int64_t lookup(const int32_t* tokens, int64_t known, int64_t low, int64_t high) {
   int64_t found = 0, longest = low > 1 ? low - 1 : 0;  // longest: the number of tokens to exceed
   const int32_t last = tokens[known - 1];

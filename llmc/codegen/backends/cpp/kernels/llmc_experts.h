@@ -12,9 +12,9 @@
 namespace llmc {
 
 constexpr int EXPERT_ROWS = 8;
-constexpr int LANES = EXPERT_ROWS > VN ? EXPERT_ROWS : VN;  // of the results of a weight row
+constexpr int LANES = EXPERT_ROWS > VN ? EXPERT_ROWS : VN;  // results computed at once per weight row
 constexpr int64_t SPAN = 64;
-constexpr int VECTORS = SPAN / LLMC_VB;  // of bytes in a span
+constexpr int VECTORS = SPAN / LLMC_VB;  // vectors of bytes per span
 enum Encoding { FLOAT, INTEGER, E4M3, E5M2, E2M1 };
 
 typedef int8_t vq __attribute__((vector_size(LLMC_VB)));
@@ -87,16 +87,21 @@ LLMC_INLINE float from_e2m1(uint8_t c) {
   return c & 8 ? -table[c & 7] : table[c & 7];
 }
 
-// Members of C: X, W, S, Z (types of x, codes, scales and zero points), K, N (weight rows of a part), PARTS, EXPERTS,
-// CHOICES (row r of x is that of the token order[r] / CHOICES; 0: rows of x are sorted already), ENCODING, HALF (0, or
-// columns between the two codes of a byte; scales are [groups, rows] then), BLOCK_ROWS, GROUP (rows and columns that
-// share a scale), ZERO (of all codes), ZEROS (whether there is a zero point per scale), ACT, ACT_BLOCK (columns of x
-// that share a scale).
+// Members of C, which the emitter generates as `Shape`:
+//   X, W, S, Z         types of x, codes, scales and zero points
+//   K, N               depth, rows of the weight per part
+//   PARTS, EXPERTS     parts of the weight, number of experts
+//   CHOICES            row r of x is that of token order[r] / CHOICES; 0: rows of x are sorted already
+//   ENCODING           encoding of the codes
+//   HALF               columns between the two codes of a byte, whose scales are [groups, rows]; 0: one code per byte
+//   BLOCK_ROWS, GROUP  rows and columns of the weight that share a scale
+//   ZERO, ZEROS        the zero point of all codes; whether there is a zero point per scale instead
+//   ACT, ACT_BLOCK     whether x is rounded to int8; columns of x that share a scale
 template <class C> struct experts {
   static constexpr int64_t ROWS = C::PARTS * C::N, GROUPS = (C::K + C::GROUP - 1) / C::GROUP;
   static constexpr int64_t BLOCKS = (ROWS + C::BLOCK_ROWS - 1) / C::BLOCK_ROWS;
-  static constexpr int64_t BYTES = C::HALF ? C::K / 2 : C::K;  // elements of a row
-  static constexpr int64_t SPANS = (C::K + SPAN - 1) / SPAN, KP = SPANS * SPAN;
+  static constexpr int64_t BYTES = C::HALF ? C::K / 2 : C::K;  // stored elements per row of the weight
+  static constexpr int64_t SPANS = (C::K + SPAN - 1) / SPAN, KP = SPANS * SPAN;  // KP: padded depth
   static constexpr bool late = GROUPS == 1;  // one scale per row, applied to the final sum
   static constexpr bool whole = (late || C::GROUP % SPAN == 0) && (C::ACT_BLOCK % SPAN == 0 || C::ACT_BLOCK >= C::K);
   static constexpr int64_t X_BYTES = C::ACT ? KP + KP / RUN * (int64_t)sizeof(unit_row) : KP * 4;

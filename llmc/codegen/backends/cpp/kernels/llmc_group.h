@@ -20,9 +20,9 @@
 namespace llmc {
 constexpr int64_t CHUNK = 64 << 10;        // bytes
 constexpr int64_t SLICE = 20 * 1000000;    // nanoseconds that a wait sleeps before it looks at the error
-constexpr int SPINS = 256, YIELDS = 200;   // before a wait sleeps
-constexpr int64_t LONG_YIELD = 1000000;    // nanoseconds after which a core counts as busy with other tasks,
-constexpr int64_t CROWDED = 200000000;     // so that waits sleep instead of yielding for this long
+constexpr int SPINS = 256, YIELDS = 200;   // attempts before a wait sleeps
+constexpr int64_t LONG_YIELD = 1000000;    // nanoseconds of a yield after which the core counts as busy with other tasks
+constexpr int64_t CROWDED = 200000000;     // nanoseconds for which waits sleep instead of yielding
 struct alignas(64) Area { uint32_t error; };  // an errno or 0; the counters and the chunks follow
 struct alignas(64) Counter { uint32_t published, sleepers; };
 // The area as one rank sees it. `limit` is the longest wait in nanoseconds; waits do not yield until `crowded`.

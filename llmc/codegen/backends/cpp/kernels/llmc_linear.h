@@ -112,7 +112,7 @@ template <class X> LLMC_INLINE void copy_row(float* to, const X* from, int64_t k
 template <bool DP> struct tile_input { typedef float type; };
 template <> struct tile_input<true> { typedef bf16 type; };
 
-// Writes the outputs of `count` rows from row m on in panel p, whose accumulators at acc are R floats per row.
+// Writes the S outputs of panel p for the rows m .. m + count - 1, whose accumulators at acc are R floats per row.
 template <int64_t R, int64_t S, int64_t N, class E>
 LLMC_INLINE void finish(const E& e, int64_t m, int64_t count, int64_t p, const float* acc) {
   for (int64_t i = 0; i < count; i++)
@@ -138,28 +138,36 @@ template <class P> LLMC_INLINE void each_block(const llmc_ctx* ctx, P& q, int64_
   }
 }
 
-// Members of C: X, W (storage types), K, N (outputs), NV, PAIR, PARTS, MR, MB (row tiles per block), KC (depth per
-// block). E has put(m, n, count, c), which writes the outputs (m, n .. n + count - 1) from accumulators at c, c + R /
-// PARTS, ...
+// Members of C, which the emitter generates as `Shape`:
+//   X, W   storage types of x and w
+//   K, N   depth, outputs per row
+//   NV     vectors per panel
+//   PAIR   adjacent columns that are stored side by side in a panel
+//   PARTS  blocks of w, of which an output reads one accumulator each
+//   MR     maximum rows of x per tile
+//   MB     tiles of rows per block
+//   KC     depth for which a panel stays in the L2 cache
+// E, the epilogue, has put(m, n, count, c): it writes the outputs (m, n .. n + count - 1) from the accumulators at c,
+// c + R / PARTS, ...
 template <class C, class E> struct product {
   typedef typename C::X X;
   typedef typename C::W W;
   static constexpr bool dp = pair_math<X, W>::dp && C::PAIR == 2;
   typedef typename tile_input<dp>::type A;
-  static constexpr int64_t R = C::NV * VN, S = R / C::PARTS;
-  static constexpr int64_t KP = (C::K + C::PAIR - 1) / C::PAIR * C::PAIR;
+  static constexpr int64_t R = C::NV * VN, S = R / C::PARTS;               // accumulators and outputs per panel
+  static constexpr int64_t KP = (C::K + C::PAIR - 1) / C::PAIR * C::PAIR;  // padded depth
   static constexpr int64_t PANELS = (C::N + S - 1) / S;
-  static constexpr int64_t DEPTHS = (C::K + C::KC - 1) / C::KC;
-  static constexpr int64_t CROWS = DEPTHS > 1 ? C::MB * C::MR : C::MR;  // rows of partial sums
-  static constexpr bool direct = sizeof(X) == sizeof(A) && C::K == KP;
+  static constexpr int64_t DEPTHS = (C::K + C::KC - 1) / C::KC;            // passes over the depth
+  static constexpr int64_t CROWS = DEPTHS > 1 ? C::MB * C::MR : C::MR;     // rows of partial sums
+  static constexpr bool direct = sizeof(X) == sizeof(A) && C::K == KP;     // whether tiles read x without a copy
   static constexpr int64_t SCRATCH = CROWS * R * 4 + (direct ? 0 : C::MB * C::MR * KP * (int64_t)sizeof(A));
 
   const X* x;
   const W* w;
   const E* e;
-  float* c;
-  A* copy;
-  int64_t rows, tiles;
+  float* c;             // scratch: accumulators [CROWS][R]
+  A* copy;              // scratch: converted rows of x, unless `direct`
+  int64_t rows, tiles;  // rows of x, and the tiles into which they are divided
 
   LLMC_METHOD int64_t row(int64_t t) const { return rows * t / tiles; }  // first row of tile t: tiles differ by one row
 
@@ -187,6 +195,7 @@ template <class C, class E> struct product {
     }
   }
 
+  // Multiplies the panels p0 .. p1 - 1 by the rows of block b.
   LLMC_METHOD void block(int64_t b, int64_t blocks, int64_t p0, int64_t p1) const {
     int64_t t0 = tiles * b / blocks, t1 = tiles * (b + 1) / blocks, m0 = row(t0);
     const A* a;

@@ -18,7 +18,8 @@ template <int BITS> LLMC_INLINE vi code_of(vi t, int s) {
 }
 
 // ---- one run of 32 columns: acc[MR][NV] += codes of x * codes of w ----
-// Sums start from START times the sum of x's codes, because codes are unsigned. FACTOR: of the sums in `unit_row`.
+// Codes of w are read as unsigned numbers. Sums therefore start from START times the sum of x's codes. FACTOR is the
+// factor of the sums that `unit_row` stores.
 template <class C> struct integer_run {
   typedef typename row_code<true, C::BITS>::A A;
   typedef vi V;
@@ -107,6 +108,7 @@ template <class C> struct integer_run {
   }
 };
 
+// The same for x in float: codes of w are converted to float, and their zero points subtracted.
 template <class C> struct float_run {
   typedef float A;
   typedef vf V;
@@ -144,17 +146,22 @@ template <class C> struct run_of<false, C> { typedef float_run<C> type; };
 
 constexpr int64_t common(int64_t a, int64_t b) { return b ? common(b, a % b) : a; }  // the greatest common divisor
 
-// Members of C: X, S and Z (types of x, scales and zero points), K, N (outputs), NV, PARTS, MR, MB (row tiles per block),
-// KC (depth per block), BITS, GROUP (columns that share a scale; 0: all), ZERO (the zero point of all), ZEROS (whether
-// there is a zero point per scale), ACT (whether x is rounded), ACT_BLOCK (columns of x that share a scale; 0: all).
+// Members of C, which the emitter generates as `Shape`; K, N, NV, PARTS, MR, MB and KC are those of llmc_linear.h:
+//   X, S, Z    types of x, scales and zero points
+//   BITS       bits per code, 8 or 4
+//   GROUP      columns of w that share a scale; 0: all
+//   ZERO       the zero point of all codes
+//   ZEROS      whether there is a zero point per scale instead
+//   ACT        whether x is rounded to int8
+//   ACT_BLOCK  columns of x that share a scale; 0: all
 template <class C> struct quantized {
   typedef typename run_of<C::ACT, C>::type Run;
   typedef typename Run::A A;
   static constexpr int64_t R = C::NV * VN;
-  static constexpr int64_t KP = (C::K + RUN - 1) / RUN * RUN, RUNS = KP / RUN;
+  static constexpr int64_t KP = (C::K + RUN - 1) / RUN * RUN, RUNS = KP / RUN;  // padded depth, and its runs
   static constexpr int64_t GROUP = C::GROUP && C::GROUP < KP ? C::GROUP : KP;
   static constexpr int64_t BLOCK = C::ACT && C::ACT_BLOCK && C::ACT_BLOCK < KP ? C::ACT_BLOCK : KP;
-  static constexpr int64_t UNIT = GROUP == KP ? BLOCK : BLOCK == KP ? GROUP : common(GROUP, BLOCK);  // columns
+  static constexpr int64_t UNIT = GROUP == KP ? BLOCK : BLOCK == KP ? GROUP : common(GROUP, BLOCK);
   static constexpr int64_t UNITS = (KP + UNIT - 1) / UNIT;
   static constexpr int64_t GROUPS = (KP + GROUP - 1) / GROUP;
   static constexpr bool late = GROUPS == 1;  // one scale per row, applied to the final sum
@@ -252,10 +259,10 @@ template <class C, class E> struct quantized_product : quantized<C> {
   const typename C::S* scale;
   const typename C::Z* zero;
   const E* e;
-  float* c;
-  unit_row* units;
-  A* codes;
-  int64_t rows, tiles;
+  float* c;             // scratch: accumulators [CROWS][R]
+  unit_row* units;      // scratch: scales and sums of the rounded rows [ROWS][UNITS]
+  A* codes;             // scratch: rounded or converted rows of x [ROWS][KP]
+  int64_t rows, tiles;  // rows of x, and the tiles into which they are divided
 
   LLMC_METHOD int64_t row(int64_t t) const { return rows * t / tiles; }  // first row of tile t: tiles differ by one row
 
@@ -285,6 +292,7 @@ template <class C, class E> struct quantized_product : quantized<C> {
     }
   }
 
+  // Multiplies the panels p0 .. p1 - 1 by the rows of block b, which are rounded or converted first.
   LLMC_METHOD void block(int64_t b, int64_t blocks, int64_t p0, int64_t p1) const {
     int64_t t0 = tiles * b / blocks, t1 = tiles * (b + 1) / blocks, m0 = row(t0);
     for (int64_t m = m0; m < row(t1); m++) {

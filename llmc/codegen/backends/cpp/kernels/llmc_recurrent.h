@@ -30,8 +30,8 @@ LLMC_INLINE void each_run(const step_rows& s, Run run, Pad pad) {
 
 LLMC_INLINE int lanes_of(int64_t left) { return left < 0 ? 0 : left < VN ? (int)left : VN; }
 
-// y [t, c] = x convolved with weight [c, W] along each run, after the inputs in the ring [m, n, c] of its row, in which
-// that of position p is at p mod n.
+// y [t, c] = x convolved with weight [c, W] along each run. The inputs before the run are in the ring [m, n, c] of its
+// device row: the input of position p is at p mod n.
 template <int W, class T>
 static inline void row_conv(const llmc_ctx* ctx, T* y, T* ring, const T* x, const T* weight, const T* bias,
                             const step_rows& s, int64_t c, int64_t n) {
@@ -67,9 +67,14 @@ static inline void row_conv(const llmc_ctx* ctx, T* y, T* ring, const T* x, cons
   }
 }
 
-// The operands of a recurrence: q and k [t, G, D], v [t, H, E], decay [t, H, R] with R = 1 or a factor for each channel
-// of a key (R = D), beta [t, H] or null without the delta rule. memory [m, H, D, E]. With N > 0, the state goes to the
-// position base [m], and log [m, N, WIDTH] has the tokens from there on.
+// The operands of a recurrence, whose result is y [t, H, E]:
+//   q, k    [t, G, D]
+//   v       [t, H, E]
+//   decay   [t, H, R]; R is 1, or D for a factor per channel of a key
+//   beta    [t, H], or null without the delta rule
+//   memory  [m, H, D, E], the states of the device rows
+//   base    [m]; with N > 0, the state of a row covers the tokens before this position
+//   log     [m, N, WIDTH]; with N > 0, the tokens from `base` on
 template <class T> struct recurrence_args {
   T* y;
   float* memory;
@@ -154,12 +159,12 @@ static inline void recur_columns(const recurrence_args<T>& a, int64_t h, int64_t
       const float *v = x + G * D + h * E + at, *factors = x + G * D + H * E;
       s.token(x, x + g * D, v, factors + h * R, a.beta ? factors + H * R + h : nullptr, (float*)nullptr);
     }
-    int64_t sure = end - begin - N > 1 ? end - N : begin + 1;  // tokens before this one cannot be rejected
-    tokens(s, begin, sure);
-    if (sure == end) return;
+    int64_t accepted = end - begin - N > 1 ? end - N : begin + 1;  // tokens before this one cannot be rejected
+    tokens(s, begin, accepted);
+    if (accepted == end) return;
     state drafted = {spare, NB * VN, columns};
     drafted.copy(s);
-    tokens(drafted, sure, end);
+    tokens(drafted, accepted, end);
   };
   each_run(a.step, run, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
@@ -191,9 +196,9 @@ static inline void row_log(const llmc_ctx* ctx, int32_t* base, float* log, const
   int64_t width = keys + values + c + h, lo, hi;
   llmc_split(ctx, width, 16, &lo, &hi);
   auto run = [&](int64_t row, int64_t begin, int64_t end, int64_t first) {
-    int64_t sure = end - begin - n > 1 ? end - n : begin + 1;
-    if (ctx->tid == 0) base[row] = (int32_t)(first + sure - begin);
-    for (int64_t i = sure; i < end; i++) {
+    int64_t accepted = end - begin - n > 1 ? end - n : begin + 1;  // tokens before this one cannot be rejected
+    if (ctx->tid == 0) base[row] = (int32_t)(first + accepted - begin);
+    for (int64_t i = accepted; i < end; i++) {
       float* to = log + (row * n + (first + i - begin) % n) * width;
       for (int64_t j = lo; j < hi; j++) {
         if (j < keys) to[j] = widen(k[i * keys + j]);

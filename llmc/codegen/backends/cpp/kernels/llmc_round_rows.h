@@ -89,7 +89,7 @@ LLMC_INLINE void store_codes(int16_t* p, vi v) {
 }
 #endif
 
-struct unit_row { float scale; int32_t sum; };  // of one unit of a row of x: its scale, a multiple of its codes' sum
+struct unit_row { float scale; int32_t sum; };  // one unit of a row of x: its scale, and a multiple of the sum of its codes
 
 template <class X> LLMC_INLINE vf load_part(const X* x, int64_t i, int64_t end) {
   return i + VN <= end ? vload(x + i) : i < end ? vload(x + i, (int)(end - i)) : vf{};

@@ -12,12 +12,14 @@
 #include "llmc_sampling_rules.h"
 #include "llmc_store.h"
 namespace llmc {
-static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {  // after the last token
+// Returns the position after the last token of entry i.
+static inline int64_t end_of(const int32_t* starts, const int32_t* positions, int64_t i) {
   return starts[i + 1] > 0 ? (int64_t)positions[starts[i + 1] - 1] + 1 : 0;
 }
 
-// Where the drafted ids are that precede an entry's new token: the last tokens of the row's entries after its first, up
-// to the entry itself, behind the prompt. tokens: [rows, width], null if the step verifies no drafts.
+// The place of the drafted ids that precede an entry's new token. They are the last tokens of the row's entries, without
+// the first entry and up to the entry itself, if these tokens come after the prompt. tokens: [rows, width], or null if
+// the step verifies no drafts.
 struct Drafted {
   const int32_t *starts, *positions, *tokens;
   int64_t width;
@@ -139,7 +141,7 @@ static inline int64_t argmax_row(const float* x, int64_t n) {  // the lowest ind
   return 0;
 }
 struct Pick { float e; int32_t id; };                  // an id and its unnormalized probability
-struct Cut { float e; int32_t id; };                   // threshold: keeps larger e, and equal e up to this id
+struct Cut { float e; int32_t id; };                   // a threshold, which keeps larger e, and equal e up to this id
 struct Mass { double sum; int64_t count; };
 static inline bool kept(Cut c, float e, int64_t id) { return e > c.e || (e == c.e && id <= c.id); }
 static inline bool before(Pick a, Pick b) { return a.e > b.e || (a.e == b.e && a.id < b.id); }

@@ -10,13 +10,13 @@ struct Constants {
   __device__ Constants() : mask(opaque(0x000F000F)), base(opaque(0x43004300)) {}
 };
 
-// What a thread of a consumer reads of a block of a buffer: its codes, and the scales and zero points of its two rows.
+// The part of a block of a buffer that one consumer thread reads: codes, and the scales and zero points of its two rows.
 struct Weights {
   const uint4* codes;          // [CHUNKS][128]
   const SCALE* scales;         // [SCALES][BLOCK]
   const unsigned char* zeros;  // [SCALES][BLOCK]
 
-  // Of the block's codes, scales and zero points.
+  // Derives this thread's pointers from those of the block.
   __device__ Weights(const unsigned char* codes, const unsigned char* scales, const unsigned char* zeros) {
     const int thread = threadIdx.x % WARPGROUP, row = thread / 32 * 16 + thread % 32 / 4;
     this->codes = (const uint4*)codes + thread;

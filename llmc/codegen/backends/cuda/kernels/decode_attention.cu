@@ -1,24 +1,37 @@
-// Attention of one token per row over the pages of a KV pool (see the op paged_attention).
+// Attention of one token per row over the pages of a KV pool (see the op paged_attention), by mma.m16n8k16.
 //
-// A block computes one token and one key head, or one of SPLITS parts of its keys. The query heads that share the key
-// head are the columns of its products, and the keys the rows, so that 8 query heads and 16 keys fill an instruction
-// (mma.m16n8k16). A tile is 16 tokens of a page, whose keys are contiguous, and so are its values: two bulk copies bring
-// them to shared memory. Each warp takes every WARPS-th tile, keeps STAGES of them in flight, and has a softmax of its
-// own, without barriers between warps until the block combines them. Few instructions copy a tile, so that the bytes in
-// flight do not depend on how fast the threads issue loads.
+// Work. A block computes one token and one key head, or one of SPLITS parts of its keys. The keys are the rows of its
+// products, and the query heads that share the key head are the columns, so that 16 keys and 8 query heads fill an
+// instruction.
 //
-// With SINGLE, the rows of one token in a batch of longer rows are computed, whose results another kernel writes to
-// `longer` (see the op paged_attention_single).
+// Pipeline. A tile is 16 tokens of a page. Its keys are contiguous, and so are its values: two bulk copies bring them
+// to shared memory. Few instructions copy a tile, so that the bytes in flight do not depend on how fast the threads
+// issue loads. A warp takes every WARPS-th tile, keeps STAGES tiles in flight, and has a softmax of its own, so warps
+// do not wait for each other until the block combines their results.
 //
-// Constants: GROUP (query heads of a key head), KV_HEADS, HEAD_DIM (a multiple of 64), PAGE (of 16), SCALE, SOFTCAP (0:
-// none), WINDOW (0: none), SPLITS (0: the whole row), SINGLE, WARPS, STAGES, RESIDENT (blocks that a multiprocessor has
-// memory for), READ_BEFORE_WAIT (whether the previous kernel does not write the inputs that can be read early), ITEM
-// (bytes of an element of the pool: 2, of the type FACTOR, or 1, of f8e4m3), QUERY_IS_FACTOR, and the types QUERY (bf16
-// or f16), FACTOR (of products: that of queries, or f16) and OUT. The generated text before this file defines
-// OTHER_PARAMETERS, and the names of what a node may lack: STARTS, LONGER, SCALES, SINKS and LSE.
+// With SINGLE, the batch also has longer rows, whose results another kernel writes to `longer`; this kernel computes
+// the rows of one token (see the op paged_attention_single).
+//
+// Constants:
+//   GROUP              query heads of a key head
+//   KV_HEADS           key heads
+//   HEAD_DIM           a multiple of 64
+//   PAGE               tokens of a page, a multiple of 16
+//   SCALE              factor of the logits
+//   SOFTCAP, WINDOW    0 for none
+//   SPLITS             parts of the keys; 0 if they are not split
+//   SINGLE             see above
+//   WARPS, STAGES      warps of a block; tiles in flight of each
+//   RESIDENT           blocks for which a multiprocessor has memory
+//   READ_BEFORE_WAIT   whether the previous kernel writes none of the inputs that can be read early
+//   ITEM               bytes of an element of the pool: 2 (of the type FACTOR) or 1 (f8e4m3)
+//   QUERY_IS_FACTOR    whether QUERY and FACTOR are the same type
+//   QUERY, FACTOR, OUT types of the queries (bf16 or f16), of the factors of products (QUERY or f16), and of the result
+// The generated text before this file defines OTHER_PARAMETERS, and the names of what a node may lack: STARTS, LONGER,
+// SCALES, SINKS and LSE.
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats of a head's sums in shared memory, without bank conflicts
+constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats per head in shared memory, padded to avoid bank conflicts
 constexpr int TILES_BYTES = WARPS * STAGES * SLOT_BYTES, SUMS_BYTES = WARPS * GROUP * (SUM_STRIDE * 4 + 8);
 // The sums take the place of the tiles. The memory of a barrier may not be used for anything else.
 constexpr int BARRIERS_AT = TILES_BYTES > SUMS_BYTES ? TILES_BYTES : SUMS_BYTES;
@@ -50,7 +63,7 @@ __device__ inline float largest_of_column(float x) {
 // The softmax of a warp's tiles so far. A thread 4 g + q has the query heads 2 q and 2 q + 1 of each tile of columns.
 struct Softmax {
   float top[COLUMNS][2], total[COLUMNS][2];  // the largest logit; this thread's part of the sum of exp2(logit - top)
-  float sums[STEPS][COLUMNS][4];             // of the values: the elements 16 i + g and 16 i + g + 8, as products leave
+  float sums[STEPS][COLUMNS][4];             // weighted sums of values: elements 16 i + g and 16 i + g + 8
 
   __device__ void clear() {
 #pragma unroll
@@ -103,7 +116,7 @@ struct Softmax {
 // The logits of a tile, times log2(e); a thread has two columns of the keys g and g + 8. scale: of the keys.
 __device__ inline void find_logits(float (&logits)[COLUMNS][4], unsigned keys, const Queries& queries, float scale,
                                    int lane) {
-  float odd[COLUMNS][4];  // of odd steps: a product waits for the previous one that adds to the same sums
+  float odd[COLUMNS][4];  // sums of odd steps; a product waits for the previous one that adds to the same sums
 #pragma unroll
   for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
@@ -276,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   __syncwarp();
 
   if (!READ_BEFORE_WAIT) begin_launch();
-  // The token of this block, and the first one behind its row.
+  // The token of this block, and the first one after its row.
   const int token = SINGLE ? STARTS[entry] : entry, next = SINGLE ? STARTS[entry + 1] : token + 1;
   const int row = SINGLE ? rows[entry] : row_of(rows, STARTS, row_count, token);
   const bool computed = !SINGLE || (next - token == 1 && row >= 0);

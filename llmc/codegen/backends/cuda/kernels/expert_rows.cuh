@@ -1,6 +1,6 @@
-// What grouped_wgmma.cu and grouped_codes.cu share: the rows of each expert, and their copies to a ring of buffers.
+// Shared by grouped_wgmma.cu and grouped_codes.cu: the rows of each expert, and their copies to a ring of buffers.
 //
-// Constants: EXPERTS, TILE_M (the largest number of rows of a tile), THREADS of a block, and the type Ring.
+// Constants: EXPERTS, TILE_M (maximum rows per tile), THREADS (per block), and the type Ring.
 
 // The rows of the experts, in shared memory: expert e has the rows [starts[e], starts[e + 1]), and the blocks of rows of
 // the experts up to e end at ends[e].
@@ -8,7 +8,7 @@ struct Blocks {
   int starts[EXPERTS + 1], ends[EXPERTS];
 };
 
-// Fills `blocks`; all threads of the block call it.
+// Computes `blocks` by a prefix sum; all threads of the thread block call it.
 __device__ inline void count_blocks(Blocks& blocks, const int* starts) {
   __shared__ int counts[THREADS / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -38,7 +38,7 @@ __device__ inline void count_blocks(Blocks& blocks, const int* starts) {
   __syncthreads();
 }
 
-// The expert of a block of rows: the first whose blocks end behind it.
+// Returns the expert of a block of rows, by binary search.
 __device__ inline int expert_of(const Blocks& blocks, int block) {
   int low = 0, high = EXPERTS - 1;
   while (low < high) {

@@ -1,38 +1,47 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for many tokens on Hopper (sm_90a).
+// Matrix product in bf16 with f32 sums, for many tokens on Hopper (sm_90a), by wgmma and tensor maps:
 //
-// The grid is as large as the GPU, and a block computes one tile after another: 128 tokens times ROWS rows of w of all
-// parts. One thread of its first warpgroup (the producer) issues bulk copies of boxes of x and w, 64 columns of 64 tokens
-// or of a quarter of the rows, into a ring of STAGES buffers in shared memory, those of the next tile while the current
-// one is written. The two other warpgroups (consumers) multiply them, each for 64 tokens. Two barriers guard each buffer:
-// `full` completes when its bytes have arrived, `empty` when every consumer warp has finished reading it.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands)
 //
-// The last tiles are smaller if whole ones would leave many multiprocessors idle: halves of 64 tokens, whose columns the
-// consumers divide, or quarters of 64 tokens and half the columns.
+// Tiles. The grid is as large as the GPU. A block computes one tile after another, of 128 tokens and ROWS rows of w (of
+// all parts together). If whole tiles would leave many multiprocessors idle at the end, the last ones are smaller:
+// halves of 64 tokens, whose columns the two consumers divide, or quarters of 64 tokens and half of the columns.
 //
-// y is written by way of shared memory, the columns of a box at a time, so that the threads of a warp write whole rows.
-// With STAGED, the first of the other operands that is like y is read in the same way.
+// Pipeline. The first warpgroup is the producer: one of its threads copies boxes of x and w by TMA (64 columns of 64
+// tokens, or of a quarter of the rows of w) to a ring of STAGES buffers in shared memory, and begins the next tile
+// while this one is written. The two other warpgroups are consumers: each multiplies 64 tokens. Every buffer has two
+// barriers: `full` completes when its bytes have arrived, `empty` when every consumer warp has read it.
 //
-// ALONG_M = 2: the blocks of a cluster compute two tiles of the same columns. Each copies half of the boxes of w, into the
-// buffers of both. ALONG_N = 2: two tiles of the same tokens, which share x in the same way. So a block may write to a
-// buffer when the consumers of both have read it.
+// Output. y is written through shared memory, the columns of a box at a time, so that a warp writes whole rows. With
+// STAGED, the first of the other operands of y's shape is read in the same way.
 //
-// Constants: N and K (multiples of 8), PARTS (1 or 2), ROWS (a multiple of 32, at most 256), STAGES, GROUP (tiles of
-// tokens of a cluster that are processed together, so that they share tiles of w in the L2 cache), ALONG_M and ALONG_N (1
-// or 2, not both 2), EARLY (whether w may be read before the previous kernel has completed), STAGED (0 or 1) and OUT (the
-// type of y, of two bytes). The generated text before this file defines `multiply` for ROWS, ROWS / 2 and ROWS / 4
-// columns, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, load_others, epilogue, FIRST_POINTER (the operand that is
-// staged) and set_first.
+// Multicast. With ALONG_M = 2, the two blocks of a cluster compute tiles of the same columns of y. Each copies half of
+// the boxes of w to the buffers of both. With ALONG_N = 2, they compute tiles of the same tokens, and share x in the
+// same way. A block may write to a buffer when the consumers of both blocks have read it.
+//
+// Constants:
+//   N, K              multiples of 8
+//   PARTS             1 or 2
+//   ROWS              a multiple of 32, at most 256
+//   STAGES            buffers of the ring
+//   ALONG_M, ALONG_N  1 or 2, not both 2
+//   GROUP_SIZE_M      clusters' tiles along the tokens that are processed together, to share w in the L2 cache
+//   READ_BEFORE_WAIT  whether w may be read before the previous kernel has completed
+//   STAGED            0 or 1, see above
+//   OUT               type of y, of two bytes
+// The generated text before this file defines `multiply` for ROWS, ROWS / 2 and ROWS / 4 columns, OTHER_PARAMETERS,
+// OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`, `epilogue`, FIRST_POINTER (the operand that is staged) and
+// `set_first`.
 
 constexpr int TILE_K = 64, WARPGROUP = 128, CONSUMERS = 2, THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr int ROW_BYTES = TILE_K * 2;          // of a box: the width of the swizzle
+constexpr int ROW_BYTES = TILE_K * 2;          // bytes per row of a box: the width of the swizzle
 constexpr int X_BOXES = 2, X_BOX = 64, W_BOXES = 4, W_BOX = ROWS / W_BOXES;  // boxes of a buffer, and their rows
-constexpr int X_BYTES = X_BOX * ROW_BYTES, W_BYTES = W_BOX * ROW_BYTES;      // of a box
+constexpr int X_BYTES = X_BOX * ROW_BYTES, W_BYTES = W_BOX * ROW_BYTES;      // bytes per box
 constexpr int W_AT = X_BOXES * X_BYTES, STAGE_BYTES = W_AT + W_BOXES * W_BYTES;
 constexpr int TILE_M = X_BOXES * X_BOX, WIDTH = ROWS / PARTS;  // tokens and columns of y of a whole tile
-constexpr int SQUARE_BYTES = X_BOX * ROW_BYTES;  // of shared memory for columns of y
+constexpr int SQUARE_BYTES = X_BOX * ROW_BYTES;  // bytes of shared memory for a box of y
 constexpr int STEPS = (K + TILE_K - 1) / TILE_K;
 constexpr int CLUSTER = ALONG_M * ALONG_N;
-constexpr int CLUSTER_M = TILE_M * ALONG_M, CLUSTER_N = WIDTH * ALONG_N;  // of a cluster's tiles
+constexpr int CLUSTER_M = TILE_M * ALONG_M, CLUSTER_N = WIDTH * ALONG_N;  // tokens and columns of a cluster's tiles
 constexpr int COLUMNS = (N + CLUSTER_N - 1) / CLUSTER_N;
 
 using Ring = BufferRing<STAGES, STAGE_BYTES>;
@@ -46,20 +55,23 @@ struct Tile {
   __device__ int w_boxes() const { return kind == QUARTER ? W_BOXES / 2 : W_BOXES; }
 };
 
-// The tiles of clusters: the whole ones, of which those of GROUP * CLUSTER_M tokens follow each other column by column,
-// then the smaller ones: pieces of whole tiles, and those of the last tokens if these are at most half a tile.
+// The clusters' tiles in order: first whole ones, GROUP_SIZE_M of them along the tokens at a time, column by column; then
+// smaller ones, which are pieces of whole tiles, and tiles of the last tokens if these fill at most half a tile.
 struct Tiles {
-  int heights, whole, cut, last;  // rows of whole tiles; whole tiles; those that are in pieces; pieces of the last tokens
-  Kind kind;                      // of the pieces
+  int heights;  // whole tiles along the tokens
+  int whole;    // whole tiles
+  int cut;      // whole tiles that are cut in pieces
+  int last;     // pieces of the last tokens
+  Kind kind;    // kind of all pieces
 
   __device__ explicit Tiles(int m) {
-    constexpr int HALF_TIME = 58, QUARTER_TIME = 38;  // of 100 of a whole tile, estimated
+    constexpr int HALF_TIME = 58, QUARTER_TIME = 38;  // estimated times of pieces, in percent of a whole tile's
     const int clusters = gridDim.x / CLUSTER, rest = m % CLUSTER_M;
     const bool low = 0 < rest && rest <= CLUSTER_M / 2;
     heights = (m + CLUSTER_M - 1) / CLUSTER_M - low;
     whole = heights * COLUMNS, cut = 0, last = low ? COLUMNS : 0, kind = HALF;
     const int left = whole % clusters, halves = 2 * left + last;
-    const int idle = left > 0 ? clusters - left : 0;  // clusters of the last round of whole tiles that have none
+    const int idle = left > 0 ? clusters - left : 0;  // clusters without a tile in the last round of whole tiles
     const int uncut = (left > 0 ? 100 : 0) + HALF_TIME * rounds(max(0, last - idle), clusters);
     const int in_halves = HALF_TIME * rounds(halves, clusters);
     const int in_quarters = PARTS == 1 ? QUARTER_TIME * rounds(2 * halves, clusters) : uncut;
@@ -68,7 +80,7 @@ struct Tiles {
     if (in_quarters < in_halves) kind = QUARTER, last *= 2;
   }
 
-  __device__ int pieces() const { return kind == QUARTER ? 4 : 2; }  // of a whole tile
+  __device__ int pieces() const { return kind == QUARTER ? 4 : 2; }  // per whole tile
   __device__ int count() const { return whole + cut * pieces() + last; }
 
   // This block's tile of those of its cluster.
@@ -95,9 +107,9 @@ struct Tiles {
   __device__ static int rounds(int tiles, int clusters) { return (tiles + clusters - 1) / clusters; }
 
   __device__ Tile place(int i) const {
-    const int group = i / (GROUP * COLUMNS), inside = i % (GROUP * COLUMNS);
-    const int height = min(GROUP, heights - group * GROUP);
-    return {(group * GROUP + inside % height) * CLUSTER_M, inside / height * CLUSTER_N, WHOLE};
+    const int group = i / (GROUP_SIZE_M * COLUMNS), inside = i % (GROUP_SIZE_M * COLUMNS);
+    const int height = min(GROUP_SIZE_M, heights - group * GROUP_SIZE_M);
+    return {(group * GROUP_SIZE_M + inside % height) * CLUSTER_M, inside / height * CLUSTER_N, WHOLE};
   }
 };
 
@@ -186,7 +198,7 @@ struct Square {
     return place(row(half), eight) + thread() % 4 * 4;
   }
 
-  static constexpr int EIGHTS = W_BOX / 8, PIECES = (X_BOX * EIGHTS + WARPGROUP - 1) / WARPGROUP;  // of a thread
+  static constexpr int EIGHTS = W_BOX / 8, PIECES = (X_BOX * EIGHTS + WARPGROUP - 1) / WARPGROUP;  // PIECES: per thread
   __device__ static int piece_row(int i) { return (i * WARPGROUP + thread()) / EIGHTS; }
   __device__ static int piece_column(int i) { return (i * WARPGROUP + thread()) % EIGHTS * 8; }
   __device__ unsigned piece(int i) const { return place(piece_row(i), piece_column(i) / 8); }
@@ -270,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) {
-      produce_tiles<STEPS, CLUSTER, EARLY>(
+      produce_tiles<STEPS, CLUSTER, READ_BEFORE_WAIT>(
           ring, tiles, [&](const Ring& at, const Tile& tile, int step) { copy_weights(at, w, tile, step); },
           [&](const Ring& at, const Tile& tile, int step) { copy_tokens(at, x, tile, step); });
     } else {

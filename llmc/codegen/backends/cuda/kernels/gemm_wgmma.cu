@@ -1,30 +1,39 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for Hopper (sm_90a).
+// Matrix product in bf16 with f32 sums, for Hopper (sm_90a), by wgmma and tensor maps:
 //
-// A block computes tiles of TILE_M tokens times TILE_N / PARTS columns of y. One thread of its first warpgroup (the
-// producer) issues bulk copies of tiles of x and w into a ring of STAGES buffers in shared memory; the other warpgroups
-// (consumers) multiply them, each for 64 tokens. The rows of w of all parts lie side by side in a buffer, so that one
-// instruction multiplies them all. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
-// when every consumer warp has finished reading it.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands)
 //
-// SPLIT = 1: the grid is as large as the GPU, and a block computes one tile after another: the producer copies the first
-// steps of the next one while the consumers finish. Otherwise a cluster of SPLIT blocks computes one tile, each a part of
-// its depth, and every block adds up the sums of all for its share of the tokens.
+// Tiles. A block computes tiles of TILE_M tokens and TILE_N / PARTS columns of y. The rows of w of all parts are
+// adjacent in a buffer, so that one instruction multiplies them all. With SPLIT = 1, the grid is as large as the GPU,
+// and a block computes one tile after another. Otherwise a cluster of SPLIT blocks computes one tile: each block
+// multiplies a part of the depth, and adds up the sums of all blocks for its share of the tokens.
 //
-// ALONG_M = 2: blocks of a cluster compute two tiles of the same columns. Each copies half of the rows of w, into the
-// buffers of both. ALONG_N = 2: two tiles of the same tokens, which share x in the same way. So a block may write to a
-// buffer when the consumers of all blocks that it writes to have read it.
+// Pipeline. The first warpgroup is the producer: one of its threads copies boxes of x and w by TMA to a ring of STAGES
+// buffers in shared memory, and begins the next tile while the consumers finish this one. The other warpgroups are
+// consumers: each multiplies 64 tokens. Every buffer has two barriers: `full` completes when its bytes have arrived,
+// `empty` when every consumer warp has read it.
 //
-// Constants: N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
-// STAGES, GROUP (tiles of tokens of a cluster that are processed together, so that they share tiles of w in the L2 cache),
-// SPLIT (1, 2, 4 or 8; it divides the steps), ALONG_M and ALONG_N (1 or 2; a cluster has at most 8 blocks), EARLY
-// (whether w may be read before the previous kernel has completed), OUT (the type of y). The generated text before this
-// file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, and the functions `load_others` and
-// `epilogue`; wgmma_ring.cuh has the ring and the loop of a consumer.
+// Multicast. With ALONG_M = 2, two blocks of a cluster compute tiles of the same columns of y. Each copies half of the
+// rows of w to the buffers of both. With ALONG_N = 2, two blocks compute tiles of the same tokens, and share x in the
+// same way. A block may write to a buffer when the consumers of all blocks that it writes to have read it.
+//
+// Constants:
+//   N, K              multiples of 8
+//   PARTS             1 or 2
+//   TILE_M            64 or 128
+//   TILE_N            a multiple of 16, at most 256
+//   STAGES            buffers of the ring
+//   SPLIT             1, 2, 4 or 8; divides the number of steps
+//   ALONG_M, ALONG_N  1 or 2; a cluster has at most 8 blocks
+//   GROUP_SIZE_M      clusters' tiles along the tokens that are processed together, to share w in the L2 cache
+//   READ_BEFORE_WAIT  whether w may be read before the previous kernel has completed
+//   OUT               type of y
+// The generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded,
+// `load_others` and `epilogue`. wgmma_ring.cuh has the ring and the loop of a consumer.
 
-constexpr int STEPS = (K + TILE_K - 1) / TILE_K / SPLIT;  // of a block and tile
-constexpr int SUMS_STRIDE = TILE_N + 8;        // floats of a token's sums in shared memory
+constexpr int STEPS = (K + TILE_K - 1) / TILE_K / SPLIT;  // steps per block and tile
+constexpr int SUMS_STRIDE = TILE_N + 8;             // floats between the sums of two tokens in shared memory
 constexpr int CLUSTER = SPLIT * ALONG_M * ALONG_N;    // blocks of a cluster
-constexpr int SHARERS = ALONG_M + ALONG_N - 1;        // blocks that write to the buffers of one, itself included
+constexpr int WRITING_BLOCKS = ALONG_M + ALONG_N - 1;  // blocks that write to a block's buffers, itself included
 constexpr int CLUSTER_M = TILE_M * ALONG_M, CLUSTER_N = WIDTH * ALONG_N;  // tokens and columns of a cluster's tiles
 
 // A block's place in its cluster: its part of the depth, and its tile along tokens and columns.
@@ -34,18 +43,18 @@ __device__ inline int n_of(int rank) { return rank / (SPLIT * ALONG_M); }
 __device__ inline int rank_at(int split, int m, int n) { return split + SPLIT * (m + ALONG_M * n); }
 __device__ inline int rank() { return blockIdx.x % CLUSTER; }
 
-// The first token and column of the block's tile, of the cluster's tiles with this number. Tiles cover GROUP times the
-// tokens of a cluster, column by column.
+// Finds the first token and column of this block's tile among the cluster's tiles number `tile`. GROUP_SIZE_M tiles along
+// the tokens are processed together, column by column.
 __device__ inline void find_tile(int tile, int m, int& token, int& column) {
   constexpr int columns = (N + CLUSTER_N - 1) / CLUSTER_N;
   const int rows = (m + CLUSTER_M - 1) / CLUSTER_M;
-  const int group = tile / (GROUP * columns), inside = tile % (GROUP * columns);
-  const int height = min(GROUP, rows - group * GROUP);
-  token = (group * GROUP + inside % height) * CLUSTER_M + m_of(rank()) * TILE_M;
+  const int group = tile / (GROUP_SIZE_M * columns), inside = tile % (GROUP_SIZE_M * columns);
+  const int height = min(GROUP_SIZE_M, rows - group * GROUP_SIZE_M);
+  token = (group * GROUP_SIZE_M + inside % height) * CLUSTER_M + m_of(rank()) * TILE_M;
   column = inside / height * CLUSTER_N + n_of(rank()) * WIDTH;
 }
 
-// The number of tiles of clusters.
+// The number of clusters' tiles.
 __device__ inline int tiles_of(int m) {
   return (m + CLUSTER_M - 1) / CLUSTER_M * ((N + CLUSTER_N - 1) / CLUSTER_N);
 }
@@ -82,7 +91,7 @@ __device__ inline void copy_tokens(const Ring& ring, const TensorMap& x, int tok
 __device__ inline void produce(Ring ring, int m, const TensorMap& x, const TensorMap& w) {
   const int count = tiles_of(m), first = blockIdx.x / CLUSTER, begin = split_of(rank()) * STEPS;
   int early = 0;  // steps whose weights have been requested
-  if (EARLY && first < count) {
+  if (READ_BEFORE_WAIT && first < count) {
     int token, column;
     find_tile(first, m, token, column);
     Ring ahead = ring;
@@ -114,9 +123,9 @@ __device__ inline void wait_for_buffer(const Ring& ring) { barrier_wait(ring.arr
 // Tells the producers that write to a buffer that this warp has read it: a lane for each.
 __device__ inline void release(unsigned empty) {
   const int lane = threadIdx.x % 32, split = split_of(rank()), m = m_of(rank()), n = n_of(rank());
-  if (SHARERS == 1) {
+  if (WRITING_BLOCKS == 1) {
     if (lane == 0) barrier_arrive(empty);
-  } else if (lane < SHARERS) {
+  } else if (lane < WRITING_BLOCKS) {
     const int along_m = ALONG_M == 2 && lane == 1, along_n = lane > 0 && !along_m;
     barrier_arrive_at(empty, rank_at(split, m ^ along_m, n ^ along_n));
   }
@@ -222,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ unsigned long long barriers[2 * STAGES];
   const unsigned buffers = (shared_address(memory) + 1023) & ~1023u;  // a swizzled box begins at a multiple of 1024
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  init_ring(full, empty, STAGES, SHARERS * CONSUMERS * WARPGROUP / 32);
-  if (SHARERS > 1) cluster_wait();  // the other blocks' barriers are initialized
+  init_ring(full, empty, STAGES, WRITING_BLOCKS * CONSUMERS * WARPGROUP / 32);
+  if (WRITING_BLOCKS > 1) cluster_wait();  // the other blocks' barriers are initialized
 
   const Ring ring(buffers, full, empty);
   const int warpgroup = threadIdx.x / WARPGROUP;

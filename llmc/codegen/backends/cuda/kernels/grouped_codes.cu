@@ -1,48 +1,69 @@
-// The products of the experts of a mixture over weights of 4 bits, for Hopper (sm_90a): y[r, N] = epilogue(x[source(r), K]
-// @ w[e, p, N, K].T) for the rows r of every expert e, in the order of the experts, in bf16 with f32 sums.
-// w = (code - zero) * scale has codes in the order of the op pack_fragments, and a scale for each GROUP columns of a row.
-// Of two parts, eight rows of the first and the same eight rows of the second follow each other.
+// Products of the experts of a mixture with weights in 4-bit codes, in bf16 with f32 sums, for Hopper (sm_90a):
 //
-// A block computes tiles of TALL times 64 rows of w and at most TILE_M rows of x. The grid has as many blocks as the GPU
-// holds at once, and a block finds its tiles from the starts of the experts' rows: an expert without rows has none. The
-// tiles of an expert follow each other, so that its weights are read from memory once. The first warpgroup (the producer)
-// copies codes, scales and zero points by bulk copies, and the rows of x, which need not be neighbours, by copies of 16
-// bytes each into a ring of STAGES buffers in shared memory. Every other warpgroup (a consumer) converts BLOCKS blocks of
-// 64 rows of w in registers, from which wgmma takes its left factor, and multiplies them by the rows of x: the sums are
-// transposed. The number of columns of the instruction is the smallest multiple of NARROWEST that is sufficient. For few
-// rows of x, the sums of a group are multiplied by its scale, otherwise the codes are, in bf16. Two barriers guard each
-// buffer: `full` completes when its bytes have arrived, `empty` when every consumer warp has finished reading it.
+//   y[r, N] = epilogue(x[source(r), K] @ w[e, p, N, K].T) for the rows r of every expert e, sorted by expert,
+//   with w = (code - zero) * scale
 //
-// Constants: EXPERTS, N, K (multiples of 64; of two parts, N is one of 32), PARTS (1 or 2), GROUP, ZERO_POINT (of all
-// groups, or -1: `zeros` has one for each), E2M1 (whether codes are floats), TILE_M (8, or a multiple of NARROWEST, at most
-// 256), NARROWEST, CONSUMERS, BLOCKS, RESIDENT (blocks of threads of a multiprocessor), STAGES, STAGE_BYTES,
-// OVERLAP (whether a warpgroup converts
-// while it multiplies, in tiles of TILE_M rows: NVCC 13.0 has registers for one such loop), GIVEN and TAKEN (registers of a thread of the producer and of a consumer; 0: all have the same), READ_BEFORE_WAIT
-// (whether the previous kernel wrote neither `starts` nor w), SHARING (tiles of rows of x that are processed together, so
-// that they share tiles of w in the L2 cache), CHOICES (row r is that of token order[r] / CHOICES; 0 if it is row r of x),
-// SCATTER (whether row r is written to row order[r] of y), and the types SCALE (bf16 or f16) and OUT. The generated text
-// before this file defines `multiply` for every number of columns, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, ZEROS and the
-// functions `row_factor`, `load_bias` and `epilogue`; expert_rows.cuh has the rows of the
-// experts, transposed_sums.cuh what concerns the sums.
+// Codes are in the order of the op pack_fragments. GROUP columns of a row of w share a scale. If there are two parts,
+// eight rows of the first alternate with the same eight rows of the second.
+//
+// Tiles. The grid has as many blocks as the GPU holds at once. A block computes tiles of TILE_BLOCKS blocks of 64 rows
+// of w and at most TILE_M rows of x, which it finds from the starts of the experts' rows; an expert without rows has no
+// tiles. The tiles of an expert follow each other, so that its weights are read from memory once.
+//
+// Pipeline. The first warpgroup is the producer. It copies codes, scales and zero points by bulk copies to a ring of
+// STAGES buffers in shared memory, and the rows of x, which need not be adjacent, by copies of 16 bytes. Every other
+// warpgroup is a consumer: it converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left
+// factor, and multiplies them by the rows of x. The sums are therefore transposed, and rows of x are the columns of the
+// instruction, whose number is the smallest sufficient multiple of NARROWEST. Scales multiply the sums of a group if
+// there are few rows of x, and otherwise the codes, in bf16. Every buffer has two barriers: `full` completes when its
+// bytes have arrived, `empty` when every consumer warp has read it.
+//
+// Constants:
+//   WARPGROUP, BLOCK     128 threads; 64 rows and columns of a block of codes
+//   THREADS, RESIDENT    threads of a block; blocks of a multiprocessor
+//   EXPERTS              number of experts
+//   N, K                 multiples of 64; with two parts, N is a multiple of 32
+//   PARTS                1 or 2
+//   GROUP                columns that share a scale
+//   ZERO_POINT           the zero point of all groups, or -1 if `zeros` has one for each
+//   E2M1                 whether codes are floats (e2m1)
+//   TILE_M, NARROWEST    TILE_M is 8, or a multiple of NARROWEST, at most 256
+//   CONSUMERS, BLOCKS    consumer warpgroups; blocks of 64 rows of w of each
+//   CHUNKS, STEP         blocks of 64 columns of a buffer; its columns
+//   STAGES, STAGE_BYTES  number and size of the buffers
+//   OVERLAP              whether a warpgroup converts while it multiplies, in tiles of TILE_M rows. NVCC 13.0 has enough
+//                        registers for only one such loop
+//   PRODUCER_REGISTERS, CONSUMER_REGISTERS  registers of a thread; 0 if all threads have the same number
+//   GROUP_SIZE_M         tiles along the rows of x that are processed together, to share w in the L2 cache
+//   CHOICES              if not 0, source(r) = order[r] / CHOICES, the token of a (token, choice) pair; otherwise r
+//   SCATTER              whether row r is written to row order[r] of y
+//   READ_BEFORE_WAIT     whether the previous kernel wrote neither `starts` nor w
+//   SCALE, OUT           types of the scales (bf16 or f16) and of y
+// The generated text before this file defines `multiply` for every number of columns, OTHER_PARAMETERS,
+// OTHER_ARGUMENTS, OTHERS, ZEROS and the functions `row_factor`, `load_bias` and `epilogue`. expert_rows.cuh has the
+// rows of the experts, transposed_sums.cuh functions of the sums.
 
-constexpr int TALL = CONSUMERS * BLOCKS;       // blocks of 64 rows of w of a tile
-constexpr int ROWS = PARTS * N, ROW_BLOCKS = ROWS / BLOCK, ROW_TILES = (ROW_BLOCKS + TALL - 1) / TALL;  // of an expert
+constexpr int TILE_BLOCKS = CONSUMERS * BLOCKS;  // blocks of 64 rows of w per tile
+// Rows of w per expert, and the blocks and tiles that they form.
+constexpr int ROWS = PARTS * N, ROW_BLOCKS = ROWS / BLOCK, ROW_TILES = (ROW_BLOCKS + TILE_BLOCKS - 1) / TILE_BLOCKS;
 constexpr int STEPS = K / STEP;
-constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
-constexpr int UNITS = CHUNKS * BLOCKS;         // products of a block and 64 columns in a step
+constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales per row and step
+constexpr int UNITS = CHUNKS * BLOCKS;  // products per step; each is a block of rows times 64 columns
 
-// A buffer: x [CHUNKS][TILE_M][64] in the 128-byte swizzle, codes [TALL][CHUNKS][2048], scales [TALL][SCALES][64], zero
-// points [TALL][SCALES][64].
+// A buffer: x [CHUNKS][TILE_M][64] in the 128-byte swizzle, codes [TILE_BLOCKS][CHUNKS][2048],
+// scales [TILE_BLOCKS][SCALES][64], zero points [TILE_BLOCKS][SCALES][64].
 constexpr int CODE_BYTES = BLOCK * STEP / 2, SCALE_BYTES = BLOCK * 2;
-constexpr int CODES_AT = TILE_M * STEP * 2, SCALES_AT = CODES_AT + TALL * CODE_BYTES;
-constexpr int ZEROS_AT = SCALES_AT + TALL * SCALES * SCALE_BYTES;
-constexpr int W_BYTES = TALL * (CODE_BYTES + SCALES * (SCALE_BYTES + HAS_ZEROS * BLOCK));
-constexpr int LINES = WARPGROUP / 8;           // rows of 64 columns of x that a warpgroup copies at once
-constexpr int PASSES = (TILE_M + LINES - 1) / LINES;
-constexpr bool BESIDE = TILE_M < LINES;        // it copies both chunks of a row at once
+constexpr int CODES_AT = TILE_M * STEP * 2, SCALES_AT = CODES_AT + TILE_BLOCKS * CODE_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + TILE_BLOCKS * SCALES * SCALE_BYTES;
+constexpr int W_BYTES = TILE_BLOCKS * (CODE_BYTES + SCALES * (SCALE_BYTES + HAS_ZEROS * BLOCK));
+constexpr int ROWS_PER_PASS = WARPGROUP / 8;  // rows of 64 columns of x that a warpgroup copies at once
+constexpr int PASSES = (TILE_M + ROWS_PER_PASS - 1) / ROWS_PER_PASS;
+constexpr bool CHUNKS_AT_ONCE = TILE_M < ROWS_PER_PASS;  // whether a pass copies both chunks of a row
 
 struct Tile {
-  int expert, row, count, block;  // its first row of x, their number, its first block of rows of w
+  int expert;
+  int row, count;  // first row of x, and number of rows
+  int block;       // first block of rows of w
 };
 
 // The weights of all experts.
@@ -54,7 +75,7 @@ struct Stack {
 
 __device__ inline int tiles_of(const Blocks& blocks) { return blocks.ends[EXPERTS - 1] * ROW_TILES; }
 
-// The tiles of an expert have nearly equal numbers of rows of x. SHARING of them are processed together, for one block of
+// The tiles of an expert have nearly equal numbers of rows of x. GROUP_SIZE_M of them are processed together, for one block of
 // rows of w after the other.
 __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
   const int expert = expert_of(blocks, tile / ROW_TILES);
@@ -62,18 +83,18 @@ __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
   const int rows = blocks.starts[expert + 1] - blocks.starts[expert];
   const int each = ((rows + heights - 1) / heights + 7) / 8 * 8;
   const int inside = tile - first * ROW_TILES;
-  const int group = inside / (SHARING * ROW_TILES), place = inside % (SHARING * ROW_TILES);
-  const int together = min(SHARING, heights - group * SHARING);
-  const int begin = (group * SHARING + place % together) * each;
-  return {expert, blocks.starts[expert] + begin, min(each, rows - begin), place / together * TALL};
+  const int group = inside / (GROUP_SIZE_M * ROW_TILES), place = inside % (GROUP_SIZE_M * ROW_TILES);
+  const int together = min(GROUP_SIZE_M, heights - group * GROUP_SIZE_M);
+  const int begin = (group * GROUP_SIZE_M + place % together) * each;
+  return {expert, blocks.starts[expert] + begin, min(each, rows - begin), place / together * TILE_BLOCKS};
 }
 
-// Copies codes, scales and zero points of one step; each of the first TALL threads copies those of a block of rows.
+// Copies codes, scales and zero points of one step; each of the first TILE_BLOCKS threads copies those of a block of rows.
 __device__ inline void copy_weights(const Ring& ring, const Stack& w, const Tile& tile, int step) {
   const int i = threadIdx.x;
-  if (i >= TALL) return;
+  if (i >= TILE_BLOCKS) return;
   if (i == 0) barrier_expect(ring.arrived(), W_BYTES);
-  const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks behind the last one are copies of it
+  const int block = min(tile.block + i, ROW_BLOCKS - 1);  // blocks after the last one are copies of it
   const long long place = (long long)(tile.expert * ROW_BLOCKS + block) * (K / BLOCK) + step * CHUNKS;
   copy_bytes(ring.buffer() + CODES_AT + i * CODE_BYTES, w.codes + place * (BLOCK * BLOCK / 2), CODE_BYTES,
              ring.arrived());
@@ -106,7 +127,7 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
     int from[PASSES];  // the row of x, or -1
 #pragma unroll
     for (int p = 0; p < PASSES; p++) {
-      const int row = BESIDE ? line % TILE_M : p * LINES + line;
+      const int row = CHUNKS_AT_ONCE ? line % TILE_M : p * ROWS_PER_PASS + line;
       from[p] = -1;
       if (row < tile.count && line < CHUNKS * TILE_M)
         from[p] = CHOICES ? order[tile.row + row] / max(CHOICES, 1) : tile.row + row;
@@ -119,13 +140,13 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
         copy_weights(ring, w, tile, step);
       }
       const unsigned to = ring.buffer() + place;
-      const bf16* const columns = x + step * STEP + (BESIDE ? line / TILE_M * BLOCK : 0) + part * 8;
+      const bf16* const columns = x + step * STEP + (CHUNKS_AT_ONCE ? line / TILE_M * BLOCK : 0) + part * 8;
 #pragma unroll
       for (int p = 0; p < PASSES; p++)
         if (from[p] >= 0)
 #pragma unroll
-          for (int c = 0; c < (BESIDE ? 1 : CHUNKS); c++)
-            copy_or_clear(to + (c * TILE_M + p * LINES) * BLOCK * 2, columns + (long long)from[p] * K + c * BLOCK, true);
+          for (int c = 0; c < (CHUNKS_AT_ONCE ? 1 : CHUNKS); c++)
+            copy_or_clear(to + (c * TILE_M + p * ROWS_PER_PASS) * BLOCK * 2, columns + (long long)from[p] * K + c * BLOCK, true);
       arrive_with_copies(ring.arrived());
       ring.advance();
     }
@@ -344,10 +365,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   Ring ring(shared_address(memory) + offset, full, empty);
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == 0) {
-    if constexpr (GIVEN > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GIVEN));
+    if constexpr (PRODUCER_REGISTERS > 0)
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     produce(ring, blocks, x, order, {codes, scales, ZEROS});
   } else {
-    if constexpr (GIVEN > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TAKEN));
+    if constexpr (PRODUCER_REGISTERS > 0)
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     if (READ_BEFORE_WAIT) begin_launch();
     Consumer consumer{ring, memory + offset, warpgroup - 1, {}};
     const int count = tiles_of(blocks);

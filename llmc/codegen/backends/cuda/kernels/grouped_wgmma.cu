@@ -1,38 +1,52 @@
-// The products of the experts of a mixture, for Hopper (sm_90a): y[r, N] = epilogue(x[source(r), K] @ w[e, p, N, K].T) for
-// the rows r of every expert e, in the order of the experts, with f32 sums.
+// Products of the experts of a mixture in bf16 with f32 sums, for Hopper (sm_90a), by wgmma:
 //
-// A block computes tiles of TILE_M rows of one expert times TILE_N / PARTS columns of y. The grid is as large as the GPU,
-// and a block finds its tiles from the starts of the experts' rows: an expert without rows has none. The tiles of an
-// expert follow each other column by column, so that its weights are read from memory once. The first warpgroup (the
-// producer) copies tiles of w by bulk copies, and the rows of x, which need not be neighbours, by copies of 16 bytes each
-// into a ring of STAGES buffers in shared memory; the other warpgroups (consumers) multiply them, each for 64 rows. Two
-// barriers guard each buffer: `full` completes when its bytes have arrived, `empty` when every consumer warp has finished
-// reading it.
+//   y[r, N] = epilogue(x[source(r), K] @ w[e, p, N, K].T) for the rows r of every expert e, sorted by expert
 //
-// Constants: EXPERTS, N and K (multiples of 8), PARTS (1 or 2), TILE_M (64 or 128), TILE_N (a multiple of 16, at most 256),
-// STAGES (at least 3), READ_BEFORE_WAIT (whether the previous kernel wrote neither `starts` nor w), GROUP (tiles of rows
-// that are processed together, so that they share tiles of w in the L2 cache), CHOICES (row r is that of token
-// order[r] / CHOICES; 0 if it is row r of x), SCATTER (whether row r is written to row order[r] of y), OUT (the type of y). The generated text
-// before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and the functions `row_factor`, `add_bias`
-// and `epilogue`; wgmma_ring.cuh has the loop of a consumer, expert_rows.cuh the rows of the experts.
+// Tiles. The grid is as large as the GPU. A block computes tiles of TILE_M rows of one expert and TILE_N / PARTS
+// columns of y, which it finds from the starts of the experts' rows; an expert without rows has no tiles. The tiles of
+// an expert follow each other column by column, so that its weights are read from memory once.
+//
+// Pipeline. The first warpgroup is the producer. It copies tiles of w by TMA to a ring of STAGES buffers in shared
+// memory, and the rows of x, which need not be adjacent, by copies of 16 bytes. The other warpgroups are consumers:
+// each multiplies 64 rows. Every buffer has two barriers: `full` completes when its bytes have arrived, `empty` when
+// every consumer warp has read it.
+//
+// Constants:
+//   EXPERTS           number of experts
+//   N, K              multiples of 8
+//   PARTS             1 or 2
+//   TILE_M            64 or 128
+//   TILE_N            a multiple of 16, at most 256
+//   STAGES            buffers of the ring, at least 3
+//   GROUP_SIZE_M      tiles along the rows that are processed together, to share w in the L2 cache
+//   CHOICES           if not 0, source(r) = order[r] / CHOICES, the token of a (token, choice) pair; otherwise r
+//   SCATTER           whether row r is written to row order[r] of y
+//   READ_BEFORE_WAIT  whether the previous kernel wrote neither `starts` nor w
+//   OUT               type of y
+// The generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS and the functions
+// `row_factor`, `add_bias` and `epilogue`. wgmma_ring.cuh has the loop of a consumer, expert_rows.cuh the experts'
+// rows.
 
 constexpr int STEPS = (K + TILE_K - 1) / TILE_K;
-constexpr int LINES = WARPGROUP / 8, PASSES = TILE_M / LINES;  // rows that a warpgroup copies at once, 16 bytes a thread
+// Rows of x that a warpgroup copies at once, 16 bytes per thread, and how often it does so for a tile.
+constexpr int ROWS_PER_PASS = WARPGROUP / 8, PASSES = TILE_M / ROWS_PER_PASS;
 
 struct Tile {
-  int expert, row, stop, column;  // its first row, the end of the expert's rows, the first column
+  int expert;
+  int row, stop;  // the tile's first row, and the end of the expert's rows
+  int column;     // the first column
 };
 
 __device__ inline int tiles_of(const Blocks& blocks) { return blocks.ends[EXPERTS - 1] * COLUMN_TILES; }
 
-// Tiles of an expert cover GROUP times TILE_M rows, column by column.
+// Finds a tile. GROUP_SIZE_M tiles of an expert along its rows are processed together, column by column.
 __device__ inline Tile find_tile(const Blocks& blocks, int tile) {
   const int low = expert_of(blocks, tile / COLUMN_TILES);
   const int first = low > 0 ? blocks.ends[low - 1] : 0, rows = blocks.ends[low] - first;
   const int inside = tile - first * COLUMN_TILES;
-  const int group = inside / (GROUP * COLUMN_TILES), place = inside % (GROUP * COLUMN_TILES);
-  const int height = min(GROUP, rows - group * GROUP);
-  return {low, blocks.starts[low] + (group * GROUP + place % height) * TILE_M, blocks.starts[low + 1],
+  const int group = inside / (GROUP_SIZE_M * COLUMN_TILES), place = inside % (GROUP_SIZE_M * COLUMN_TILES);
+  const int height = min(GROUP_SIZE_M, rows - group * GROUP_SIZE_M);
+  return {low, blocks.starts[low] + (group * GROUP_SIZE_M + place % height) * TILE_M, blocks.starts[low + 1],
           place / height * WIDTH};
 }
 
@@ -71,7 +85,7 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
     const bf16* from[PASSES];
 #pragma unroll
     for (int p = 0; p < PASSES; p++) {
-      const int row = tile.row + p * LINES + line;
+      const int row = tile.row + p * ROWS_PER_PASS + line;
       from[p] = nullptr;
       if (row < tile.stop) from[p] = x + (long long)(CHOICES ? order[row] / max(CHOICES, 1) : row) * K + chunk * 8;
     }
@@ -88,7 +102,8 @@ __device__ inline void produce(Ring ring, const Blocks& blocks, const bf16* x, c
       const bool inside = k + chunk * 8 < K;
 #pragma unroll
       for (int p = 0; p < PASSES; p++)
-        if (from[p]) copy_or_clear(ring.buffer() + place + p * LINES * TILE_K * 2, from[p] + (inside ? k : 0), inside);
+        if (from[p])
+          copy_or_clear(ring.buffer() + place + p * ROWS_PER_PASS * TILE_K * 2, from[p] + (inside ? k : 0), inside);
       arrive_with_copies(ring.arrived());
       ring.advance();
     }

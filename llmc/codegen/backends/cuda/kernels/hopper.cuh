@@ -51,7 +51,7 @@ __device__ inline void cluster_publish() {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void cluster_wait_arrived() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Stores to the shared memory of a block of the cluster, and counts the bytes at a barrier of that block, behind which
+// Stores to the shared memory of a block of the cluster, and counts the bytes at a barrier of that block, after which
 // they are visible.
 __device__ inline void send_four(unsigned to, float4 v, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
@@ -76,7 +76,7 @@ __device__ inline void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Initializes the barriers of a ring of `stages` buffers, at `full` and, behind those, at `empty`, for all threads of
+// Initializes the barriers of a ring of `stages` buffers, at `full` and, after those, at `empty`, for all threads of
 // the block: one thread arrives at a barrier of `full`, and `readers` at one of `empty`.
 __device__ inline void init_ring(unsigned full, unsigned empty, int stages, int readers) {
   if (threadIdx.x == 0) {

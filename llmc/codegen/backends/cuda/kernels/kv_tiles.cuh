@@ -8,12 +8,12 @@
 
 constexpr int TILE = 16, HEADS = GROUP * KV_HEADS;
 constexpr int COLUMNS = (GROUP + 7) / 8;  // tiles of 8 query heads
-constexpr int STEPS = HEAD_DIM / 16;      // of the products of a tile
-constexpr int STEPS_OF_LOAD = 2 / ITEM;   // whose factors an instruction loads
-constexpr int ROW_BYTES = HEAD_DIM * ITEM < 128 ? HEAD_DIM * ITEM : 128;  // of a stripe of a key
-constexpr int PIECES = ROW_BYTES / 16;                                    // of such a row, which the swizzle moves
+constexpr int STEPS = HEAD_DIM / 16;      // steps of the products of a tile
+constexpr int STEPS_OF_LOAD = 2 / ITEM;   // steps whose factors one instruction loads
+constexpr int ROW_BYTES = HEAD_DIM * ITEM < 128 ? HEAD_DIM * ITEM : 128;  // bytes per row of a stripe of a key
+constexpr int PIECES = ROW_BYTES / 16;  // pieces of 16 bytes per row, which the swizzle permutes
 constexpr int STRIPE_BYTES = TILE * ROW_BYTES;
-constexpr int KEY_BYTES = TILE * HEAD_DIM * ITEM;  // of the keys of a tile; its values follow
+constexpr int KEY_BYTES = TILE * HEAD_DIM * ITEM;  // bytes of a tile's keys; its values follow
 constexpr int SLOT_BYTES = 2 * KEY_BYTES;
 constexpr unsigned ALL = 0xFFFFFFFF;
 
@@ -75,7 +75,7 @@ __device__ inline unsigned piece_address(unsigned tile, int token, int piece) {
 
 // Loads the keys of a tile as left factors of the steps from `step` on: 16 keys by 16 columns.
 __device__ inline void load_keys(unsigned (&a)[STEPS_OF_LOAD][4], unsigned tile, int step, int lane) {
-  unsigned raw[4];  // of the keys g and g + 8, in one piece and in the next one
+  unsigned raw[4];  // words of the keys g and g + 8, in one piece and in the next one
   load_matrices(raw, piece_address(tile, lane % 16, step * ITEM + lane / 16));
 #pragma unroll
   for (int j = 0; j < 4; j++) {
@@ -106,7 +106,7 @@ __device__ inline void load_values(unsigned (&a)[STEPS_OF_LOAD][4], unsigned til
   }
 }
 
-// The queries as right factors: 8 query heads, 16 columns a step. Heads behind the last one are zeros.
+// The queries as right factors: 8 query heads, 16 columns a step. Heads after the last one are zeros.
 struct Queries {
   unsigned of[COLUMNS][STEPS][2];
 
@@ -167,11 +167,11 @@ __device__ inline int row_of(const int* rows, const int* starts, int entries, in
 struct Tiles {
   const TensorMap& map;
   const Span& span;
-  unsigned slots, barriers;  // of this warp
+  unsigned slots, barriers;  // addresses of this warp's slots and barriers
   int warp, lane, head;
-  unsigned long long policy;  // of the L2 cache
+  unsigned long long policy;  // the L2 cache policy
   int count;
-  int page, next_page;  // of the tile number `lane` in the current 32 tiles that are copied, and in the next ones
+  int page, next_page;  // page of tile number `lane` among the 32 tiles being copied, and among the next 32
 
   __device__ int number(int i) const { return span.first + warp + i * WARPS; }
   __device__ int load_page(int i) const { return i < count ? span.pages[number(i) * TILE / PAGE] : 0; }

@@ -1,57 +1,71 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) in bf16 with f32 sums, for many tokens on Hopper
-// (sm_90a). w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each
-// GROUP columns of a row.
+// Product of bf16 tokens and weights in 4-bit codes, with f32 sums, for many tokens on Hopper (sm_90a):
 //
-// The grid is as large as the GPU, and a block computes one tile after another: ROWS columns of y for TOKENS tokens.
-// One thread of its first warpgroup (the producer) issues bulk copies of x, codes, scales and zero points into a ring
-// of STAGES buffers in shared memory, those of the next tile while the current one is written. Every other warpgroup (a
-// consumer) converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left factor, and multiplies
-// them by the tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have
-// arrived, `empty` when the consumers have finished reading it. Sums are written by way of shared memory, STAGED tokens
-// at a time.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands), with w = (code - zero) * scale
 //
-// ALONG_N = 2: the blocks of a cluster compute tiles of the same tokens and neighbouring columns of y. They copy the
-// tokens of every other step, each into the buffers of both, so a block may write to a buffer when the consumers of
-// both have read it.
+// Codes are in the order of the op pack_fragments. GROUP columns of a row of w share a scale.
 //
-// With WIDTH = TOKENS / 2, the last tiles may be halved into tiles of WIDTH tokens, if whole tiles would leave
+// Tiles. The grid is as large as the GPU. A block computes one tile after another, of TOKENS tokens and ROWS columns of
+// y. With WIDTH = TOKENS / 2, the last tiles are halved into tiles of WIDTH tokens if whole tiles would leave
 // multiprocessors idle.
 //
-// Constants: WARPGROUP, BLOCK, N, PARTS, K (a multiple of 128), GROUP, ZERO_POINT (of all groups, or -1: the pointer
-// ZEROS has one for each), TOKENS (a multiple of STAGED, at most 256), WIDTH (TOKENS or half of it; tokens of a copy),
-// ROWS (PARTS * ROWS is 128, 192 or 256), BLOCKS (1, or 2 with 256 rows), CHUNKS (1 or 2, of BLOCK columns that a
-// buffer has), STAGES, STAGED, ALONG_N (1 or 2), SHARING (tiles of tokens that are processed together, so that they
-// share tiles of w in the L2 cache), and the types SCALE (bf16 or f16) and OUT. The generated text before this file
-// defines `multiply` for TOKENS and WIDTH columns, OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded,
-// load_others and epilogue.
+// Pipeline. The first warpgroup is the producer: one of its threads copies x, codes, scales and zero points by TMA to a
+// ring of STAGES buffers in shared memory, and begins the next tile while this one is written. Every other warpgroup is
+// a consumer: it converts BLOCKS blocks of 64 rows of w in registers, from which wgmma takes its left factor, and
+// multiplies them by the tokens. The sums are therefore transposed. They are written through shared memory, STAGED
+// tokens at a time. Every buffer has two barriers: `full` completes when its bytes have arrived, `empty` when the
+// consumers have read it.
+//
+// Multicast. With ALONG_N = 2, the two blocks of a cluster compute tiles of the same tokens and of neighbouring columns
+// of y. The blocks take turns in copying the tokens of a step to the buffers of both, so a block may write to a buffer
+// when the consumers of both blocks have read it.
+//
+// Constants:
+//   WARPGROUP, BLOCK  128 threads; 64 rows and columns of a block of codes
+//   N, PARTS, K       K is a multiple of 128
+//   GROUP             columns that share a scale
+//   ZERO_POINT        the zero point of all groups, or -1 if the pointer ZEROS has one for each
+//   TOKENS            a multiple of STAGED, at most 256
+//   WIDTH             tokens of one copy: TOKENS or half of it
+//   ROWS              PARTS * ROWS is 128, 192 or 256
+//   BLOCKS            1, or 2 with 256 rows
+//   CHUNKS            blocks of 64 columns of a buffer: 1 or 2
+//   STAGES, STAGED    buffers of the ring; tokens that are written at once
+//   ALONG_N           1 or 2
+//   GROUP_SIZE_M      tiles along the tokens that are processed together, to share w in the L2 cache
+//   SCALE, OUT        types of the scales (bf16 or f16) and of y
+// The generated text before this file defines `multiply` for TOKENS and WIDTH columns, OTHER_PARAMETERS, ZEROS,
+// OTHER_ARGUMENTS, OTHERS, Loaded, `load_others` and `epilogue`.
 
-constexpr int TALL = PARTS * ROWS / BLOCK, CONSUMERS = TALL / BLOCKS;  // blocks of 64 rows of w; consumer warpgroups
+constexpr int TILE_BLOCKS = PARTS * ROWS / BLOCK;  // blocks of 64 rows of w per tile
+constexpr int CONSUMERS = TILE_BLOCKS / BLOCKS;    // consumer warpgroups
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP, WRITERS = CONSUMERS * WARPGROUP;
-constexpr int GIVEN = 40, TAKEN = CONSUMERS == 2 ? 232 : 152;  // registers of a producer's and of a consumer's thread
-constexpr int STEP = CHUNKS * BLOCK, STEPS = K / STEP;  // columns of a buffer; buffers of a tile
-constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // of a row in a step
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 152;  // per thread
+constexpr int STEP = CHUNKS * BLOCK, STEPS = K / STEP;  // columns per buffer; buffers per tile
+constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // per row and step
 constexpr int WIDTHS = TOKENS / WIDTH;
-constexpr int COLUMNS = N / ROWS / ALONG_N;      // tiles of a cluster along the columns
+constexpr int COLUMNS = N / ROWS / ALONG_N;  // clusters' tiles along the columns
 
-// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TALL][CHUNKS][BLOCK * BLOCK / 2], scales
-// [TALL][SCALES][BLOCK], zero points [TALL][SCALES][BLOCK].
+// A buffer: x [CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TILE_BLOCKS][CHUNKS][BLOCK * BLOCK / 2], scales
+// [TILE_BLOCKS][SCALES][BLOCK], zero points [TILE_BLOCKS][SCALES][BLOCK].
 constexpr int X_BYTES = TOKENS * STEP * 2, CODE_BYTES = STEP * BLOCK / 2, SCALE_BYTES = BLOCK * 2;
-constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + TALL * CODE_BYTES;
-constexpr int ZEROS_AT = SCALES_AT + TALL * SCALES * SCALE_BYTES;
-constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? TALL * SCALES * BLOCK : 0);
+constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + TILE_BLOCKS * CODE_BYTES;
+constexpr int ZEROS_AT = SCALES_AT + TILE_BLOCKS * SCALES * SCALE_BYTES;
+constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? TILE_BLOCKS * SCALES * BLOCK : 0);
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
 
-// Staged sums: [2][STAGED][SUMS_STRIDE], behind the buffers. A thread writes QUADS groups of four columns of one.
-constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // without bank conflicts
+// Staged sums: [2][STAGED][SUMS_STRIDE], after the buffers. A thread writes QUADS groups of four columns of each.
+constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // padded, to avoid bank conflicts
 constexpr int QUADS = STAGED * ROWS / 4 / WRITERS;
 static_assert(QUADS * WRITERS * 4 == STAGED * ROWS, "the threads have equal numbers of quads");
 
 using Ring = BufferRing<STAGES, STAGE_BYTES>;
 
-// The first token and column of a tile, and its tokens divided by WIDTH.
-struct Tile { int token, column, widths; };
+struct Tile {
+  int token, column;  // the first ones
+  int widths;         // number of tokens, in units of WIDTH
+};
 
-// The tiles of clusters: first the whole ones, of which those of SHARING * TOKENS tokens follow each other column by
+// The tiles of clusters: first the whole ones, of which those of GROUP_SIZE_M * TOKENS tokens follow each other column by
 // column, then halved ones, then those of the last tokens if at most WIDTH are left.
 struct Tiles {
   int heights, whole, halved, last;  // whole tiles along the tokens; tiles of the three kinds
@@ -80,9 +94,9 @@ struct Tiles {
   __device__ static int column(int i) { return (i * ALONG_N + (ALONG_N > 1 ? blockIdx.x % ALONG_N : 0)) * ROWS; }
 
   __device__ Tile place(int i, int token, int widths) const {
-    const int group = i / (SHARING * COLUMNS), inside = i % (SHARING * COLUMNS);
-    const int height = min(SHARING, heights - group * SHARING);
-    return {(group * SHARING + inside % height) * TOKENS + token, column(inside / height), widths};
+    const int group = i / (GROUP_SIZE_M * COLUMNS), inside = i % (GROUP_SIZE_M * COLUMNS);
+    const int height = min(GROUP_SIZE_M, heights - group * GROUP_SIZE_M);
+    return {(group * GROUP_SIZE_M + inside % height) * TOKENS + token, column(inside / height), widths};
   }
 };
 
@@ -97,9 +111,9 @@ struct Codes {
 __device__ inline void copy_weights(const Ring& ring, const Codes& w, const Tile& tile, int step) {
   barrier_expect(ring.arrived(), USED_BYTES - (WIDTHS - tile.widths) * WIDTH * STEP * 2);
 #pragma unroll
-  for (int b = 0; b < TALL; b++) {
+  for (int b = 0; b < TILE_BLOCKS; b++) {
     const int row = b / (ROWS / BLOCK) * N + tile.column + b % (ROWS / BLOCK) * BLOCK;
-    const long long block = (long long)(row / BLOCK) * STEPS + step;  // of CHUNKS
+    const long long block = (long long)(row / BLOCK) * STEPS + step;  // a block of rows and CHUNKS blocks of columns
     copy_bytes(ring.buffer() + CODES_AT + b * CODE_BYTES, w.codes + block * CODE_BYTES, CODE_BYTES, ring.arrived());
 #pragma unroll
     for (int s = 0; s < SCALES; s++) {
@@ -155,7 +169,7 @@ __device__ inline void add_steps(float (&sums)[BLOCKS][W * WIDTH / 2], Ring& rin
   clear(sums);
 #pragma unroll 1
   for (int i = 0; i < STEPS * CHUNKS; i += 2) {
-    Ring at[2] = {ring, ring};  // of both chunks
+    Ring at[2] = {ring, ring};  // the positions of both chunks
     if (CHUNKS == 1) at[1].advance();
     // Before both: NVCC would wait for all products if a branch were between them.
     barrier_wait(at[0].arrived(), at[0].parity);
@@ -257,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Tiles tiles(m);
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GIVEN));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (threadIdx.x == 0) {
       const Codes w = {codes, scales, ZEROS};
       produce_tiles<STEPS, ALONG_N, true>(
@@ -268,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TAKEN));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     begin_launch();
     const Constants constants;
     const int count = tiles.count();

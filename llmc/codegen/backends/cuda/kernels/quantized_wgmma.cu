@@ -1,49 +1,62 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) in bf16 with f32 sums, for Hopper (sm_90a).
-// w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
-// of a row. For up to 32 tokens the sums of a group are multiplied by it, otherwise the codes by the scale in bf16.
+// Product of bf16 tokens and weights in 4-bit codes, with f32 sums, for Hopper (sm_90a):
 //
-// A block of threads computes ROWS columns of y for TOKENS tokens. Its last warp (the producer) issues bulk copies of x,
-// codes, scales and zero points into a ring of STAGES buffers in shared memory. Every other warpgroup (a consumer)
-// converts 64 rows of one part of w in registers, from which wgmma takes its left factor, and multiplies them by the
-// tokens: the sums are transposed. Two barriers guard each buffer: `full` completes when its bytes have arrived, `empty`
-// when every consumer warp has finished reading it.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands), with w = (code - zero) * scale
 //
-// SLICES warpgroups have different columns of w for the same rows. SPLIT blocks of a cluster compute the same tile over
-// different columns of w. Each writes its sums to shared memory, and adds up those of all blocks for its share of tokens.
+// Codes are in the order of the op pack_fragments. GROUP columns of a row of w share a scale, which multiplies the sums
+// of the group if there are at most 32 tokens, and otherwise the codes, in bf16.
 //
-// With ROUND, that many blocks run at once. If the tiles that are left after whole rounds are at most half a round, they
-// are halved: a block computes 128 of their 256 tokens, and the last round takes half as long.
+// Tiles. A block computes TOKENS tokens and ROWS columns of y. SLICES warpgroups multiply different columns of w for
+// the same rows. The SPLIT blocks of a cluster compute the same tile over different columns of w: each writes its sums
+// to shared memory, and adds up the sums of all blocks for its share of the tokens. If ROUND is not 0, so many blocks
+// run at once. If the tiles that are left after whole rounds are at most half a round, they are halved: a block
+// computes 128 of their 256 tokens, and the last round takes half as long.
 //
-// Constants: WARPGROUP, BLOCK, N, PARTS, K (multiples of 64), GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
-// TOKENS (8, 16, 32, 64, 128 or 256), ROWS (64, 128 or 192), STAGES, SLICES and SPLIT (whose product divides the steps),
-// ROUND (0, or with 256 tokens and one block of a cluster the blocks that run at once), TRIGGER_AFTER_LOADS (allow the
-// next kernel to begin when the last products are done, not at once), and the types SCALE (bf16 or f16) and OUT. The
-// generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, load_others, epilogue.
+// Pipeline. The last warp (for more than 128 tokens and several consumers, the last warpgroup) is the producer: one of
+// its threads copies x, codes, scales and zero points by bulk copies to a ring of STAGES buffers in shared memory.
+// Every other warpgroup is a consumer: it converts 64 rows of one part of w in registers, from which wgmma takes its
+// left factor, and multiplies them by the tokens. The sums are therefore transposed. Every buffer has two barriers:
+// `full` completes when its bytes have arrived, `empty` when every consumer warp has read it.
+//
+// Constants:
+//   WARPGROUP, BLOCK     128 threads; 64 rows and columns of a block of codes
+//   N, K, PARTS          N and K are multiples of 64
+//   GROUP                columns that share a scale
+//   ZERO_POINT           the zero point of all groups, or -1 if the pointer ZEROS has one for each
+//   TOKENS               8, 16, 32, 64, 128 or 256
+//   ROWS                 64, 128 or 192
+//   STAGES               buffers of the ring
+//   SLICES, SPLIT        their product divides the number of steps
+//   ROUND                0, or, if TOKENS = 256 and SPLIT = 1, the number of blocks that run at once
+//   TRIGGER_AFTER_LOADS  whether the next kernel may begin only when the last products are done
+//   SCALE, OUT           types of the scales (bf16 or f16) and of y
+// The generated text before this file defines OTHER_PARAMETERS, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others`
+// and `epilogue`.
 
-constexpr int TALL = PARTS * ROWS / BLOCK;          // blocks of 64 rows
-constexpr int CONSUMERS = TALL * SLICES;            // consumer warpgroups
+constexpr int TILE_BLOCKS = PARTS * ROWS / BLOCK;   // blocks of 64 rows of w per tile
+constexpr int CONSUMERS = TILE_BLOCKS * SLICES;     // consumer warpgroups
 // The producer is a whole warpgroup, which gives its registers to the consumers.
 constexpr bool GIVES_REGISTERS = TOKENS > 128 && CONSUMERS > 1;
 constexpr int THREADS = CONSUMERS * WARPGROUP + (GIVES_REGISTERS ? WARPGROUP : 32);
-constexpr int CHUNKS = K % (2 * BLOCK) == 0 ? 2 : 1, STEP = CHUNKS * BLOCK;  // columns of a step
-constexpr int STEPS = K / STEP / SLICES / SPLIT;    // of a block
-constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales of a row in a step
-constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, WIDTHS = TOKENS / WIDTH;  // tokens of an instruction
+constexpr int CHUNKS = K % (2 * BLOCK) == 0 ? 2 : 1, STEP = CHUNKS * BLOCK;  // STEP: columns per step
+constexpr int STEPS = K / STEP / SLICES / SPLIT;    // steps per block
+constexpr int SCALES = STEP > GROUP ? STEP / GROUP : 1;  // scales per row and step
+constexpr int WIDTH = TOKENS < 128 ? TOKENS : 128, WIDTHS = TOKENS / WIDTH;  // WIDTH: tokens per instruction
 // The scales multiply the sums of a step if that is less work, otherwise the factors.
 constexpr bool SCALE_SUMS = TOKENS <= 32 && SCALES == 1;
 
-// A buffer: x [SLICES][CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle, codes [TALL][SLICES][CHUNKS][BLOCK * BLOCK / 2],
-// scales [TALL][SLICES][SCALES][BLOCK], zero points [TALL][SLICES][SCALES][BLOCK].
+// A buffer: x [SLICES][CHUNKS][TOKENS][BLOCK] in the 128-byte swizzle,
+// codes [TILE_BLOCKS][SLICES][CHUNKS][BLOCK * BLOCK / 2], scales [TILE_BLOCKS][SLICES][SCALES][BLOCK],
+// zero points [TILE_BLOCKS][SLICES][SCALES][BLOCK].
 constexpr int X_BYTES = SLICES * TOKENS * STEP * 2, CODE_BYTES = BLOCK * STEP / 2, SCALE_BYTES = BLOCK * 2;
 constexpr int CODES_AT = X_BYTES, SCALES_AT = CODES_AT + CONSUMERS * CODE_BYTES;
 constexpr int ZEROS_AT = SCALES_AT + CONSUMERS * SCALES * SCALE_BYTES;
 constexpr int USED_BYTES = ZEROS_AT + (HAS_ZEROS ? CONSUMERS * SCALES * BLOCK : 0);
 constexpr int STAGE_BYTES = (USED_BYTES + 1023) / 1024 * 1024;
-constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // floats of a token's sums in shared memory; no bank conflicts
+constexpr int SUMS_STRIDE = PARTS * ROWS + 4;  // floats per token, padded to avoid bank conflicts
 constexpr int WRITERS = CONSUMERS * WARPGROUP, SHARE = TOKENS / SPLIT;  // threads and tokens of a block that write y
 constexpr int QUADS = (SHARE * ROWS / 4 + WRITERS - 1) / WRITERS;  // groups of four columns of y that a thread writes
 constexpr int BATCH = QUADS < 8 ? QUADS : 8;  // quads whose other operands are loaded together
-constexpr bool EARLY = TOKENS <= 32;          // the first of them are loaded before the products
+constexpr bool EARLY_OPERANDS = TOKENS <= 32;   // whether the first batch is loaded before the products
 
 // The inputs of a tile of y.
 struct Problem {
@@ -51,8 +64,8 @@ struct Problem {
   const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048]
   const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
-  int token, column;            // the first of the tile
-  int tokens;                   // of this block: TOKENS, or half of them
+  int token, column;            // the first ones of the tile
+  int tokens;                   // number of tokens of this block: TOKENS or half of them
   int begin;                    // the first step of this block
   unsigned buffers, full, empty;  // addresses in shared memory
 };
@@ -64,7 +77,7 @@ __device__ inline int weight_row(const Problem& p, int i) {
 
 __device__ inline void copy_weights(const Problem& p, int step, int stage) {
   const unsigned buffer = p.buffers + stage * STAGE_BYTES, barrier = p.full + 8 * stage;
-  for (int b = 0; b < TALL; b++) {
+  for (int b = 0; b < TILE_BLOCKS; b++) {
     const int row = weight_row(p, b);
     const long long block = (long long)(row / BLOCK) * (K / BLOCK) + step * (SLICES * CHUNKS);
     copy_bytes(buffer + CODES_AT + b * SLICES * CODE_BYTES, p.codes + block * (BLOCK * BLOCK / 2), SLICES * CODE_BYTES,
@@ -327,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncwarp();
   } else {
     if (GIVES_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    if (EARLY) {
+    if (EARLY_OPERANDS) {
       wait_for_previous();
       load_batch(loaded, p, rank, 0, m OTHERS);
     }
@@ -339,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } else {
       c.add_steps<1>();
     }
-    if (!EARLY) {  // the other operands are written, and the memory of the result is not read any more
+    if (!EARLY_OPERANDS) {  // the other operands are written, and the memory of the result is not read any more
       wait_for_previous();
       load_batch(loaded, p, rank, 0, m OTHERS);
     }

@@ -1,17 +1,20 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) as skinny_gemm.cu computes it, for fewer tokens M and
-// in integers, which take half as many instructions. x, with NORMED times the gain, becomes codes of 16 bits with a scale
-// for each ENTRY columns of a token, which is more exact than its own rounding to bf16. Both bytes of a code are tokens of
-// their own in mma.m16n8k32 of i8; 256 times the sum of the upper ones is added to that of the lower ones.
+// The product of skinny_gemm.cu for fewer tokens, computed in integers by mma.m16n8k32 of i8, which takes half as many
+// instructions.
 //
-// A warp keeps x in registers, COLUMNS columns of TOKENS tokens, and multiplies it by its columns of one strip of 16 rows
-// of w after the other. It copies the codes, scales and zero points of the next DEPTH strips to shared memory meanwhile.
-// The WARPS warps of a block, and the SPLIT blocks of a cluster, have different columns; strip_sums.cuh adds their sums.
-// Clusters process the strips in turn.
+// x (times the gain, with NORMED) becomes 16-bit codes with a scale for each ENTRY columns of a token, which is more
+// exact than the rounding of x to bf16. The upper and the lower bytes of the codes are multiplied as two separate
+// tokens; 256 times the sum of the upper ones is added to the sum of the lower ones.
 //
-// Constants: those of skinny_gemm.cu, with TOKENS 4 (or a multiple, which is slower than bf16) and GROUP a multiple of 32.
+// A warp keeps COLUMNS columns of TOKENS tokens of x in registers, and multiplies them by its columns of one strip of
+// 16 rows of w after another. Meanwhile, it copies the codes, scales and zero points of the next DEPTH strips to shared
+// memory. The WARPS warps of a block and the SPLIT blocks of a cluster have different columns; strip_sums.cuh adds
+// their sums. Clusters take turns in processing the strips.
+//
+// Constants: those of skinny_gemm.cu, with TOKENS = 4 (or a multiple, which is slower than bf16) and GROUP a multiple
+// of 32.
 
-constexpr int TILES = TOKENS / 4;  // of 4 tokens, for one instruction each; sums are [TILES][STRIP][4]
-constexpr int ENTRY = GROUP < COLUMNS ? GROUP : COLUMNS < 256 ? COLUMNS : 256;  // columns of a scale of x
+constexpr int TILES = TOKENS / 4;  // tiles of 4 tokens, one instruction each; sums are [TILES][STRIP][4]
+constexpr int ENTRY = GROUP < COLUMNS ? GROUP : COLUMNS < 256 ? COLUMNS : 256;  // columns of x that share a scale
 constexpr int X_ENTRIES = COLUMNS / ENTRY;
 static_assert(ENTRY <= 256, "a sum of an entry is below 2^27, and a warp has an entry at once");
 // Shared memory has the scales and sums of x [WARPS][X_ENTRIES][TOKENS][2] at X_SUMS_AT.
@@ -221,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   Tokens tokens;
   tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * SUMS)), squares + warp * TOKENS, x_sums);
   __syncthreads();  // the sums overwrite the tokens of other warps, which must have been read
-  add_squares(squares);  // read behind the barriers of the rounds
+  add_squares(squares);  // read after the barriers of the rounds
 
   multiply_units<Sums, UNITS, DEPTH, WARPS, SUMS>(
       shared, totals, written,

@@ -1,24 +1,37 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for few tokens M. With NORMED, x is
-// rms_norm(x, gain): x times the gain is multiplied, and the sums are divided by the root of the mean square at the end.
-// w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
-// of a row. Weights are read once; x stays in registers.
+// Product of few bf16 tokens and weights in 4-bit codes, with f32 sums, by mma.m16n8k16. Weights are read once, and x
+// stays in registers:
 //
-// A warp keeps x in registers, COLUMNS columns of TOKENS tokens, and multiplies it by its columns of one strip of 16 rows
-// of w after the other (mma.m16n8k16). It copies the codes, scales and zero points of the next DEPTH strips to shared
-// memory meanwhile. The WARPS warps of a block, and the SPLIT blocks of a cluster, have different columns; strip_sums.cuh
-// adds their sums. Clusters process the strips in turn.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands), with w = (code - zero) * scale
 //
-// A code c is multiplied as 128 + c in the upper 8 rows of a strip, and as 8 + c / 2 in the lower ones, which takes the
-// fewest instructions. The same of the zero point, times the sum of x over the columns of the group, is subtracted from
-// the sums, and those of the lower rows are doubled.
+// Codes are in the order of the op pack_fragments. GROUP columns of a row of w share a scale. With NORMED, x is
+// rms_norm(x, gain): x * gain is multiplied, and the sums are divided by the root of the mean square at the end.
 //
-// Constants: N, PARTS, K, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each), TOKENS (8 or 16),
-// WARPS, CHUNKS (blocks of 64 columns of a warp), SPLIT, CLUSTERS, DEPTH, RESIDENT (blocks that a multiprocessor has
-// registers for), NORMED and EPS (of the norm), and the types SCALE (bf16 or f16) and OUT. N and K are multiples of 64;
-// GROUP divides COLUMNS or is a multiple of it. The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS,
-// OTHERS and the function `epilogue`.
+// A warp keeps COLUMNS columns of TOKENS tokens of x in registers, and multiplies them by its columns of one strip of
+// 16 rows of w after another. Meanwhile, it copies the codes, scales and zero points of the next DEPTH strips to shared
+// memory. The WARPS warps of a block and the SPLIT blocks of a cluster have different columns; strip_sums.cuh adds
+// their sums. Clusters take turns in processing the strips.
+//
+// Arithmetic. Code c becomes the factor 128 + c in the upper 8 rows of a strip, and 8 + c / 2 in the lower ones, which
+// takes the fewest instructions. The zero point, converted in the same way and multiplied by the sum of x over the
+// columns of the group, is subtracted from the sums; the sums of the lower rows are then doubled.
+//
+// Constants:
+//   N, K          multiples of 64
+//   PARTS         parts of w
+//   GROUP         columns that share a scale; divides COLUMNS or is a multiple of it
+//   ZERO_POINT    the zero point of all groups, or -1 if the pointer ZEROS has one for each
+//   TOKENS        8 or 16
+//   WARPS         warps of a block
+//   CHUNKS        blocks of 64 columns of a warp
+//   SPLIT         blocks of a cluster
+//   CLUSTERS      number of clusters
+//   DEPTH         strips that are copied ahead
+//   RESIDENT      blocks for which a multiprocessor has registers
+//   NORMED, EPS   whether x is normed; epsilon of the norm
+//   SCALE, OUT    types of the scales (bf16 or f16) and of y
+// The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHERS and the function `epilogue`.
 
-constexpr int TILES = TOKENS / 8;  // of 8 tokens, for one instruction each; sums are [TILES][STRIP][8]
+constexpr int TILES = TOKENS / 8;  // tiles of 8 tokens, one instruction each; sums are [TILES][STRIP][8]
 // Shared memory has the sums of x [WARPS][ENTRIES][TOKENS] at X_SUMS_AT.
 constexpr int SLOTS_AT = X_SUMS_AT + WARPS * ENTRIES * TOKENS, BARRIERS_AT = SLOTS_AT + WARPS * DEPTH * SLOT_BYTES / 4;
 
@@ -41,7 +54,7 @@ __device__ inline float sum_squares(unsigned pair) {
   return low * low + high * high;
 }
 
-constexpr int LOADS = TOKENS / 4;  // of 16 bytes of tokens, for a thread and a block of columns
+constexpr int LOADS = TOKENS / 4;  // loads of 16 bytes of x per thread and block of columns
 
 // Multiplies the tokens of a warp by the gain, and adds their squares at this warp's columns: squares [TOKENS].
 __device__ inline void norm_tokens(uint4 (&raw)[CHUNKS][LOADS], const Gains& gains, float* squares, int lane) {
@@ -105,7 +118,7 @@ __device__ constexpr bool last_of_group(int step) {
 // Adds up the columns of each group of the tokens: to [ENTRIES][TOKENS].
 __device__ inline void sum_tokens(float* to, const Tokens& x, int lane) {
   const unsigned one = 0x3F803F80, ones[4] = {one, one, one, one};
-  float sums[2][TILES][4];  // of even and odd steps
+  float sums[2][TILES][4];  // sums of even and of odd steps
 #pragma unroll
   for (int step = 0; step < COLUMNS / 16; step++)
 #pragma unroll
@@ -197,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   tokens.load(p, gains, (unsigned char*)(shared + warp * (2 * SUMS)), squares + warp * TOKENS);
   sum_tokens(x_sums, tokens, lane);
   __syncthreads();  // the sums overwrite the tokens of other warps, which must have been read
-  add_squares(squares);  // read behind the barriers of the rounds
+  add_squares(squares);  // read after the barriers of the rounds
 
   multiply_units<Sums, UNITS, DEPTH, WARPS, SUMS>(
       shared, totals, written,

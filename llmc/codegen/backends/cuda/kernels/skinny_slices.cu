@@ -1,41 +1,58 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) with f32 sums, for few tokens M. With NORMED, x is
-// rms_norm(x, gain): x times the gain is multiplied, and the sums are divided by the root of the mean square at the end.
-// w = (code - zero) * scale has codes of 4 bits in the order of the op pack_fragments, and a scale for each GROUP columns
-// of a row.
+// Product of few bf16 tokens and weights in 4-bit codes, with f32 sums, by mma.m16n8k16:
 //
-// A block computes ROWS columns of y for TOKENS tokens. Its warps form GROUPS groups of rows and SLICES slices of columns:
-// a warp multiplies STRIPS strips of 16 rows of w by every SLICES-th step of columns (mma.m16n8k16, w is the left factor),
-// and keeps all sums in registers until the end. It copies the codes, scales, zero points and the gain of the next STAGES
-// steps into a ring of its own, so that warps do not wait for each other. x arrives in boxes of 64 columns by TMA; the
-// warps of a slice share them. A slice has memory for TOKEN_STEPS steps of x, which are reused if GROUPS is 1.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands), with w = (code - zero) * scale
 //
-// SPLIT blocks of a cluster compute the same tile over different columns of w. Each sends its sums of other blocks' tokens
-// to their shared memory, and each writes its share of the tokens.
+// Codes are in the order of the op pack_fragments. GROUP columns of a row of w share a scale. With NORMED, x is
+// rms_norm(x, gain): x * gain is multiplied, and the sums are divided by the root of the mean square at the end.
 //
-// A code c is multiplied as 128 + c in the upper 8 rows of a strip, and as 8 + c / 2 in the lower ones, which takes the
-// fewest instructions. The same of the zero point is subtracted: of the code, or if several warps share x, times the sum
-// of x over the columns of the group, of the sums. These warps norm x and add up its groups together, before the products.
+// Tiles. A block computes TOKENS tokens and ROWS columns of y. Its warps form a grid of GROUPS groups of rows times
+// SLICES slices of columns. A warp multiplies STRIPS strips of 16 rows of w (the left factor) by every SLICES-th step
+// of columns, and keeps all sums in registers until the end. The SPLIT blocks of a cluster compute the same tile over
+// different columns of w: each sends its sums of the other blocks' tokens to their shared memory, and writes its share
+// of the tokens.
 //
-// Constants: N and K (multiples of 64), PARTS, GROUP, ZERO_POINT (of all groups, or -1: the pointer ZEROS has one for each),
-// TOKENS (8 or 16), STRIPS (a multiple of PARTS), GROUPS, SLICES, SPLIT, CHUNKS (blocks of 64 columns of a step; GROUP
-// divides a step or is a multiple of it), STAGES, TOKEN_STEPS, NORMED and EPS (of the norm), SHARED (bytes of shared
-// memory), RESIDENT (blocks of a multiprocessor), and the types SCALE (bf16 or f16) and OUT. The generated text before
-// this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others` and `epilogue`.
+// Pipeline. A warp copies the codes, scales, zero points and gain of the next STAGES steps to a ring of its own, so
+// that warps do not wait for each other. x arrives by TMA in boxes of 64 columns, which the warps of a slice share. A
+// slice has memory for TOKEN_STEPS steps of x, which is reused only if GROUPS is 1.
+//
+// Arithmetic. Code c becomes the factor 128 + c in the upper 8 rows of a strip, and 8 + c / 2 in the lower ones, which
+// takes the fewest instructions. The zero point is converted in the same way, and subtracted from the factor. If
+// several warps share x (PREPARED), it is subtracted from the sums instead, times the sum of x over the columns of the
+// group; these warps norm x and compute its sums together, before the products.
+//
+// Constants:
+//   N, K          multiples of 64
+//   PARTS         parts of w
+//   GROUP         columns that share a scale; divides a step or is a multiple of it
+//   ZERO_POINT    the zero point of all groups, or -1 if the pointer ZEROS has one for each
+//   TOKENS        8 or 16
+//   STRIPS        strips of a warp, a multiple of PARTS
+//   GROUPS, SLICES, SPLIT  see above
+//   CHUNKS        blocks of 64 columns of a step
+//   STAGES        steps of a warp's ring
+//   TOKEN_STEPS   steps of x for which a slice has memory
+//   NORMED, EPS   whether x is normed; epsilon of the norm
+//   SHARED        bytes of shared memory
+//   RESIDENT      blocks of a multiprocessor
+//   SCALE, OUT    types of the scales (bf16 or f16) and of y
+// The generated text before this file defines OTHER_PARAMETERS, GAIN, ZEROS, OTHER_ARGUMENTS, OTHERS, Loaded,
+// `load_others` and `epilogue`. sliced_weights.cuh has the layout of shared memory.
 
-// The sums of a warp, and the squares of the tokens 2 q and 2 q + 1 of every tile.
+// A thread's share of a warp's sums, and of the sums of squares of the tokens 2 q and 2 q + 1 of every tile.
 struct Sums {
   float of[STRIPS][TILES][4] = {};
   float squares[TILES][4] = {};
 };
 
-// The address of the thread's row of two steps of 16 columns of x at `box`, from the step s of the box on.
+// The address that this thread passes to load_matrices or store_matrices: a row of two steps of 16 columns of x, in the
+// box at `box`, from step s on.
 __device__ inline unsigned token_row(unsigned box, int s, int next, int lane) {
   // Four matrices of 8 tokens and 8 columns at a time: two for a tile and step.
   const int tile = TILES > 1 ? lane / 16 : 0, later = TILES > 1 ? next : lane / 16;
   return box + (tile * 8 + lane % 8) * 128 + ((2 * (s + later) + lane / 8 % 2) ^ lane % 8) * 16;
 }
 
-// Loads them as right factors.
+// Loads two steps of x as right factors, from step s of the box on.
 __device__ inline void load_tokens(unsigned (&x)[2][TILES][2], unsigned box, int s, int lane) {
 #pragma unroll
   for (int next = 0; next < 2; next += 2 / TILES) load_matrices(&x[next][0][0], token_row(box, s, next, lane));
@@ -52,13 +69,14 @@ __device__ inline void norm_tokens(Sums& sums, unsigned (&x)[TILES][2], const un
     for (int half = 0; half < 2; half++) x[t][half] = multiply(x[t][half], gain[half]);
 }
 
-// The zero point of a group in the rows that a thread has, and its row among the entries of a step.
+// The zero point of a row of entries, and the number of that row among the entries of a step. A thread has the rows
+// lane / 4 and lane / 4 + 8 of every strip.
 __device__ inline int zero_point(const unsigned char* w, int row) { return HAS_ZEROS ? w[ZEROS_AT + row] : ZERO_POINT; }
 __device__ inline int entry_row(int entry, int strip, int half, int lane) {
   return (entry * STRIPS + strip) * STRIP + half * 8 + lane / 4;
 }
 
-// What is subtracted of converted codes.
+// Loads the converted zero points, which are subtracted from converted codes.
 __device__ inline void load_offsets(unsigned (&offset)[STRIPS][2], const unsigned char* w, int entry, int lane) {
 #pragma unroll
   for (int strip = 0; strip < STRIPS; strip++)
@@ -69,13 +87,13 @@ __device__ inline void load_offsets(unsigned (&offset)[STRIPS][2], const unsigne
     }
 }
 
-// Adds the sums of a group, times its scales. x_sums: of its tokens, if PREPARED.
+// Adds the sums of a group of columns, times its scales, to `sums`. x_sums: the sums of the group's x, if PREPARED.
 __device__ inline void add_fresh(Sums& sums, const float (&fresh)[STRIPS][TILES][4], const unsigned char* w,
                                  const float* x_sums, int entry, int lane) {
-  float2 less[TILES];
+  float2 group_sums[TILES];
 #pragma unroll
   for (int t = 0; t < TILES; t++)
-    if (PREPARED) less[t] = *(const float2*)(x_sums + t * 8 + lane % 4 * 2);
+    if (PREPARED) group_sums[t] = *(const float2*)(x_sums + t * 8 + lane % 4 * 2);
 #pragma unroll
   for (int strip = 0; strip < STRIPS; strip++)
 #pragma unroll
@@ -88,12 +106,12 @@ __device__ inline void add_fresh(Sums& sums, const float (&fresh)[STRIPS][TILES]
 #pragma unroll
         for (int j = 2 * half; j < 2 * half + 2; j++) {
           sums.of[strip][t][j] += factor * fresh[strip][t][j];
-          if (PREPARED) sums.of[strip][t][j] += offset * (j % 2 ? less[t].y : less[t].x);
+          if (PREPARED) sums.of[strip][t][j] += offset * (j % 2 ? group_sums[t].y : group_sums[t].x);
         }
     }
 }
 
-// The gain at the columns of a step that a thread has.
+// The gain at a thread's columns of a step.
 struct Gains {
   unsigned of[STEP / 16][2];
 
@@ -127,7 +145,7 @@ __device__ inline void prepare_tokens(Sums& sums, unsigned box, const Gains& gai
   }
 }
 
-// Multiplies a step. w: its weights; box: the address of its tokens; x_sums: of its groups, if PREPARED.
+// Multiplies a step. w: its weights. box: the address of its tokens. x_sums: its groups' sums of x, if PREPARED.
 __device__ inline void multiply_step(Sums& sums, const unsigned char* w, unsigned box, const float* x_sums,
                                      const Masks& masks, int lane) {
   float fresh[STRIPS][TILES][4];
@@ -172,7 +190,7 @@ __device__ inline void share(float* shared, float* squares, const Sums& sums, in
 #pragma unroll
       for (int j = 0; j < 4; j++)
         shared[(slice * TOKENS + t * 8 + lane % 4 * 2 + j % 2) * SUMS_STRIDE + strip % PARTS * ROWS +
-               (group * OWN + strip / PARTS) * STRIP + j / 2 * 8 + lane / 4] = sums.of[strip][t][j];
+               (group * Y_STRIPS + strip / PARTS) * STRIP + j / 2 * 8 + lane / 4] = sums.of[strip][t][j];
   // The square of a token is on the diagonal of its tile: in the rows of the tile's tokens.
   if (NORMED && lane / 8 == lane % 4)
 #pragma unroll
@@ -205,7 +223,8 @@ __device__ inline void send(const float* shared, const float* squares, unsigned 
   constexpr int quads = PARTS * ROWS / 4;
 #pragma unroll 1
   for (int other = 1; other < SPLIT; other++) {
-    const int to = (rank + other) % SPLIT, place = SPLIT - 1 - other;  // of this block's sums at the other one
+    const int to = (rank + other) % SPLIT;
+    const int place = SPLIT - 1 - other;  // the place of this block's sums in the other block's memory
     const unsigned there = address_at(received, to) + place * SHARE * SUMS_STRIDE * 4, done = address_at(barrier, to);
     for (int i = threadIdx.x; i < SHARE * quads; i += THREADS) {
       const int token = i / quads, row = i % quads * 4;
@@ -275,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int rank = blockIdx.x % SPLIT, tiles = (m + TOKENS - 1) / TOKENS, tile = blockIdx.x / SPLIT;
   const int column = tile / tiles * ROWS;
   const unsigned char* ring = memory + X_BYTES + warp * (STAGES * STAGE_BYTES);
-  const Problem p = {codes, scales, ZEROS, GAIN, tile % tiles * TOKENS, column, column / STRIP + group * OWN, lane,
+  const Problem p = {codes, scales, ZEROS, GAIN, tile % tiles * TOKENS, column, column / STRIP + group * Y_STRIPS, lane,
                      shared_address(ring)};
   const unsigned arrived = shared_address(barriers) + 8 * slice * TOKEN_STEPS;
   const unsigned complete = shared_address(barriers + SLICES * TOKEN_STEPS);

@@ -1,5 +1,5 @@
-// What skinny_gemm.cu and skinny_fixed.cu share: weights of 4 bits that are copied to shared memory strip by strip, and the
-// results of a cluster. This text follows their constants.
+// Shared by skinny_gemm.cu and skinny_fixed.cu: copies of weights in 4-bit codes to shared memory, strip by strip, and
+// the results of a cluster. This text follows their constants.
 
 constexpr int BLOCK = 64, STRIP = 16;  // rows and columns of a block of codes; rows of a product
 constexpr int THREADS = WARPS * 32, COLUMNS = CHUNKS * BLOCK;
@@ -7,11 +7,11 @@ constexpr int ENTRIES = GROUP < COLUMNS ? COLUMNS / GROUP : 1;  // scales of a r
 constexpr bool HAS_ZEROS = ZERO_POINT < 0;
 constexpr bool WHOLE = SPLIT * WARPS * COLUMNS == K;  // every warp has as many columns as the others
 constexpr int STRIPS = N / STRIP;
-constexpr int UNITS = (STRIPS + CLUSTERS - 1) / CLUSTERS * PARTS;  // strips of w that a cluster computes, at most
-constexpr int SUMS = STRIP * TOKENS;   // of a strip
-// What a warp copies of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
+constexpr int UNITS = (STRIPS + CLUSTERS - 1) / CLUSTERS * PARTS;  // maximum number of strips of w per cluster
+constexpr int SUMS = STRIP * TOKENS;   // sums per strip
+// A warp's copy of a strip: codes [CHUNKS][32][16 bytes], scales [ENTRIES][STRIP], zero points [ENTRIES][STRIP].
 constexpr int BLOCK_BYTES = BLOCK * BLOCK / 2;
-constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // of 16 bytes: two for the scales of a group, one for zero points
+constexpr int COPIES = ENTRIES * (HAS_ZEROS ? 3 : 2);  // copies of 16 bytes: two for a group's scales, one for zero points
 constexpr int CODE_BYTES = CHUNKS * 512, SCALE_BYTES = ENTRIES * STRIP * 2;
 constexpr int SLOT_BYTES = CODE_BYTES + SCALE_BYTES + (HAS_ZEROS ? ENTRIES * STRIP : 0);
 
@@ -27,8 +27,9 @@ struct Problem {
   const unsigned char* codes;   // [PARTS * N / 64][K / 64][2048], from this thread's part of a strip on
   const SCALE* scales;          // [K / GROUP][PARTS * N]
   const unsigned char* zeros;   // [K / GROUP][PARTS * N], or null
-  int m, token;                 // tokens, and the first of this block
-  int cluster, chunk, lane;     // this warp's cluster, first block of columns, and thread
+  int m, token;                 // number of tokens, and the first one of this block
+  int cluster, chunk;           // this warp's cluster, and its first block of columns
+  int lane;                     // this thread's number in its warp
   unsigned slots;               // the address of this warp's slots in shared memory
 
   // Whether the i-th block of columns of this warp exists.
@@ -79,7 +80,7 @@ struct Unit {
   }
 };
 
-// Adds the squares of each token over the warps of the block, behind which the totals are: [WARPS + 1][TOKENS].
+// Adds up the squares of each token over the warps of the block. squares: [WARPS + 1][TOKENS]; the last row is the totals.
 __device__ inline void add_squares(float* squares) {
   if (!NORMED || threadIdx.x >= TOKENS) return;
   float sum = 0.0f;

@@ -1,30 +1,43 @@
-// y[M, N] = epilogue(x[M, K] @ w[0].T, .., x @ w[PARTS - 1].T, others) for few tokens M, on Hopper (sm_90a): of codes of
-// 8 bits, e4m3 with f32 sums or i8 with i32 sums, or of bf16 with f32 sums.
+// Product of few tokens on Hopper (sm_90a) by wgmma, in 8-bit codes (e4m3 with f32 sums, or i8 with i32 sums) or in
+// bf16 with f32 sums:
 //
-// A block computes ROWS columns of y for TOKENS tokens. Rows of w are the left factor of wgmma: the sums are transposed.
-// The last warp (the producer) issues bulk copies of w and x into a ring of STAGES buffers in shared memory; of the first
-// ones, it copies w before the previous kernel has completed. The next kernel may begin at once: its blocks copy weights
-// as soon as blocks of this one leave room for their rings. Every other warpgroup (a consumer) multiplies 64 rows. Two
-// barriers guard each buffer: `full` completes when its bytes have arrived, `empty` when every consumer warp has read it.
+//   y[M, N] = epilogue(x[M, K] @ w[0].T, .., x[M, K] @ w[PARTS - 1].T, other operands)
 //
-// The tensor cores add products of e4m3 with 14 bits, so that the sums of a step are added to the totals in f32.
+// Tiles. A block computes TOKENS tokens and ROWS columns of y. The SPLIT blocks of a cluster compute the same tile over
+// different columns of w: each writes its sums to shared memory, and adds up the sums of all blocks for its share of
+// the tokens.
 //
-// SPLIT blocks of a cluster compute the same tile over different columns of w. Each writes its sums to shared memory,
-// and each adds up those of all blocks for its share of the tokens.
+// Pipeline. The last warp is the producer: it copies w and x by TMA to a ring of STAGES buffers in shared memory. The
+// first buffers of w are copied before the previous kernel has completed. The next kernel may begin at once: its blocks
+// copy weights as soon as blocks of this one leave room for their rings. Every warpgroup before the producer is a
+// consumer: it multiplies 64 rows of w, which are the left factor, so the sums are transposed. Every buffer has two
+// barriers: `full` completes when its bytes have arrived, `empty` when every consumer warp has read it.
 //
-// Constants: N (a multiple of 8), ITEM (bytes of an element of x and w), K (K * ITEM is a multiple of 16), PARTS, TOKENS
-// (8, 16, 32 or 64), ROWS (of each part; PARTS * ROWS is a multiple of 64), CHUNKS (of 128 bytes of a row in a step),
-// STAGES, SPLIT (1, 2, 4 or 8), SUM (float or int) and OUT. The generated text before this file defines `multiply`,
-// OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded, `load_others` and `epilogue`.
+// Precision. The tensor cores add products of e4m3 with 14 bits, so the sums of each step are added to the totals in
+// f32.
+//
+// Constants:
+//   N          a multiple of 8
+//   ITEM       bytes of an element of x and w
+//   K          K * ITEM is a multiple of 16
+//   PARTS      parts of w
+//   TOKENS     8, 16, 32 or 64
+//   ROWS       rows of each part; PARTS * ROWS is a multiple of 64
+//   CHUNKS     pieces of 128 bytes of a row in a step
+//   STAGES     buffers of the ring
+//   SPLIT      1, 2, 4 or 8
+//   SUM, OUT   types of the sums (float or int) and of y
+// The generated text before this file defines `multiply`, OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, Loaded,
+// `load_others` and `epilogue`.
 
-constexpr int WARPGROUP = 128, HEIGHT = 64, WIDTH = 128;  // threads; rows of w of a consumer; bytes of a row of a box
+constexpr int WARPGROUP = 128, HEIGHT = 64, WIDTH = 128;  // threads; rows of w per consumer; bytes per row of a box
 constexpr int CONSUMERS = PARTS * ROWS / HEIGHT, WRITERS = CONSUMERS * WARPGROUP, THREADS = WRITERS + 32;
-constexpr int COLUMNS = WIDTH / ITEM;  // of a box
+constexpr int COLUMNS = WIDTH / ITEM;  // columns per box
 constexpr int STEP = CHUNKS * COLUMNS, ALL_STEPS = (K + STEP - 1) / STEP, STEPS = (ALL_STEPS + SPLIT - 1) / SPLIT;
 // A buffer: w [CHUNKS][PARTS * ROWS][WIDTH], x [CHUNKS][TOKENS][WIDTH], in the 128-byte swizzle.
 constexpr int W_BYTES = PARTS * ROWS * WIDTH, X_BYTES = TOKENS * WIDTH;
 constexpr int STAGE_BYTES = CHUNKS * (W_BYTES + X_BYTES);
-constexpr int SUMS = TOKENS / 2, SUMS_STRIDE = PARTS * ROWS + 4;  // sums of a thread; floats of a token's sums
+constexpr int SUMS = TOKENS / 2, SUMS_STRIDE = PARTS * ROWS + 4;  // sums per thread; floats per token in shared memory
 constexpr int SHARE = TOKENS / SPLIT;                             // tokens that this block writes
 constexpr int PAIRS = (SHARE * ROWS / 2 + WRITERS - 1) / WRITERS;  // neighbouring columns of y that a thread writes
 constexpr int BATCH = PAIRS < 4 ? PAIRS : 4;                      // pairs whose other operands are loaded together
@@ -71,7 +84,7 @@ __device__ inline void produce(const Tile& t, const TensorMap& x, const TensorMa
   }
 }
 
-// Orders reads of a number behind the wait for the products that write it.
+// Orders reads of a number after the wait for the products that write it.
 __device__ inline void pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
 __device__ inline void pin(int& x) { asm volatile("" : "+r"(x)::"memory"); }
 

@@ -23,7 +23,7 @@ __device__ inline void add_warps(float* to, const float* from, unsigned written,
 // Computes the units of a block. Groups of copies of the first `depth` units have been started. `multiply(sums, slot)`
 // computes this warp's sums of the unit in a slot; `store(to, sums)` writes them to shared memory; `copy(u, slot)` starts to
 // copy the unit u to a slot, as one group. A thread of a warp has `Sums`.
-// shared: [2][warps][count]. totals: [units][count], complete behind the next barrier of the block. written: the address
+// shared: [2][warps][count]. totals: [units][count], complete after the next barrier of the block. written: the address
 // of two barriers, at each of which every warp arrives (`warp_arrive`).
 //
 // The sums of the warps are added one unit late, so that a warp may be a unit ahead of the slowest one: when all warps

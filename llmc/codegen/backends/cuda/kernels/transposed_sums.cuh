@@ -1,6 +1,6 @@
-// The sums of products whose left factor is the weight: blocks of 64 rows of the weight times rows of x, of which a thread
-// has two rows of the weight, 8 apart, and two of every eight rows of x. This text follows the constant N, the columns of
-// the result y.
+// Functions of the sums of products whose left factor is the weight, which are transposed: blocks of 64 rows of the
+// weight times rows of x. A thread has the sums of two rows of the weight, 8 apart, and of two of every eight rows of x.
+// This text follows the constant N, the number of columns of the result y.
 
 // Keeps the compiler from moving the sums to other registers, for which it would have to wait for all products.
 template <int blocks, int count> __device__ inline void pin(float (&sums)[blocks][count]) {

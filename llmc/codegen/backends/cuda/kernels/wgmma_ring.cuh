@@ -1,13 +1,13 @@
-// What gemm_wgmma.cu and grouped_wgmma.cu share: the ring of buffers in shared memory between the producer and the consumer
-// warpgroups, and the loop of a consumer. This text follows their constants.
+// Shared by gemm_wgmma.cu and grouped_wgmma.cu: the ring of buffers in shared memory between the producer and the
+// consumer warpgroups, and the loop of a consumer. This text follows their constants.
 
 constexpr int TILE_K = 64;                     // bf16 of 128 bytes, the width of the swizzle
 constexpr int CONSUMERS = TILE_M / 64, WARPGROUP = 128;  // consumer warpgroups; threads of a warpgroup
 constexpr int THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr int WIDTH = TILE_N / PARTS;          // columns of y of a tile
+constexpr int WIDTH = TILE_N / PARTS;          // columns of y per tile
 constexpr int COLUMN_TILES = (N + WIDTH - 1) / WIDTH;
 constexpr int X_BYTES = TILE_M * TILE_K * 2, W_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int SUMS = TILE_N / 2;               // of a thread
+constexpr int SUMS = TILE_N / 2;               // sums per thread
 
 using Ring = BufferRing<STAGES, STAGE_BYTES>;
 

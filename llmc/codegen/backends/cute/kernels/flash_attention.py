@@ -63,7 +63,7 @@ class FirstTiles:
 
 
 class RowOfTile:
-    """The row of each tile, or the number of rows if it is behind the last one; a table that is searched."""
+    """The row of each tile, or the number of rows if the tile is after the last one. The table is searched."""
 
     def __init__(self, first_tiles, count):
         self.first_tiles, self.count = first_tiles, count

@@ -33,7 +33,7 @@ class Group(NamedTuple):
     memory_ptr: tl.tensor  # see `peer_exchange`
     RANKS: tl.constexpr
     DTYPE: tl.constexpr
-    BITS: tl.constexpr  # of an element
+    BITS: tl.constexpr  # bits per element
     WIDE: tl.constexpr
     ASSEMBLY: tl.constexpr
 

@@ -51,7 +51,7 @@ def chunk_factors(
     CHUNK: tl.constexpr,  # a power of two
     CHUNK_LEVELS: tl.constexpr,  # the logarithm of CHUNK
     LEAST: tl.constexpr,  # tokens of a run that is computed in chunks
-    DOT_DTYPE: tl.constexpr,  # of queries and keys as factors of each other
+    DOT_DTYPE: tl.constexpr,  # dtype of queries and keys in products with each other
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Compute the matrices of one chunk of a run, for one value head; shorter runs and padding have zeros."""

@@ -40,7 +40,7 @@ def store_tile(output: Output, sums, token, column, SPLITS: tl.constexpr, WHOLE_
 def gemm(
     x_ptr,  # [M, K]
     weight_ptr,  # [PARTS, N, K]
-    output: Output,  # with SPLITS [SPLITS, M, N] in float32, without an epilogue
+    output: Output,  # [M, N]; with SPLITS, [SPLITS, M, N] in float32 without an epilogue
     ROW_TILES,  # cdiv(M, BLOCK_M)
     K: tl.constexpr,
     PARTS: tl.constexpr,

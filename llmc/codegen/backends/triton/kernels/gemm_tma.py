@@ -16,8 +16,8 @@ from llmc.codegen.backends.triton.kernels.product_output import Output
 @triton.jit
 def gemm_tma(
     x_map,  # tensor map of [M, K], boxes of [BLOCK_M, BLOCK_K]
-    weight_map,  # of [N, K], boxes of [BLOCK_N, BLOCK_K]; for two parts of [2, N, K], boxes of [2, BLOCK_N, BLOCK_K]
-    output: Output,  # with SPLITS [SPLITS, M, N] in float32, without an epilogue
+    weight_map,  # one part: [N, K] in boxes [BLOCK_N, BLOCK_K]; two parts: [2, N, K] in boxes [2, BLOCK_N, BLOCK_K]
+    output: Output,  # [M, N]; with SPLITS, [SPLITS, M, N] in float32 without an epilogue
     ROW_TILES,  # cdiv(M, BLOCK_M)
     K: tl.constexpr,
     PARTS: tl.constexpr,  # 1 or 2

@@ -108,7 +108,7 @@ def stream(
     sums = ()
     for _ in tl.static_range(ROWS * PARTS):
         sums = sums + (tl.zeros([BLOCK_N, BLOCK_K], tl.float32),)
-    LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # from this step on, all weights are loaded
+    LAST: tl.constexpr = (STEPS - AHEAD) * BLOCK_K  # column of the step from which on all weights are loaded
     for k in range(0, LAST, BLOCK_K):
         sums, squares = add_step(
             sums, squares, ahead[:PARTS], x_rows, gain_row, k, column, K, BLOCK_K, PARTS, ROWS, EPS

@@ -44,7 +44,7 @@ def mixed_attention(
     """Attention of one tile of tokens, or of the one token that is left of a row, and one key head."""
     wait_for_previous(DEPENDENT_LAUNCH)
     kv_head = tl.program_id(0)
-    # Decoding requests stand in front, prompts behind: programs take tiles from both ends.
+    # Decoding requests come first, prompts last: programs take tiles from both ends.
     number = tl.program_id(1)
     tile = tl.where(number % 2 == 0, tl.num_programs(1) - 1 - number // 2, number // 2)
     TILE_TOKENS: tl.constexpr = QUERY_ROWS // (attention.HEADS // attention.KV_HEADS)

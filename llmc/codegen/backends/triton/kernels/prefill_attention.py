@@ -44,7 +44,7 @@ class Queries(NamedTuple):
     positions: tl.tensor  # [ROWS]; -1: attends to no key
     exists: tl.tensor  # [ROWS]: false for the padding of the tile
     slopes: tl.tensor  # [ROWS]: of the bias by distance; None without bias
-    scale: tl.tensor  # of the logits
+    scale: tl.tensor  # factor of the logits
 
 
 class KeyBounds(NamedTuple):
@@ -63,7 +63,7 @@ def row_of_tile(
     """Return (row of the page table, first token, end of the row's tokens) of a tile.
 
     The first tile of row i has the number starts[i] // TILE_TOKENS + i, so that the tiles of different rows never
-    overlap; a program whose tile is behind its row's tokens returns at once. The padding after the last row counts as
+    overlap; a program whose tile is after its row's tokens returns at once. The padding after the last row counts as
     one more row, with the value -1, which is also the value for rows of fewer than MIN_TOKENS tokens.
     """
     index = tile * 0 - 1
@@ -266,7 +266,7 @@ def paged_prefill(
     PART: tl.constexpr,  # keys of a part with a softmax of its own, a multiple of KEYS_PER_TILE; 0: one softmax
     QUERY_ROWS: tl.constexpr,  # rows of a tile: tokens times HEADS // KV_HEADS, and padding
     KEYS_PER_TILE: tl.constexpr,
-    TILE_AXIS: tl.constexpr,  # of the grid; the other one is that of the key heads
+    TILE_AXIS: tl.constexpr,  # grid axis of the tiles; the other axis enumerates the key heads
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Attention of one tile of tokens and one key head."""

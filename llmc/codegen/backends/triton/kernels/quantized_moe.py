@@ -33,8 +33,8 @@ class ExpertCodes(NamedTuple):
     BLOCK_ROWS: tl.constexpr  # rows that share a scale
     GROUP: tl.constexpr  # columns that share a scale
     ENTRIES: tl.constexpr
-    ROW_STRIDE: tl.constexpr  # from the scale of one block of rows to the next
-    GROUP_STRIDE: tl.constexpr  # from the scale of one group of columns to the next
+    ROW_STRIDE: tl.constexpr  # elements between the scales of adjacent blocks of rows
+    GROUP_STRIDE: tl.constexpr  # elements between the scales of adjacent groups of columns
     ZERO_POINT: tl.constexpr
     E2M1: tl.constexpr  # codes of 4 bits are floats
     E4M3: tl.constexpr  # codes of 8 bits are floats

@@ -31,7 +31,7 @@ def convolve_tile(
         in_run = live & (source >= begin)[:, None]
         x = tl.load(x_ptr + source.to(tl.int64)[:, None] * channels + channel[None, :], mask=in_run, other=0.0)
         earlier = live & ((source < begin) & (position >= 0))[:, None]
-        slot = (position + RING) % RING  # not negative where it is loaded
+        slot = (position + RING) % RING  # non-negative for every element that is loaded
         from_ring = tl.load(ring_ptr + slot[:, None] * channels + channel[None, :], mask=earlier, other=0.0)
         weight = tl.load(weight_ptr + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
         total += (x.to(tl.float32) + from_ring.to(tl.float32)) * weight[None, :]
@@ -121,7 +121,7 @@ def row_log(
     FACTORS: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of a program
+    COLUMNS: tl.constexpr,  # columns per program
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Store the last tokens of a run that are not part of the memory, for a block of the columns of the log."""

@@ -1,6 +1,6 @@
 """Speculative decoding: accepting drafted tokens, drafting by prompt lookup, appending drafts. All values are int32.
 
-The drafts of a row are in its history behind its last token. A step verifies them with one entry per token.
+The drafts of a row are in its history after its last token. A step verifies them with one entry per token.
 """
 
 import triton
@@ -18,7 +18,7 @@ MAX_NGRAM = tl.constexpr(DRAFT_COLUMNS.index("max_ngram"))
 
 @triton.jit
 def load_entry(rows_ptr, starts_ptr, emit_ptr, entry, exists):
-    """Return (row, end, filled, emits) of entries: end is the flat index behind the last token; row -1 for padding."""
+    """Return (row, end, filled, emits) of entries: end is the flat index after the last token; row -1 for padding."""
     row = tl.load(rows_ptr + entry, mask=exists, other=-1)
     start = tl.load(starts_ptr + entry, mask=exists, other=0)
     end = tl.load(starts_ptr + entry + 1, mask=exists, other=0)

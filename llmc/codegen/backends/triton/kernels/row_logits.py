@@ -181,7 +181,7 @@ def load_row(tables: RowTables, entry, row):
 def count_drafts(rows_ptr, starts_ptr, positions_ptr, history_ptr, prompt_length, entry, row, ids):
     """Count the drafted tokens of each id that precede the entry's new token.
 
-    They are the last tokens of the row's entries after its first, up to this entry, behind the prompt.
+    They are the last tokens of the row's entries after its first, up to this entry, after the prompt.
     """
     count = tl.zeros_like(ids)
     before = tl.load(rows_ptr + entry - 1, mask=entry > 0, other=-1)

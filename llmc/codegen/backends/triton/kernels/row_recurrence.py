@@ -171,11 +171,11 @@ def row_recurrence(
     VALUE_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    DECAYS: tl.constexpr,  # of a head: 1, or KEY_DIM
+    DECAYS: tl.constexpr,  # decay factors per head: 1 or KEY_DIM
     LOG_TOKENS: tl.constexpr,  # the last tokens of a run that do not become part of the memory; 0 without a log
     CHUNK: tl.constexpr,  # tokens that are computed as products; 0: one token after another
     LEAST: tl.constexpr,  # tokens of a run that is computed in chunks
-    DOT_DTYPE: tl.constexpr,  # of keys as factors of the state, see `delta_chunk.times`
+    DOT_DTYPE: tl.constexpr,  # dtype of keys in products with the state, see `delta_chunk.times`
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Compute the tokens of one run, for one value head and a block of columns, and update the row's memory."""

@@ -47,7 +47,7 @@ def find_run_tile(rows_ptr, starts_ptr, row_count, TILE: tl.constexpr):
     """Return (entry, tile): the entry that begins the run of this program's tile, and the number of the tile in it.
 
     The first tile of a run that begins at entry i has the number starts[i] // TILE + i, so that the tiles of different
-    runs never overlap; the last ones may be behind the tokens of their run.
+    runs never overlap; the last ones may be after the tokens of their run.
     """
     program = tl.program_id(0)
     entry = program * 0

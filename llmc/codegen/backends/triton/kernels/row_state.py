@@ -101,7 +101,7 @@ def row_spans(
 
 @triton.jit
 def row_begin(
-    rows_ptr,  # as in row_spans
+    rows_ptr,  # device row of each entry, as in row_spans
     counts_ptr,
     length_ptr,
     token_ids_ptr,  # [rows, max_length]

@@ -108,7 +108,7 @@ def scaled_moe(
     """EPILOGUE of the products of BLOCK_M pairs of one expert, BLOCK_N columns."""
     N: tl.constexpr = product.N
     GROUPS: tl.constexpr = product.K // GROUP
-    SCALES: tl.constexpr = (product.PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # of an expert
+    SCALES: tl.constexpr = (product.PARTS * N + BLOCK_ROWS - 1) // BLOCK_ROWS * GROUPS  # scales per expert
     expert, first_row, stop = wait_and_find_block(product, EARLY_ROWS, DEPENDENT_LAUNCH)
     if expert < product.EXPERTS:
         row, pair, left_row = block_rows(product, first_row, stop)
