@@ -125,7 +125,7 @@ def token_ids(max_count: int) -> Values:
             raise ValueError
         return tuple(map(int, ids)) if ids else ()
 
-    return Values(f"up to {max_count} token ids, each 0 or more", check, lambda: _ids(maxItems=max_count))
+    return Values(f"up to {max_count} token ids from 0 to {MAX_INT}", check, lambda: _ids(maxItems=max_count))
 
 
 def token_set(max_count: int, mask: type) -> Values:
@@ -142,7 +142,7 @@ def token_set(max_count: int, mask: type) -> Values:
     def json_type() -> Any:
         return _ids(minItems=1, maxItems=max_count)
 
-    return Values(f"1 to {max_count} token ids, each 0 or more", check, json_type)
+    return Values(f"1 to {max_count} token ids from 0 to {MAX_INT}", check, json_type)
 
 
 def biases(max_count: int, limit: float) -> Values:
@@ -171,7 +171,7 @@ def biases(max_count: int, limit: float) -> Values:
     def json_type() -> Any:
         return Annotated[dict[str, float], _schema(maxProperties=max_count, propertyNames={"pattern": "^[0-9]+$"})]
 
-    return Values(f"up to {max_count} token ids, each 0 or more, and a number for each", check, json_type)
+    return Values(f"up to {max_count} token ids from 0 to {MAX_INT}, and a number for each", check, json_type)
 
 
 def instance(kind: type) -> Values:
