@@ -155,7 +155,8 @@ def _ir_arguments(sub: Any) -> None:
     p.add_argument("--time", action="store_true", help="print the milliseconds and changes of every pass")
     p = _command(sub, "ops", "llmc.listing:main_ops", "print the ops", as_json=True)
     p.add_argument("names", nargs="*", help="ops to print in full (all, one per line)")
-    _command(sub, "passes", "llmc.listing:main_passes", "print passes, their options and the pipelines", as_json=True)
+    p = _command(sub, "passes", "llmc.listing:main_passes", "print the passes and pipelines", as_json=True)
+    p.add_argument("names", nargs="*", help="passes to print in full (all, one per line, and the pipelines)")
 
 
 def _model_arguments(sub: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 from typing import IO, Any
 
@@ -73,25 +74,47 @@ def describe_passes() -> dict[str, Any]:
     for name in registry.passes:
         kind = registry.passes[name]
         options = {f.name.replace("_", "-"): getattr(kind, f.name, None) for f in dataclasses.fields(kind)}
-        passes.append({"name": name, "doc": " ".join((kind.__doc__ or "").split()), "options": options})
+        passes.append({"name": name, "doc": inspect.getdoc(kind) or "", "options": options})
     serve = {name: make().pipeline for name, make in registry.targets.items()}
     return {"passes": passes, "pipelines": dict(registry.pipelines.items()), "serve": serve}
 
 
 def main_passes(args: argparse.Namespace, out: IO[str]) -> int:
-    """Run `llmc passes`: print the passes with their options, and the pipelines."""
+    """Run `llmc passes`: print the named passes in full, or all passes one per line and the pipelines.
+
+    Raises Diagnostic E420 for an unknown pass.
+    """
     data = describe_passes()
+    passes = {p["name"]: p for p in data["passes"]}
+    for name in args.names:
+        if name not in passes:
+            remedy = did_you_mean(name, passes, "`llmc passes` lists all")
+            raise Diagnostic("E420", f"there is no pass {name!r}", remedy)
+    named = [passes[name] for name in args.names]
     if args.json:
-        print(json.dumps(data, indent=2), file=out)
-        return 0
+        print(json.dumps({"passes": named} if named else data, indent=2), file=out)
+    elif named:
+        print("\n\n".join(_full_pass(p) for p in named), file=out)
+    else:
+        _print_passes(data, out)
+    return 0
+
+
+def _full_pass(p: dict[str, Any]) -> str:
+    """Return a pass's docstring, and its options with their defaults."""
+    lines = [p["name"], *(f"  {line}".rstrip() for line in p["doc"].splitlines())]
+    return "\n".join([*lines, *(f"  option {name} = {default}" for name, default in p["options"].items())])
+
+
+def _print_passes(data: dict[str, Any], out: IO[str]) -> None:
     width = max(len(p["name"]) for p in data["passes"])
     for p in data["passes"]:
-        options = ", ".join(f"{k}={v}" for k, v in p["options"].items())
-        print(f"{p['name']:{width}}  {p['doc']}" + (f"  {{{options}}}" if options else ""), file=out)
+        options = ", ".join(f"{name}={default}" for name, default in p["options"].items())
+        summary = next(iter(p["doc"].splitlines()), "")
+        print(f"{p['name']:{width}}  {summary}" + (f"  {{{options}}}" if options else ""), file=out)
     for name, text in data["pipelines"].items():
         if name != "serve":
             print(f"\npipeline {name}:\n  {text}", file=out)
     for text in dict.fromkeys(data["serve"].values()):
         targets = ", ".join(t for t, pipeline in data["serve"].items() if pipeline == text)
         print(f"\npipeline serve of {targets}:\n  {text}", file=out)
-    return 0

@@ -180,19 +180,6 @@ def run(*args: str) -> str:
     return out.getvalue()
 
 
-def test_tables_print_json_too(model: Path) -> None:
-    ops = json.loads(run("ops", "--json"))
-    assert {"linear", "paged_attention"} <= {o["name"] for o in ops}
-    assert "x @ w.T" in run("ops", "linear")
-    passes = json.loads(run("passes", "--json"))
-    assert "fuse-norm" in {p["name"] for p in passes["passes"]} and "serve" in passes["pipelines"]
-    assert "split-kv" in passes["serve"]["cuda:sm_90"] and "split-kv" not in passes["serve"]["cpu:native"]
-    output = run("passes")
-    assert "serve of cuda:sm_80, hip:gfx90a, hip:gfx950:" in output and "serve of hip:gfx942:" in output
-    assert "serve of cuda:sm_90, cuda:sm_100:" in output
-    assert "split-single" in passes["serve"]["cuda:sm_90"] and "split-single" not in passes["serve"]["cuda:sm_80"]
-
-
 def test_serve_is_the_pipeline_of_the_target_that_is_named(tmp_path: Path) -> None:
     text = "sym T in [1, 64]\ngraph @main(%x: f32[T, 8]) {\n  %y = neg(%x) : f32[T, 8]\n  return %y\n}\n"
     (tmp_path / "x.llir").write_text(text)
