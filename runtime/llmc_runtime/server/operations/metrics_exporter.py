@@ -198,8 +198,8 @@ class ServerMetrics:
             values = self._by_key[name]
             owners = list(values)
             for start in range(0, len(owners), _STEP_KEYS):
-                some = {owner: values[owner] for owner in owners[start : start + _STEP_KEYS]}
-                yield self._family(CounterMetricFamily, name, f"{text}, by API key", some, "key")
+                part = {owner: values[owner] for owner in owners[start : start + _STEP_KEYS]}
+                yield self._family(CounterMetricFamily, name, f"{text}, by API key", part, "key")
         for name, (text, value) in self.gauges.items():
             if (number := value()) is not None:
                 yield self._family(GaugeMetricFamily, name, text, number)
