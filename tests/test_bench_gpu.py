@@ -13,7 +13,7 @@ from llmc_runtime.format.program import Launch, Program
 
 from bench import shapes
 from bench.gpu import account, experts, floors, in_step, products, speculation
-from bench.gpu.engine import LEAST, Step, decode_steps
+from bench.gpu.engine import CONTEXTS, LEAST, Step, decode_steps
 from bench.gpu.kernels import STEPS, Load, groups
 from bench.gpu.nvml import Sample
 from bench.gpu.plan import parser, plan_of
@@ -71,6 +71,14 @@ def test_a_row_knows_its_peer_its_goals_and_whether_they_are_met() -> None:
     assert (row.peer, row.gate, row.aim) == (4.972, 3.9, 3.5)
     assert row.share == pytest.approx(0.85) and row.peer_share == pytest.approx(3.23 / 4.972)
     assert decode(16, 5.0).gate is None and decode(16, 5.0).verdict == "" and decode(64, 5.0).peer == 5.91
+
+
+def test_long_contexts_have_goals_and_a_suite_of_their_own() -> None:
+    rows = [engine_row("contexts", "llama-3.1-8b", f"{b} after {n}", "ms", 8.55, 7.0) for b, n in CONTEXTS]
+    assert [row.verdict for row in rows] == ["gate", "missed by 1%", "gate"]
+    assert "Decode after long prompts" in tables(rows)
+    assert "contexts" not in plan_of(parser().parse_args([])).suites
+    assert plan_of(parser().parse_args(["--suites", "contexts"])).suites == ("contexts",)
 
 
 def test_a_rate_meets_its_goals_from_above() -> None:

@@ -90,7 +90,7 @@ class Run:
     def parts(self) -> Iterator[tuple[str, Shape]]:
         """Yield (part, model): the part `engine` of all models, then host, kernels, mixed and start."""
         suites = set(self.plan.suites)
-        engine = ("engine", suites & {"decode", "prefill", "offline"})
+        engine = ("engine", suites & {"decode", "contexts", "prefill", "offline"})
         for part, some in [engine, *((s, suites & {s}) for s in ("host", "kernels", "mixed", "start"))]:
             yield from ((part, shape) for shape in self.plan.models if some)
 

@@ -26,6 +26,7 @@ PROMPT, STEPS = 128, 128
 BATCHES = (1, 8, 16, 32, 64, 128, 256)
 PROMPTS = (512, 2048, 8192)
 TRACED = (1, 32)  # batches whose host time is measured
+CONTEXTS = ((32, 4096), (8, 15_000), (64, 2048))  # batch, tokens of a prompt: decode steps of long contexts
 OFFLINE = (512, 512, 256)  # requests, tokens in, tokens out
 LEAST = 32  # steps between which a decode step is measured
 
@@ -81,8 +82,8 @@ class Session:
                 times.append(self.seconds(self.prompts(batch, length), new))
         ms = (statistics.median(whole) - statistics.median(first)) / STEPS * 1e3
         floor = floors.decode_seconds(self.shape, batch, length + STEPS // 2, self.roof) * 1e3
-        case = str(batch) if length == PROMPT else f"{batch} after {length}"
-        return engine_row("decode", self.shape.name, case, "ms", ms, floor, whole_s=whole, first_s=first)
+        suite, case = ("decode", str(batch)) if length == PROMPT else ("contexts", f"{batch} after {length}")
+        return engine_row(suite, self.shape.name, case, "ms", ms, floor, whole_s=whole, first_s=first)
 
     def recorded(self, prompts: Sequence[Sequence[int]], new: int) -> list[Step]:
         """Return the steps of a call of `seconds`, in order."""
@@ -148,10 +149,13 @@ def samples(calls: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def measure(session: Session, plan: Any) -> Iterator[Row]:
-    """Yield the rows of a plan (batches, prompts, requests)."""
+    """Yield the rows of a plan (suites, batches, prompts, requests)."""
     if "decode" in plan.suites:
         for batch in plan.batches:
             yield session.decode(batch, 5 if batch <= 32 else 3)
+    if "contexts" in plan.suites:
+        for batch, length in CONTEXTS:
+            yield session.decode(batch, 2, length)
     if "prefill" in plan.suites:
         for length in plan.prompts:
             yield session.prefill(length)

@@ -19,7 +19,8 @@ KV_CACHES = ("auto", "fp8")  # of `llmc compile --kv-cache-dtype`; MODEL-RECIPE 
 _QUANTISED = [Shape.quantised(s, r, kv) for s in _SHAPES for r in RECIPES for kv in KV_CACHES]
 MODELS = {s.name: s for s in [*_SHAPES, *_QUANTISED]}
 DEFAULT_MODELS = "qwen3-0.6b,llama-3.2-1b,llama-3.1-8b"
-SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")
+DEFAULT_SUITES = ("decode", "prefill", "offline", "host", "kernels", "mixed", "start")  # ten minutes
+SUITES = (*DEFAULT_SUITES, "contexts")
 MIXED = Load(64, 1000, 512)  # decoding streams, and a chunk of a prompt
 # Limits of the artifacts that a run compiles: those of the peers' figures, except that peers ran 256 sequences.
 MAX_LEN, MAX_SEQS, MAX_TOKENS = 16384, 512, 8192
@@ -68,7 +69,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help=f"of {', '.join(s.name for s in _SHAPES)}, each with -{' or -'.join(RECIPES)} if wanted, then -fp8kv",
     )
-    ap.add_argument("--suites", default=",".join(SUITES), metavar="A,B", help=f"suites: {', '.join(SUITES)}")
+    suites = f"suites: {', '.join(SUITES)}; default: {', '.join(DEFAULT_SUITES)}"
+    ap.add_argument("--suites", default=",".join(DEFAULT_SUITES), metavar="A,B", help=suites)
     ap.add_argument("--batches", type=_ints, default=BATCHES, metavar="N,N", help="batch sizes of the decode suite")
     ap.add_argument(
         "--kernel-batches", type=_ints, default=(1, 32), metavar="N,N", help="batch sizes of the kernels suite"

@@ -17,6 +17,7 @@ OFFLINE = "512 of 512 in, 256 out"  # the load of the peer's measurement
 TITLES = {
     "ceilings": "Ceilings of this card, measured beside the rest",
     "decode": "Decode, ms a step: 128-token prompts, 128 steps, whole LLM.generate, bf16, greedy",
+    "contexts": "Decode after long prompts, ms a step: 128 steps, whole LLM.generate, bf16, greedy",
     "prefill": "Prefill, ms: one prompt, one token out",
     "offline": "Offline throughput, output tokens a second",
     "host": "Host time exposed, us a step (median of 128): time in which the device had nothing queued",
@@ -130,7 +131,7 @@ def goals_of(suite: str, model: str, case: str) -> tuple[float | None, float | N
 
 
 def _key(suite: str) -> str:
-    units = {"decode": "ms", "prefill": "ms", "offline": "tok_s", "host": "us", "start": "s"}
+    units = {"decode": "ms", "contexts": "ms", "prefill": "ms", "offline": "tok_s", "host": "us", "start": "s"}
     return f"{suite}_{units[suite]}" if suite in units else ""
 
 

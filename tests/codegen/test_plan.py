@@ -8,12 +8,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from llmc.codegen.backends.triton.moe import MOE_DOWN, MOE_ROUTE, MOE_UP
+from llmc.codegen.backends.triton.topk_map import TOPK_MAP
 from llmc.codegen.kernel import READ_BEFORE_WAIT, TRIGGER_AFTER_LOADS, TRIGGER_BEFORE_WAIT, Kernel, Schedule, Source
 from llmc.codegen.launch_plan import early_triggers, emit_graph, may_read_early, may_run
 from llmc.codegen.memory import Storage
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Node
 from llmc.ir.ops import OPS
+from llmc.ir.ops.moe import SWIGLU
 from llmc.ir.types import state, tensor
 from llmc.targets.gpu_targets import sm_90
 from llmc.targets.target import Target
@@ -138,3 +141,23 @@ def test_short_launches_before_one_that_preloads_are_a_chain() -> None:
         for i, found in enumerate(early_triggers(chosen)):
             behind = next((j for j in range(i + 1, 8) if preloads[j] or not early[j]), None)
             assert found == (early[i] and behind is not None and preloads[behind]), (early, preloads)
+
+
+def test_only_the_second_product_of_a_mixture_reads_where_experts_begin_before_its_wait() -> None:
+    """The first one begins while `moe_route` writes the starts; when the second one begins, these are complete."""
+    g = Graph("main")
+    b = Builder(g, OPS)
+    logits, x = g.input("logits", tensor("f32", "T", 128)), g.input("x", tensor("bf16", "T", 2048))
+    up, down = (
+        g.input(n, tensor("bf16", *t), weight=True) for n, t in (("up", (128, 1536, 2048)), ("down", (128, 2048, 768)))
+    )
+    weights, idx = b.topk_map(logits, k=8, before="a0", after="a0", dtype="bf16")
+    order, starts = b.moe_route(idx, experts=128)
+    h = b.moe_up(x, order, starts, up, k=8, body=SWIGLU)
+    g.outputs = [b.moe_down(h, order, starts, down, weights)]
+    kernels = {kernel.name: kernel for kernel in (TOPK_MAP, MOE_ROUTE, MOE_UP, MOE_DOWN)}
+    for n, (name, kernel) in zip(g.nodes, kernels.items(), strict=True):
+        n.choice = {"kernel": name, **kernel.schedules(n, sm_90())[0]}
+    choose, route, first, second = (s.text for s in emit_graph(g, BOUNDS, kernels, sm_90(), {}).sources)
+    assert choose.index("gdc_launch_dependents()") < choose.index("gdc_wait()") and "EAGER_LAUNCH=True" in route
+    assert "EARLY_ROWS=False" in first and "EARLY_ROWS=True" in second

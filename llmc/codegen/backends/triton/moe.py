@@ -314,12 +314,13 @@ class FloatGrouped(Grouped):
         Before it, short launches choose the experts while the memory is idle; before the second product, the first one
         reads its weights.
         """
+        if not (u.pdl and Stack(u.node).up):
+            return record("Prefetch", PROGRAMS=0, LINE=1, LINES=0)
         line, s, limits = LINE_BYTES * 8 // DTYPES[p.w.dtype].bits, u.schedule, u.target.limits
-        programs = limits.units * max(1, limits.shared // max(1, self.shared_bytes(p, s, u.target)))
+        programs = limits.units * (limits.shared // self.shared_bytes(p, s, u.target))
         most = PREFETCHED // (programs * s["bn"] * p.parts * LINE_BYTES)
         lines = previous_power_of_2(max(1, min(most, p.k // line)))
-        prefetches = u.pdl and Stack(u.node).up
-        return record("Prefetch", PROGRAMS=programs, LINE=line, LINES=lines if prefetches else 0)
+        return record("Prefetch", PROGRAMS=programs, LINE=line, LINES=lines)
 
 
 class Combine(TritonKernel):
