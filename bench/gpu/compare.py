@@ -2,14 +2,19 @@
 
     python -m bench.gpu.compare OLD_CHECKOUT --artifacts DIR --old-artifacts DIR --out DIR [--rounds N] [--limit S]
 
-Each round runs the engine suites of every model in both checkouts, in the order old, new and then new, old. Each run is
-a separate process with the compiler and runtime of its checkout; the artifacts were compiled beforehand by each
-checkout (`python -m bench.gpu --compile-only`). DIR gets the rows of every run and compare.md: medians and their ratio.
+Each round runs the parts of every model in both checkouts, in the order old, new and then new, old. Each run is a
+separate process with the compiler and runtime of its checkout; the artifacts were compiled beforehand by each checkout
+(`python -m bench.gpu --compile-only`). Both checkouts should be in one file system. DIR gets the rows of every run and
+compare.md: medians and their ratio.
+
+The part "first" measures process start to the first token with random weights. Bytecode is written, as an installed
+package has it, and the first start of each checkout and model is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -18,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from bench.gpu.plan import DEFAULT_MODELS
@@ -37,17 +43,37 @@ class Side:
 
     def run(self, part: str, model: str, out: Path, options: list[str], seconds: float) -> list[Row]:
         """Measure one part of a model ("engine" or "start") and return its rows; a failed run returns what it wrote."""
+        if part == "first":
+            return self.first(model, seconds)
         command = [sys.executable, "-m", "bench.gpu.worker", part, model, "{}"]
         command += ["--artifacts", str(self.artifacts), "--out", str(out), *options]
-        site = [p for p in os.environ.get("PYTHONPATH", "").split(":") if p and not Path(p).is_relative_to(ROOT)]
-        env = os.environ | {"PYTHONPATH": ":".join([str(self.checkout), str(self.checkout / "runtime"), *site])}
         try:
-            done = subprocess.run(command, cwd=self.checkout, env=env, timeout=seconds, check=False)
+            done = subprocess.run(command, cwd=self.checkout, env=self.environment(), timeout=seconds, check=False)
             if done.returncode:
                 print(f"FAILED: {part} of {model} in the {self.name} checkout: exit {done.returncode}", flush=True)
         except subprocess.TimeoutExpired:
             print(f"FAILED: {part} of {model} in the {self.name} checkout: out of time", flush=True)
         return read(out / "rows.jsonl")
+
+    def first(self, model: str, seconds: float) -> list[Row]:
+        """Return the seconds from process start to the first token as a row, or none if the process fails."""
+        command = [sys.executable, "-m", "bench.gpu.first", str(self.artifacts / f"{model}.llmc")]
+        begin = time.perf_counter()
+        with subprocess.Popen(command, cwd=self.checkout, env=self.environment(), stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            elapsed = time.perf_counter() - begin
+            process.communicate(timeout=seconds)
+        if not line:
+            print(f"FAILED: first of {model} in the {self.name} checkout: exit {process.returncode}", flush=True)
+            return []
+        return [Row("first", model, "start to first token", "s", elapsed, extra=json.loads(line)["seconds"])]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a process that imports this checkout, and writes bytecode."""
+        site = [p for p in os.environ.get("PYTHONPATH", "").split(":") if p and not Path(p).is_relative_to(ROOT)]
+        kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        return kept | {"PYTHONPATH": ":".join([str(self.checkout), str(self.checkout / "runtime"), *site])}
 
 
 def runs(
@@ -85,12 +111,16 @@ def main() -> None:
         "--out", type=Path, required=True, metavar="DIR", help="folder for the rows of every run and compare.md"
     )
     ap.add_argument("--models", default=DEFAULT_MODELS, metavar="A,B")
-    ap.add_argument("--parts", default="engine", metavar="A,B", help="suites: engine (decode, prefill, offline), start")
+    ap.add_argument("--parts", default="engine", metavar="A,B", help="engine (decode, prefill, offline), first, start")
     ap.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each checkout (3)")
     ap.add_argument("--limit", type=float, default=570, metavar="SECONDS", help="seconds of the whole comparison (570)")
     a, options = ap.parse_known_args()
     sides = (Side("old", a.old.resolve(), a.old_artifacts.resolve()), Side("new", ROOT, a.artifacts.resolve()))
+    a.out.mkdir(parents=True, exist_ok=True)
     begin, samples = time.monotonic(), {s.name: defaultdict(list) for s in sides}
+    if "first" in a.parts.split(","):
+        for side, model in product(sides, a.models.split(",")):
+            side.first(model, a.limit)
     for number, side, part, model in runs(sides, a.parts.split(","), a.models.split(","), a.rounds):
         remaining = a.limit - (time.monotonic() - begin)
         print(f"[{time.monotonic() - begin:6.1f} s] round {number}, {side.name}: {part} of {model}", flush=True)
