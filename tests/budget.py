@@ -1,6 +1,6 @@
 """The budget of the server: for every route, header and request field, what bounds the work that it causes.
 
-docs/security.md shows it as lists, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
+docs/budgets.md shows it as lists, which `python tests/test_budget.py` writes. A limit appears here as {name}, a
 name of LIMITS, so that the page has the value of the constant; `where` names the modules of llmc_runtime that enforce a
 row. tests/test_budget.py walks the server's description and fails for a field without a row.
 """

@@ -1,4 +1,4 @@
-"""The budget of docs/security.md covers every part of a request; `python tests/test_budget.py` writes its lists."""
+"""The budget of docs/budgets.md covers every part of a request; `python tests/test_budget.py` writes its lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from llmc_runtime.server.openapi import description
 
 from tests.budget import COMMON, FIELDS, LIMITS, NONE, ROUTES, Row
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "security.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "budgets.md"
 BEGIN = "<!-- written by tests/test_budget.py: -->"
 END = "<!-- end of what tests/test_budget.py writes -->"
 MODULE = "llmc_runtime"

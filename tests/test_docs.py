@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def reference() -> str:
     return "\n".join(out)
 
 
+def list_of_tested_types() -> str:
+    """The list of tested model types in docs/models.md, between its marks."""
+    begin, end = (f"<!-- {text} tested model types -->" for text in ("written by tests/test_docs.py:", "end of"))
+    names = ", ".join(f"`{name}`" for name in sorted(TESTED))
+    return "\n".join([begin, "", *textwrap.wrap(names + ".", 120, break_on_hyphens=False), "", end])
+
+
+def with_tested_types(page: str) -> str:
+    """Return docs/models.md with the current list of tested model types."""
+    begin, _, _ = list_of_tested_types().partition("\n")
+    return page[: page.index(begin)] + list_of_tested_types() + "\n"
+
+
 def test_the_op_reference_is_current() -> None:
     assert (DOCS / "ops.md").read_text() == reference(), "run: python tests/test_docs.py"
 
@@ -106,5 +120,13 @@ def test_the_readme_has_the_number_of_tested_model_types() -> None:
     assert f"[{len(TESTED)} model types](docs/models.md)" in (DOCS.parent / "README.md").read_text()
 
 
+def test_the_list_of_tested_model_types_is_current() -> None:
+    page = (DOCS / "models.md").read_text()
+    assert page == with_tested_types(page), "run: python tests/test_docs.py"
+    assert all(f"`{name}`" in page for name in TESTED)
+
+
 if __name__ == "__main__":
     (DOCS / "ops.md").write_text(reference())
+    models = DOCS / "models.md"
+    models.write_text(with_tested_types(models.read_text()))

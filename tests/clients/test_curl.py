@@ -1,4 +1,4 @@
-"""curl, with the commands of docs/serving.md, in which only the port is replaced."""
+"""curl, with the commands of docs/serving.md and docs/monitoring.md, in which only the port is replaced."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ HERE = "http://127.0.0.1:8000"
 
 
 def commands() -> list[str]:
-    """Every curl command of the page."""
-    text = "".join(FENCE.findall((ROOT / "docs" / "serving.md").read_text())).replace("\\\n", " ")
+    """Every curl command of the pages."""
+    pages = [(ROOT / "docs" / name).read_text() for name in ("serving.md", "monitoring.md")]
+    text = "".join(block for page in pages for block in FENCE.findall(page)).replace("\\\n", " ")
     return [line for line in text.splitlines() if line.startswith("curl ")]
 
 

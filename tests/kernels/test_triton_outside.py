@@ -1,4 +1,4 @@
-"""The kernel in docs/gpu-kernels.md: chosen by its op, right in the interpreter, a binary for every target."""
+"""The kernel in docs/writing-gpu-kernels.md: chosen by its op, right in the interpreter, a binary for every target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmc.ir.opdef import op
 from llmc.ir.ops import OPS
 from llmc.passes.base import Ctx
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "gpu-kernels.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "writing-gpu-kernels.md"
 
 
 @op("(x: f[*s]) -> x[*s]")

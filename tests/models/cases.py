@@ -193,7 +193,7 @@ UNLISTED = (
 )
 
 # Families that nobody had tried when the front end was written, and what came of them: data alone, of which the parity
-# tests draw some, the table in docs/models.md all.
+# tests draw some, the table in docs/parity.md all.
 ORIGINAL = {"original_max_position_embeddings": 64}
 YARN = rope("yarn", factor=8.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7)
 FALCON = {

@@ -1,4 +1,4 @@
-"""Writes the parity table of docs/models.md: `python tests/models/table.py` runs every case."""
+"""Writes the parity table of docs/parity.md: `python tests/models/table.py` runs every case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llmc.passes.base import Ctx, Pass  # noqa: E402
 from llmc.passes.pipeline import parse_pipeline, run_pipeline  # noqa: E402
 from llmc.targets.cpu_targets import portable  # noqa: E402
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "parity.md"
 MARK = "<!-- parity: written by tests/models/table.py -->\n"
 
 

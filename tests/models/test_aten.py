@@ -192,12 +192,12 @@ def test_an_op_without_a_row_names_itself_its_module_and_the_file_to_change() ->
 
 
 def test_a_row_is_one_line() -> None:
-    """The remedy of the error above works: the line that docs/models.md prints lowers the op correctly."""
+    """The remedy of the error above works: the line that docs/howto-model.md prints lowers the op correctly."""
     module, traced = exported(lambda x, p: torch.nn.functional.mish(x))
     with pytest.raises(Diagnostic, match=r"aten\.mish\.default"):
         convert(traced)
     line = '"aten.mish.default": lambda c, x: c.b.mul(x, c.b.tanh(softplus(c, x))),'
-    assert line in (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    assert line in (Path(__file__).resolve().parents[2] / "docs" / "howto-model.md").read_text()
     row = {"aten.mish.default": lambda c, x: c.b.mul(x, c.b.tanh(softplus(c, x)))}
     agrees(module, traced, MappingProxyType({**TABLE, **row}))
 

@@ -394,6 +394,6 @@ def test_a_failed_trace_prints_nothing_either(tmp_path: Path) -> None:
 
 def test_every_tested_architecture_has_a_case_and_a_line_in_the_docs() -> None:
     assert set(TESTED) == {c.model_type for c in (*LISTED, *UNLISTED, *FURTHER, *RECENT, *RECURRENT)}
-    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "parity.md").read_text()
     names = [c.name for c in (*LISTED, *UNLISTED, *ROPES, *FURTHER, *RECENT, *RECURRENT)]
     assert len(set(names)) == len(names) and all(f"| {n} |" in page for n in names), "run: python tests/models/table.py"

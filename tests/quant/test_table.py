@@ -1,4 +1,4 @@
-"""The table of formats in docs/howto-quantization.md: how each target computes with the checkpoints of each producer.
+"""The table of formats in docs/tested-checkpoints.md: how each target computes with the checkpoints of each producer.
 
 `PYTHONPATH=.:runtime:tests python tests/quant/test_table.py` rewrites it.
 """
@@ -22,7 +22,7 @@ from llmc.passes.base import Ctx
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.quant.typed_weights import use_codes
 
-PAGE = DOCS / "howto-quantization.md"
+PAGE = DOCS / "tested-checkpoints.md"
 START, END = "<!-- table of formats -->\n", "<!-- end of the table -->\n"
 # Target -> dtype of the model, and the passes of the target's pipeline that lower quantised weights.
 TARGETS = {

@@ -39,7 +39,7 @@ histogram request_max_num_generation_tokens request_prefill_kv_computed_tokens
 histogram request_params_n request_params_max_tokens grammar_compilation_time_seconds
 """
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 
 Samples = dict[tuple[str, str], float]
 
