@@ -109,7 +109,8 @@ def read_items(path: Path, kind: str, endpoint: str) -> list[Item]:
         rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x]
         items = [item for row in rows if (item := (_custom if kind == "custom" else _sharegpt)(row)) is not None]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise LlmcError("E670", f"{path} is not a data set of kind {kind}: {e!r:.200}", "see docs/serving.md") from e
+        remedy = "use JSON lines with a prompt or messages each (custom), or ShareGPT's JSON (sharegpt)"
+        raise LlmcError("E670", f"{path} is not a data set of kind {kind}: {e!r:.200}", remedy) from e
     if endpoint == COMPLETIONS:
         items = [item for item in items if isinstance(item.prompt, str)]
     if not items:
