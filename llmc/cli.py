@@ -163,7 +163,12 @@ def _model_arguments(sub: Any) -> None:
     summary = "print the predicted cost of a model, symbolically and at given sizes"
     p = _command(sub, "roofline", "llmc.roofline:main_roofline", summary, as_json=True)
     p.add_argument("model", help="Hugging Face folder, config.json, or .llir file")
-    p.add_argument("--bind", default="T=1,R=1", metavar="S=N,...", help="sizes of the symbols (T=1,R=1)")
+    p.add_argument(
+        "--bind",
+        default="T=1,R=1",
+        metavar="S=N,...",
+        help="sizes of the symbols, such as T tokens and R rows (T=1,R=1)",
+    )
     p.add_argument("--target", default="cpu:native", help="target whose peak rates are used (cpu:native)")
     p.add_argument("--peak", type=positive_number, metavar="FLOPS", help="peak rate in flop/s (the target's)")
     p.add_argument("--bandwidth", type=positive_number, metavar="BYTES", help="memory bandwidth in B/s (the target's)")

@@ -124,12 +124,12 @@ class EngineOptions(metaclass=KeywordChecks):
         read=_parse_length, metavar="N", check=_length, engine=True,
     )  # fmt: skip
     max_num_seqs: int | None = option(
-        None, "maximum number of sequences that run at a time", commands=_SERVE, read=positive, metavar="N",
-        check=_integer("E204"), engine=True,
+        None, "maximum number of sequences that run at a time (default: the artifact's)", commands=_SERVE,
+        read=positive, metavar="N", check=_integer("E204"), engine=True,
     )  # fmt: skip
     max_num_batched_tokens: int | None = option(
-        None, "maximum number of tokens in a step", commands=_SERVE, read=count, metavar="N", check=_integer("E204"),
-        engine=True,
+        None, "maximum number of tokens in a step (default: the artifact's)", commands=_SERVE, read=count,
+        metavar="N", check=_integer("E204"), engine=True,
     )  # fmt: skip
     target_itl_ms: float | None = option(
         None, "target duration in milliseconds of steps that compute prompts while others decode; prompts are cut "
@@ -220,7 +220,7 @@ class EngineOptions(metaclass=KeywordChecks):
         read=Path, metavar="DIR",
     )  # fmt: skip
     verify: bool = option(
-        True, "check of the weights' hashes at startup, which --no-verify skips", commands=_RUN,
+        True, "check the weights' hashes at startup (--no-verify skips this)", commands=_RUN,
         flags=("--no-verify",), read=None, check=switch, engine=True,
     )  # fmt: skip
     canary: bool = option(

@@ -213,8 +213,9 @@ def test_data_sets_are_read(tmp_path: Any) -> None:
     (item,) = read_items(path, "sharegpt", "/v1/completions")
     assert (item.prompt, item.output_len) == ("q", 10)
     path.write_text("{")
-    with pytest.raises(LlmcError, match="E670"):
+    with pytest.raises(LlmcError, match="E670") as e:
         read_items(path, "custom", "/v1/completions")
+    assert "JSON lines" in e.value.remedy and "ShareGPT" in e.value.remedy
 
 
 Answer = Callable[[socket.socket, dict[str, Any]], bool]

@@ -332,7 +332,12 @@ def arguments(add: Any) -> None:
     add("--num-warmups", type=int, default=1, metavar="N", help="number of requests before the measured ones (1)")
     add("--client-processes", type=int, default=1, metavar="N", help="number of processes that send requests (1)")
     add("--request-timeout", type=float, default=600.0, metavar="SECONDS", help="time limit of a request (600)")
-    add("--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help="some of ttft,tpot,itl,e2el (all)")
+    add(
+        "--percentile-metrics",
+        default=",".join(METRICS),
+        metavar="NAMES",
+        help="metrics to report: some of ttft,tpot,itl,e2el (all)",
+    )
     add("--metric-percentiles", default="50,90,99", metavar="LIST", help="percentiles to report (50,90,99)")
     add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help=_GOODPUT)
     add("--api-key-env", metavar="NAME", help="environment variable with the API key (default: no key)")
