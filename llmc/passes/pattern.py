@@ -114,7 +114,8 @@ class Tracker:
 class Match:
     """A successful match.
 
-    `m["x"]` is a Value, an attribute or a float; LookupError if the pattern binds no x. `root` is the node at the top.
+    `m["x"]` is a Value, an attribute or a float; LookupError if the pattern binds no x. `root` is the node at the top,
+    `inner` are all matched nodes, the root first.
     """
 
     root: Node
@@ -131,6 +132,7 @@ class Match:
         return self.bound.get(name, default)
 
 
+# What is bound so far, and the nodes matched so far, with whether each may have readers outside of the match.
 State = tuple[Bound, tuple[tuple[Node, bool], ...]]
 
 

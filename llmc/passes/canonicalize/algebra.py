@@ -35,6 +35,7 @@ def _neutral(n: Node) -> Build | None:
 
 
 def _square(n: Node) -> Build | None:
+    """x*x -> square(x), for floats."""
     a, c = n.operands
     if a is c and n.result.type.dtype[0] in "fb" and n.result.type.dtype != "bool":
         return lambda b: b.square(a)
@@ -42,6 +43,7 @@ def _square(n: Node) -> Build | None:
 
 
 def _power(n: Node) -> Build | None:
+    """pow(x, c) with the constant 2, 0.5, -0.5, -1 or 1 -> square(x), sqrt(x), rsqrt(x), reciprocal(x) or x."""
     x, exponent = n.operands[0], const_value(n.operands[1])
     name = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}.get(exponent or 0.0)
     if exponent == 1.0:
@@ -63,16 +65,19 @@ def _divide(n: Node) -> Build | None:
 
 
 def _reciprocal(n: Node) -> Build | None:
+    """reciprocal(sqrt(x)) -> rsqrt(x)."""
     root = made_by(n.operands[0], "sqrt")
     return (lambda b: b.rsqrt(root.operands[0])) if root else None
 
 
 def _negated(n: Node) -> Build | None:
+    """neg(neg(x)) -> x."""
     inner = made_by(n.operands[0], "neg")
     return _replace_by(n, inner.operands[0]) if inner else None
 
 
 def _floor_at_zero(n: Node) -> Build | None:
+    """maximum(x, 0) -> relu(x), for floats."""
     for x, zero in (n.operands, n.operands[::-1]):
         if const_value(zero) == 0.0 and same_type(x.type, n.result.type) and x.type.dtype[0] in "fb":
             return lambda b: b.relu(x)
@@ -110,17 +115,20 @@ _ERF = p.add(p.erf(either(p.mul(p.x, const("scale")), p.div(p.x, const("root")))
 
 
 def _is_gelu_tanh(m: Match) -> str | None:
+    """Return None if the constants are those of gelu's approximation by tanh, else the reason."""
     if abs(m["cubic"] - 0.044715) < 1e-4 and abs(m["scale"] - math.sqrt(2 / math.pi)) < 1e-3:
         return _like_x(m)
     return f"its constants {m['cubic']:g} and {m['scale']:g} are not those of gelu"
 
 
 def _is_gelu(m: Match) -> str | None:
+    """Return None if the constant is that of gelu, else the reason."""
     scale = m.get("scale") or 1 / m["root"]
     return _like_x(m) if abs(scale - math.sqrt(0.5)) < 1e-3 else f"its constant {scale:g} is not that of gelu"
 
 
 def _like_x(m: Match) -> str | None:
+    """Return None if the result has the type of x, else the reason."""
     same = same_type(m["x"].type, m.root.result.type)
     return None if same else f"its result is {m.root.result.type}, its operand {m['x'].type}"
 

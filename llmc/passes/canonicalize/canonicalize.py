@@ -121,6 +121,8 @@ class Canonicalize(Pass):
 
     Removes redundant moves and arithmetic, merges chains of moves, drops the unit batch axis, names activations, folds
     constants, and removes dead code.
+
+    batch: whether to drop the unit batch axis.
     """
 
     name: ClassVar[str] = "canonicalize"

@@ -11,11 +11,13 @@ from llmc.passes.rewrite import Build, Simplify
 
 
 def _last_stays(t: Node) -> bool:
+    """Whether a transpose leaves the last axis in its place."""
     perm: Sequence[int] = t.attrs["perm"]
     return perm[-1] == len(perm) - 1
 
 
 def _norm(n: Node) -> Build | None:
+    """norm(transpose(x)) -> transpose(norm(x)), if only the norm reads the transpose."""
     t = made_by(n.operands[0], "transpose")
     if t is None or not _last_stays(t) or len(t.result.uses) != 1:
         return None
@@ -24,6 +26,7 @@ def _norm(n: Node) -> Build | None:
 
 
 def _slice(n: Node) -> Build | None:
+    """slice(transpose(x)) -> transpose(slice(x)), along the last axis."""
     t = made_by(n.operands[0], "transpose")
     if t is None or not _last_stays(t) or axis_of(n) != n.result.type.rank - 1:
         return None
@@ -31,6 +34,7 @@ def _slice(n: Node) -> Build | None:
 
 
 def _concat(n: Node) -> Build | None:
+    """concat(transpose(x), transpose(y)) -> transpose(concat(x, y)), if all permutations are equal."""
     transposed = [t for v in n.operands if (t := made_by(v, "transpose"))]
     if len(transposed) < len(n.operands) or len({t.attrs["perm"] for t in transposed}) != 1:
         return None
@@ -40,7 +44,7 @@ def _concat(n: Node) -> Build | None:
 
 
 def _scaled(n: Node) -> Build | None:
-    """Return a product with a scalar."""
+    """transpose(x) * c -> transpose(x * c), for a scalar c, if only the product reads the transpose."""
     for v, c in (n.operands, n.operands[::-1]):
         t = made_by(v, "transpose")
         if t and c.type.rank == 0 and len(v.uses) == 1 and n.result.type == v.type:

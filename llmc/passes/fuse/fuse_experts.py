@@ -20,12 +20,14 @@ TOTAL = p.sum(p.y, axis=1, keepdim=False)
 
 
 def _of_experts(m: Match) -> str | None:
+    """Return None if the sum is over a token's experts, else the reason."""
     y: Value = m["y"]
     producer = y.node.op.name if y.node else "an input"
     return None if producer.endswith("moe_down") else f"the sum is over the results of {producer}, not of experts"
 
 
 def _added(m: Match) -> str | None:
+    """Return None if the sum over a token's experts is added to a value of its own shape, else the reason."""
     y, r = m["y"].type, m["r"].type
     if r.shape != (y.shape[0], y.shape[2]):
         return f"the other operand is {r}, the sum is over {y}"
@@ -42,10 +44,11 @@ CAST = Rewrite(
 class FuseExperts(Pass):
     """Replace topk and the row ops around it by topk_map, and the sum of a token's experts by moe_combine.
 
-    topk_map includes the ops of one operand that compute the operand of topk, the ops that read its values (also sums
-    of them), and casts of its indices to i32. In graphs of one token, topk_route also sorts the pairs. moe_combine
-    includes a cast and the addition of a residual; the terms of the sum are then rounded to the dtype of the experts'
-    other activations, which halves the bytes between the two kernels. The pass runs after `split-moe`.
+    topk_map also computes the row op before topk, such as a softmax of the router's logits, if it has one operand; the
+    row op after topk, such as the normalisation of the chosen scores; and casts of the indices to i32. In graphs of one
+    token, topk_route also sorts the pairs. moe_combine includes a cast and the addition of a residual. The terms of its
+    sum are rounded to the dtype of the experts' other activations, which halves the bytes between the two kernels. The
+    pass runs after `split-moe`.
 
     route: whether to make topk_route.
     """
@@ -120,6 +123,7 @@ def _fuse_route(g: Graph, n: Node, ctx: Ctx) -> bool:
 
 
 def _why_not(g: Graph, n: Node, casts: Sequence[Node]) -> str | None:
+    """Return the reason why a topk cannot be part of a topk_map, or None."""
     columns, k = n.operands[0].type.shape[-1].const, n.attrs["k"]
     if columns is None or columns > MAX_COLUMNS or k > MAX_K:
         return f"it selects {k} of {n.operands[0].type.shape[-1]} elements; at most {MAX_K} of {MAX_COLUMNS}"

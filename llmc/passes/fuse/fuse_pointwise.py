@@ -56,6 +56,7 @@ def _size(e: E) -> int:
 
 
 def _fits(v: Value) -> bool:
+    """Whether a group may read or compute the value: floats or booleans, neither quantised nor a state."""
     return DTYPES[v.type.dtype].kind in "fb" and v.type.format is None and not v.type.state
 
 
@@ -67,6 +68,7 @@ class _Groups:
         self.group_of: dict[Value, _Group] = {}
 
     def run(self) -> int:
+        """Grow and emit the groups; return how many have more than one node."""
         for n in self.g.nodes:
             e = expression(n)
             if e is not None and all(map(_fits, [*n.operands, *n.results])) and self.ctx.allows(n):
@@ -105,6 +107,7 @@ class _Groups:
         self.group_of[y] = group
 
     def _joins(self, n: Node, v: Value, producer: _Group) -> bool:
+        """Whether the group that computes `v` merges into that of `n`: only `n` reads `v`, and the shapes are equal."""
         y = n.results[0]
         if any(u is not n for u in v.uses) or v in self.g.outputs:
             self.ctx.miss(FusePointwise.name, n, f"{producer.nodes[0].op.name} has {len(v.uses)} users")
@@ -113,13 +116,15 @@ class _Groups:
 
 
 def _operand(group: _Group, v: Value) -> E:
+    """Return the argument of the group's expression that stands for `v`, adding `v` to the operands if it is new."""
     if v not in group.operands:
         group.operands.append(v)
     return arg(group.operands.index(v))
 
 
 def _emit(g: Graph, v: Value, group: _Group, ops: Mapping[str, OpDef]) -> Value:
-    n = group.nodes[0]
+    """Replace the nodes of a group by one `fused` node; return its result, which replaces `v`."""
+    n = group.nodes[0]  # the node that computes `v`; those whose results it reads follow
     attrs = {"body": [str(group.expr)], "dtypes": [v.type.dtype]}
     new = g.add(ops["fused"], group.operands, attrs, before=n, loc=n.loc, names=[v.name]).result
     g.replace(v, new)

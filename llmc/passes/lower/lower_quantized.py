@@ -20,7 +20,8 @@ from llmc.passes.lower.round_activations import Rounded, product_of_codes, produ
 
 MOVES = ("slice", "concat")  # ops that move the parts of a quantised tensor as they move the tensor
 EXPERTS = ("moe_up", "moe_down")
-WEIGHT: Mapping[str, int] = MappingProxyType({**dict.fromkeys(PRODUCTS, 1), **dict.fromkeys(EXPERTS, 3)})  # its place
+# The index of the weight among the operands, by op.
+WEIGHT: Mapping[str, int] = MappingProxyType({**dict.fromkeys(PRODUCTS, 1), **dict.fromkeys(EXPERTS, 3)})
 SCALE_DTYPE = "bf16"  # the dtype to which f8e8m0 scales are converted in products; it represents every power of two
 
 
@@ -88,8 +89,9 @@ class LowerQuantized(Pass):
 
     @staticmethod
     def _codes(g: Graph, n: Node, parts: _Parts, rounded: Rounded, ctx: Ctx) -> list[str] | None:
-        """Replace a product by one of quantised activations and weights; return None, or the reason if a kernel rejects
-        it. None is also returned if the format does not allow it, or if no kernel of the target has such products.
+        """Replace a product by one of quantised activations and weights, and return None if that succeeds.
+
+        Otherwise return the reasons of the kernels that reject it; none, if the format does not permit such products.
         """
         x, w = n.operands[0], n.operands[WEIGHT[n.op.name]]
         f = w.type.format
@@ -210,12 +212,12 @@ class _Parts:
 
     @staticmethod
     def _sliced(b: Any, part: Value, v: Value, n: Node, f: QFormat, index: int) -> Value:
-        """Return the part of a slice: codes are cut as the tensor is, scales and zero points at blocks."""
+        """Return the part of a slice: codes (index 0) are cut as the tensor is, scales and zero points at blocks."""
         axis = n.attrs["axis"] % v.type.rank
         blocks = (1,) * (v.type.rank - 2) + f.block
         size = blocks[axis] if index else 1
         ends = [n.attrs["start"], n.attrs["stop"]]
-        if size == 0:
+        if size == 0:  # a block spans the axis
             return part
         start, stop = ends if size == 1 else [d.ceildiv(size) for d in ends]
         return b.slice(part, axis=axis, start=start, stop=stop, step=n.attrs["step"])

@@ -56,8 +56,11 @@ def make_plans(graphs: Sequence[Graph], ranks: int, ctx: Ctx, group: int) -> lis
 
 
 def make_plan(g: Graph, ranks: int, ctx: Ctx, states: Mapping[Value, Split], group: int = 1) -> Plan:
-    """Split attention and recurrences by heads, `states` as another graph does that reads them, and products by columns
-    where the split ends in products by rows or in the output."""
+    """Return the plan of one graph.
+
+    Attention and recurrences are split by heads, large tables by rows, and products by columns if a product by rows, or
+    the graph's output, follows. `states` are split as another graph, which reads them, does.
+    """
     planner = _Planner(g, ranks, ctx, group)
     planner.split_attention()
     planner.split_recurrences()

@@ -87,7 +87,7 @@ class SplitKv(NodePass):
         return True
 
     def count(self, n: Node, bounds: Bounds, ctx: Ctx) -> int:
-        """Return the number of fixed parts of the longest row; 1 if there are programs enough without parts."""
+        """Return the number of fixed parts of the longest row; 1 if there are enough programs without parts."""
         _, kv, pages, rows, *_ = n.operands
         units, longest = ctx.target.limits.units if ctx.target else 0, pages.type.shape[1].const
         if not units or not longest:

@@ -26,13 +26,13 @@ def in_one_launch(n: Node, tokens: int, max_tokens: int = MIXED_TOKENS) -> bool:
 class SplitSingle(NodePass):
     """Compute single-token rows of mixed batches with paged_attention_single.
 
-    Applies to graphs with any number of tokens per row; paged_attention then skips those rows, also if FlashAttention
-    computes it: on an H200, that takes about twice as long for them as a kernel for single tokens.
+    Applies to graphs with any number of tokens per row; paged_attention then skips those rows. A kernel for single
+    tokens takes about half the time for them, also compared with FlashAttention (H200).
 
-    Graphs of at most `above` tokens remain as they are, unless heads are large: there, one launch computes both kinds
-    of rows at the same time (`triton/mixed_attention`). Where a kernel leads for the remaining rows, as FlashAttention
-    does from 512 tokens on, they are separated there, too: on a hot H200, steps of 412 to 640 tokens with 15 to 64
-    decoding rows then took 5 to 15 % less.
+    Graphs of at most `above` tokens remain as they are, because one launch computes both kinds of rows at the same time
+    there (`triton/mixed_attention`). They are split nevertheless if heads are too large for that kernel, or if another
+    kernel leads for the remaining rows, as FlashAttention does from 512 tokens on: on an H200, steps of 412 to 640
+    tokens with 15 to 64 decoding rows then took 5 to 15 % less.
     """
 
     name: ClassVar[str] = "split-single"

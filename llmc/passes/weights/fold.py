@@ -34,11 +34,13 @@ def _into_weight(m: Match) -> str | None:
 
 
 def _into_gain(m: Match) -> str | None:
+    """Return None if the factor can be folded into the norm's gain, which is float32, else the reason."""
     same = m.root.result.type.dtype == m["x"].type.dtype
     return None if same else f"its result is {m.root.result.type.dtype}"
 
 
 def _scaled(b: Any, w: Value, c: float, dtype: str) -> Value:
+    """Return `w` times `c`, computed and stored in `dtype`."""
     w = w if w.type.dtype == dtype else b.cast(w, dtype=dtype)
     return b.mul(w, b.constant(c, dtype))
 

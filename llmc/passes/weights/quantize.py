@@ -35,7 +35,10 @@ class Quantize(Pass):
 
     @property
     def columns(self) -> int:
-        """Columns of a row of the body's weights that share a scale; 0 if they are all, or if scales are of tiles."""
+        """The number of columns that share a scale in the weights other than the head's.
+
+        0 if a row has a single scale, or if scales belong to tiles.
+        """
         recipe = _recipe(self.weights, self.group)
         rows, columns = recipe.block if recipe else (1, 0)
         return columns if rows == 1 else 0

@@ -19,8 +19,8 @@ from llmc_runtime.heartbeat import SHARED_BYTES
 from llmc_runtime.host_info import default_threads, free_memory, this_host
 
 ABI = "cpu-1"
-ALIGN = 64
-_HUGE = 4 << 20
+ALIGN = 64  # bytes; the alignment of weights that kernels expect
+_HUGE = 4 << 20  # bytes from which memory is requested in huge pages
 _ROOM = 4  # numbers that a step unit's llmc_room writes
 _NORESERVE = 0x4000  # MAP_NORESERVE on Linux, which the mmap module does not define
 

@@ -134,8 +134,8 @@ class StepBudget:
     def learn(self, work: Sequence[Work], seconds: float) -> None:
         """Take the duration of a step.
 
-        Steps with few prompt tokens are a poor estimate of the time per token, as they run other kernels than decoding
-        steps.
+        Steps in which no request decodes do not count, nor do steps with less than half of the prompt tokens that fit
+        the target: these run other kernels than decoding steps, and say little about the time per token.
         """
         prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
         if len(prompts) == len(work):
@@ -154,11 +154,11 @@ class StepBudget:
     def expected(self, work: Sequence[Work]) -> float:
         """Return the seconds that a step should take by what was measured, 0 if that is not known."""
         prompt = sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts)
-        rows = any(item.num_tokens <= 1 + item.drafts for item in work)
-        if (rows and not self._decode.value) or (prompt and not self._token.value):
+        decodes = any(item.num_tokens <= 1 + item.drafts for item in work)
+        if (decodes and not self._decode.value) or (prompt and not self._token.value):
             return 0.0
         token = self._long_token.value if self._is_longer(prompt) else 0.0
-        return rows * self._decode.value + prompt * (token or self._token.value)
+        return decodes * self._decode.value + prompt * (token or self._token.value)
 
     def _learn_size(self, total: int, further: float, expected: float) -> None:
         """Take the further seconds of a step of `total` tokens, of which the time per token predicts `expected`."""

@@ -52,8 +52,10 @@ class GpuDevice(Device):
     def __init__(
         self, driver: GpuDriver, threads: int | None, careful: bool, index: int, group: DeviceGroup | None = None
     ) -> None:
-        """`index` is the number of the engine, `group` its ranks. Raises LlmcError E115 if fewer GPUs are visible than
-        it and the engines before it need, or if its GPU cannot access those of the other ranks and needs to.
+        """`threads` upload weights. `careful`: see `GpuRun`. `index` is the number of the engine, `group` its ranks.
+
+        Raises LlmcError E115 if fewer GPUs are visible than it and the engines before it need, or if its GPU cannot
+        access those of the other ranks and needs to.
         """
         self._driver = driver
         self._careful = careful
@@ -65,7 +67,7 @@ class GpuDevice(Device):
         self._memories: list[int] = []
         self._modules: list[Any] = []
         self._functions: dict[tuple[str, str], Any] = {}
-        self._tiles: list[tuple[np.ndarray, Memory]] = []
+        self._tiles: list[tuple[np.ndarray, Memory]] = []  # tiles of `repeat`, with their copies on the device
         self._runs: list[GpuRun] = []
         self._upload: Upload | None = None
         self._method = PINNED  # method of copying weights if their hashes are checked
