@@ -31,9 +31,7 @@ class RowSnapshots:
 
     def __init__(self, count: int, prefix: PrefixCache, counters: Counters) -> None:
         self.pool, self.prefix, self.counters = SnapshotPool(count), prefix, counters
-        self._interval = (
-            PAGES_BETWEEN_SNAPSHOTS * prefix.page_size
-        )  # tokens between two snapshots of a request that decodes
+        self._interval = PAGES_BETWEEN_SNAPSHOTS * prefix.page_size  # the same in tokens
         prefix.forgotten = self.pool.drop
 
     def usable(self, request: Request, match: PrefixMatch) -> int:

@@ -27,8 +27,9 @@
 //   ITEM               bytes of an element of the pool: 2 (of the type FACTOR) or 1 (f8e4m3)
 //   QUERY_IS_FACTOR    whether QUERY and FACTOR are the same type
 //   QUERY, FACTOR, OUT types of the queries (bf16 or f16), of the factors of products (QUERY or f16), and of the result
-// The generated text before this file defines OTHER_PARAMETERS, and the names of what a node may lack: STARTS, LONGER,
-// SCALES, SINKS and LSE.
+// The generated text before this file defines OTHER_PARAMETERS, and the names of operands and results that a node may
+// lack: STARTS, LONGER, SCALES, SINKS and LSE. kv_tiles.cuh has the sizes of tiles (TILE, STEPS, COLUMNS, HEADS), and
+// Span, Tiles and Queries. A lane is 4 g + q in these comments, as in the fragments of the PTX ISA.
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int SUM_STRIDE = HEAD_DIM + 4;  // floats per head in shared memory, padded to avoid bank conflicts
@@ -60,7 +61,7 @@ __device__ inline float largest_of_column(float x) {
   return x;
 }
 
-// The softmax of a warp's tiles so far. A thread 4 g + q has the query heads 2 q and 2 q + 1 of each tile of columns.
+// The softmax of a warp's tiles so far. A thread has the query heads 2 q and 2 q + 1 of each tile of columns.
 struct Softmax {
   float top[COLUMNS][2], total[COLUMNS][2];  // the largest logit; this thread's part of the sum of exp2(logit - top)
   float sums[STEPS][COLUMNS][4];             // weighted sums of values: elements 16 i + g and 16 i + g + 8
@@ -77,7 +78,7 @@ struct Softmax {
     }
   }
 
-  // Replaces a tile's logits by their weights, and multiplies what was summed with another maximum.
+  // Replaces a tile's logits by their weights exp2(logit - top). If `top` grows, rescales the earlier sums.
   __device__ void weigh(float (&logits)[COLUMNS][4]) {
     float next[COLUMNS][2];
     bool larger = false;
@@ -113,7 +114,8 @@ struct Softmax {
   }
 };
 
-// The logits of a tile, times log2(e); a thread has two columns of the keys g and g + 8. scale: of the keys.
+// Computes the logits of a tile, times log2(e). A thread has those of the keys g and g + 8 and of its two query heads.
+// scale: the factor of the logits, times the scale of the keys.
 __device__ inline void find_logits(float (&logits)[COLUMNS][4], unsigned keys, const Queries& queries, float scale,
                                    int lane) {
   float odd[COLUMNS][4];  // sums of odd steps; a product waits for the previous one that adds to the same sums

@@ -69,8 +69,8 @@ __device__ inline void norm_tokens(Sums& sums, unsigned (&x)[TILES][2], const un
     for (int half = 0; half < 2; half++) x[t][half] = multiply(x[t][half], gain[half]);
 }
 
-// The zero point of a row of entries, and the number of that row among the entries of a step. A thread has the rows
-// lane / 4 and lane / 4 + 8 of every strip.
+// A step has ENTRIES groups of columns, and an entry has a scale and a zero point for each row of the warp's strips. These
+// are the zero point at an index, and the index of a row: a thread has the rows lane / 4 and lane / 4 + 8 of every strip.
 __device__ inline int zero_point(const unsigned char* w, int row) { return HAS_ZEROS ? w[ZEROS_AT + row] : ZERO_POINT; }
 __device__ inline int entry_row(int entry, int strip, int half, int lane) {
   return (entry * STRIPS + strip) * STRIP + half * 8 + lane / 4;

@@ -27,7 +27,7 @@ class RowScan(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Parameters that exclude ids. Each keeps a prefix of the ids in descending order, top_p among the others' ids."""
+    """Parameters that exclude ids. Each keeps the likeliest ids; top_p applies to those that the others keep."""
 
     active: tl.tensor  # whether ids may be excluded
     top_p: tl.tensor
@@ -92,10 +92,11 @@ def measure(scan: RowScan, mid):
 
 @triton.jit
 def search(scan: RowScan, low, limit, BY_COUNT: tl.constexpr):
-    """Return (the highest existing key such that the keys from it on reach the limit, their count and mass above it).
+    """Return the highest key such that the keys from it on reach the limit, and the count and mass of those above it.
 
-    The limit is a count if BY_COUNT, else a mass. Invariant: the keys from `low` on reach the limit. Steps
-    bisect the range of values and the range of keys in turn, because each converges fast if the other is slow.
+    The limit is a count if BY_COUNT, else a mass. Invariant: the keys from `low` on reach the limit, those above `high`
+    do not. Steps bisect the range of values and the range of keys in turn, because each converges fast if the other is
+    slow.
     """
     high = key_of(scan.top)
     count = tl.full([], 0, tl.int32)
@@ -128,14 +129,14 @@ def count_equal(scan: RowScan, cut, at):
 
 @triton.jit
 def lane_of(counts, lanes, number):
-    """Return (the first lane up to which the counts reach a number, the sum of the counts before it)."""
+    """Return the first lane at which the running sum of the counts reaches a number, and that sum before the lane."""
     lane = tl.min(tl.where(tl.cumsum(counts, 0) >= number, lanes, HIGHEST_KEY), 0)
     return lane, tl.sum(tl.where(lanes < lane, counts, 0), 0)
 
 
 @triton.jit
 def last_equal(scan: RowScan, cut, number):
-    """Return the id that is the `number`-th one, in ascending order, whose key equals the cut. There are as many."""
+    """Return the `number`-th id, in ascending order, of those whose key equals the cut, of which there are enough."""
     lanes = tl.arange(0, scan.TILES_PADDED)
     counts = tl.zeros([scan.TILES_PADDED], tl.int32)
     for tile in range((scan.VOCAB + scan.TILE - 1) // scan.TILE):
