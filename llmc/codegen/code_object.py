@@ -89,6 +89,7 @@ def check_launch(source: Source, binary: bytes, threads: int, wavefront: int, lo
 
 
 def _metadata(binary: bytes) -> dict[str, Any]:
+    """Return the metadata of a code object: the MessagePack document in its note. Raises KeyError if there is none."""
     note = next(data for name, data in sections(binary) if name == ".note")
     at = 0
     while at < len(note):

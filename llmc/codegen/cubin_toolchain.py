@@ -62,6 +62,7 @@ class CubinToolchain(ABC):
         return compile_in_threads(sources, self.key, compile_one, cache, jobs, progress)
 
     def _compiled(self, key: str, source: Source, loc: str, cache: Path) -> Compiled:
+        """Return a compiled kernel, from the cache if it is there. Raises Diagnostic E502 or E505."""
         path = entry_path(cache, key)
         if (entry := read_entry(path)) is not None:
             return entry

@@ -206,6 +206,7 @@ def save(path: Path, new: Iterable[Record]) -> list[Record]:
 
 
 def _record(r: Mapping[str, Any]) -> Record:
+    """Parse one line of a tuning file. Raises an exception if a field is missing or invalid."""
     sizes = tuple((s, int(r["sizes"][s])) for s in SIZES if s in r["sizes"])
     if set(r["sizes"]) - set(SIZES) or not isinstance(r["schedule"], dict) or not math.isfinite(float(r["us"])):
         raise ValueError("its sizes, schedule or time are invalid")

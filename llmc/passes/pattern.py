@@ -170,6 +170,7 @@ def _match_through(p: Through, v: Value, s: State, t: Tracker) -> Iterator[State
 
 
 def _match_const(p: Const, v: Value, s: State, t: Tracker) -> Iterator[State]:
+    """Match a scalar constant, and bind it if the pattern has a name."""
     number = const_value(v)
     if number is None:
         t.fail(len(s[1]), f"expected a constant, got {v.node.op.name if v.node else 'an input'}")
@@ -281,6 +282,7 @@ def check(p: Pattern, ops: Mapping[str, OpDef], rule: str, partly: bool = False)
 
 
 def _check_op(p: Op, op: OpDef, rule: str) -> None:
+    """Raise Diagnostic E424 if no node of the op has as many operands, or such attributes, as the pattern."""
     remedy = f"`llmc ops {p.op}` prints its signature"
     if wrong := _wrong_count(len(p.args), op):
         raise Diagnostic("E424", f"{rule}: {p.op} takes {wrong} operands, the pattern has {len(p.args)}", remedy)

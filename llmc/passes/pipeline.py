@@ -137,6 +137,7 @@ def _position(out: Sequence[Pass], name: str, item: str) -> int:
 
 
 def _options(text: str, item: str) -> dict[str, Any]:
+    """Parse the options of a pass, "name=value, ...". Raises Diagnostic E421."""
     out: dict[str, Any] = {}
     pos = 0
     while pos < len(text.rstrip()):
@@ -149,6 +150,7 @@ def _options(text: str, item: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
+    """Parse an option's value: a string, a list, a boolean or a number; other text stays text."""
     if text.startswith('"'):
         return text[1:-1]
     if text.startswith("["):

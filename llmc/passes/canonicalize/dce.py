@@ -21,6 +21,7 @@ class Dce(Pass):
 
 
 def _nodes(g: Graph, ctx: Ctx) -> int:
+    """Erase unused nodes, from the last to the first; return their number."""
     done = 0
     for n in reversed(g.nodes):
         if not g.is_used(n) and ctx.allows(n):
@@ -32,6 +33,7 @@ def _nodes(g: Graph, ctx: Ctx) -> int:
 
 
 def _weights(g: Graph, ctx: Ctx) -> int:
+    """Remove weights that nothing reads from the inputs; return their number."""
     done = 0
     for v in list(g.inputs):
         if v.weight and not v.uses and v not in g.outputs:

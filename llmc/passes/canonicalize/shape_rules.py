@@ -66,6 +66,7 @@ def _transpose(n: Node) -> Build | None:
 
 
 def _broadcast(n: Node) -> Build | None:
+    """broadcast(x) -> x, if the shape is equal; broadcast(broadcast(x)) -> broadcast(x)."""
     (x,), shape = n.operands, n.attrs["shape"]
     if x.type.shape == shape:
         return _same(x)

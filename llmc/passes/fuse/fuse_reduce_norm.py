@@ -35,6 +35,7 @@ class FuseReduceNorm(Pass):
         return sum(self._graph(m, g, ctx) for g in m.graphs.values())
 
     def _graph(self, m: Module, g: Graph, ctx: Ctx) -> int:
+        """Fuse the sums of one graph; return the number of changes."""
         weights, done = weight_only(g), 0
         for n in list(g.nodes):
             if n.op.name not in SUMS or not ctx.allows(n):
@@ -47,6 +48,7 @@ class FuseReduceNorm(Pass):
         return done
 
     def _why_not(self, m: Module, g: Graph, n: Node, norm: Node | None, weights: set[Value]) -> str | None:
+        """Return the reason why a sum and the norm of its result are not fused, or None."""
         if norm is None:
             return "no rms_norm reads it"
         if norm.operands[1] not in weights:

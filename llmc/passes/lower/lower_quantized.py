@@ -193,6 +193,7 @@ class _Parts:
         return self.floats[v]
 
     def _make(self, v: Value, before: Node) -> tuple[Value, ...]:
+        """Return the parts of a quantised value: those of `assemble` or `quantize`, or moved as the value is."""
         n, f = v.node, v.type.format
         assert f is not None
         if n is None:

@@ -111,6 +111,7 @@ class _Planner:
                     self._split_writer(n, v, split)
 
     def _split_writer(self, n: Node, v: Value, split: Split) -> None:
+        """Split one node that writes the state `v`. Raises Diagnostic E437 if it cannot be split."""
         relation = relate(n, v, split, self.ranks)
         region = "its op cannot" if relation is None else self._region(n, relation, gather=True)
         if isinstance(region, str):
@@ -305,6 +306,7 @@ class _Region:
         return self.add(v.node, relation) if relation else (v, f"{v.node.op.name} cannot make a part of it")
 
     def _add_reader(self, v: Value, s: Split, reader: Node) -> Stuck:
+        """Add a reader of a split value: it reads the part or, if it may, the gathered value."""
         if reader in self.additions.relations:
             reads_part = (v, s) in splits_of(reader, self.additions.relations[reader])
             return None if reads_part else (v, f"{reader.op.name} needs it otherwise")

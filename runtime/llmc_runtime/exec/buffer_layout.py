@@ -108,6 +108,7 @@ class Layout:
         return self._arena.part(b.offset, b.offset + nbytes)
 
     def _address(self, buffer: Buffer, by_name: Mapping[str, Buffer]) -> int:
+        """Return a buffer's address: that of the buffer whose memory it uses, plus an offset."""
         owner = memory_of(buffer, by_name)
         if owner.kind == "weight":
             return self._weights[owner.name]
@@ -127,6 +128,7 @@ class Layout:
         return {name: address for part in self._artifact.parts for name, address in self._place(part).items()}
 
     def _place(self, part: Artifact) -> Mapping[str, int]:
+        """Return the addresses of an artifact's weights: uploaded ones, or random ones."""
         buffers, weights = weights_of(part), part.manifest.weights
         if weights.mode != "random":
             return self._device.place(part, sorted(buffers))

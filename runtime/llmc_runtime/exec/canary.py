@@ -142,6 +142,7 @@ def record(executor: Executor) -> Canary:
 
 
 def _run(prompt: tuple[int, ...], tokens: list[int], outputs: list[TokenLogprobs]) -> Run:
+    """Return one prompt's outputs as a record. Raises LlmcError E125 for log-probabilities that are not finite."""
     if not all(math.isfinite(t.logprob) for t in outputs):
         cause = "the model computes log-probabilities that are not finite"
         raise LlmcError("E125", cause, "check the checkpoint's weights, and the target's kernels")

@@ -137,6 +137,7 @@ def _num_snapshots(
 
 
 def _too_little(need: Need, free: int, sequence_bytes: int, length: int) -> LlmcError:
+    """Return the error for a device without memory for one sequence of `length` tokens."""
     sequence = f"KV of one sequence of {length} tokens {size_text(sequence_bytes)}"
     needed = f"{size_text(need.total + sequence_bytes)} are needed: {need}, {sequence}"
     cause = f"the device has {size_text(free)} free; {needed}"

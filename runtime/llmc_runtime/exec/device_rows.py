@@ -197,6 +197,7 @@ class Rows:
         return last.ids, last.seen
 
     def _write_counts(self, row: int, output: np.ndarray) -> None:
+        """Write how often each id is in a row's output; an unused row has zeros already."""
         table = self._tables["counts"]
         if len(output):
             table.set(row, np.bincount(output, minlength=self._vocab)[: self._vocab])

@@ -165,6 +165,7 @@ class EntryPoints:
         return token_bucket(tokens, top)
 
     def _bind(self, program: Program) -> Bound:
+        """Bind one program. Raises LlmcError E113 for unknown symbols, E202 for an unsupported number of pages."""
         names = list(program.symbols)
         unbound = set(names) - {TOKENS, ROWS, *self._env}
         if unbound:

@@ -251,6 +251,7 @@ class Executor:
         self.device.close()
 
     def _start(self, step: Step) -> Ticket:
+        """Choose the program of a step, and run it; of an open step, only the part before its masks are read."""
         if step.inits or step.work != self._last_entries.work:  # the rows of consecutive steps are often the same
             self._last_entries = self._step_entries(step.work)
         work, entries, columns, verifies, needed = self._last_entries
@@ -272,6 +273,7 @@ class Executor:
         return ticket
 
     def _step_entries(self, work: list[Work]) -> _StepEntries:
+        """Return the rows of logits that a step's work needs."""
         verifies = any(w.drafts for w in work)
         splits = verifies or any(w.score for w in work)
         entries = [entry for w in work for entry in _entries_of(w)] if splits else work
@@ -364,6 +366,7 @@ def _merge(
 
 
 def _logprobs(ticket: Ticket) -> list[TokenLogprobs | None]:
+    """Return the log-probabilities of a step's entries; None for entries that need none."""
     count = len(ticket.entries)
     arrays = [x.view(dtype) for x, (_, dtype) in zip(ticket.logprobs, _LOGPROBS)]
     logprob, rank = arrays[0].tolist(), arrays[1].tolist()

@@ -211,6 +211,7 @@ class RankGroup:
             raise process.ended() or group_ended(f"rank {process.rank} takes no messages: {e}") from e
 
     def _watch(self, cancel: Callable[[], None]) -> None:
+        """Watch the other ranks until the group ends: their sockets, processes and heartbeats (a thread's function)."""
         poller = select.poll()
         poller.register(self._end, select.POLLIN)
         for process in self._processes:

@@ -171,6 +171,7 @@ class Link:
         return bool(self._poller.poll(0))
 
     def _read(self, count: int) -> bytearray | None:
+        """Receive exactly `count` bytes; None if the connection ends before."""
         data = bytearray(count)
         view, at = memoryview(data), 0
         while at < count:

@@ -99,6 +99,7 @@ def close_objects(schema: Any) -> None:
 
 
 def _composed(schema: Any) -> bool:
+    """Whether a schema, or a part of it, combines properties of several schemas by allOf."""
     if isinstance(schema, list):
         return any(map(_composed, schema))
     if not isinstance(schema, dict):
@@ -109,6 +110,7 @@ def _composed(schema: Any) -> bool:
 
 
 def _close(schema: Any) -> None:
+    """Exclude properties that a schema and its parts do not list, unless they say otherwise."""
     if not isinstance(schema, dict):
         return
     if isinstance(schema.get("properties"), dict):

@@ -155,6 +155,7 @@ class Worker:
         return mask.ljust(-(-self._size // 32) * 4, b"\0")
 
     def _next(self, follower: _Follower, tokens: Sequence[int]) -> tuple[int, bytes]:
+        """Accept tokens of an output; return the kind of the result, and the next mask or the reason of a failure."""
         matcher = follower.matcher
         for token in tokens:
             matcher.consume_token(token)

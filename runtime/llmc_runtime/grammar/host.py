@@ -68,6 +68,7 @@ class Host:
         return True
 
     def _spawn(self, number: int, link: int, definition: int) -> None:
+        """Fork a worker that reads its grammar from `definition`, and answers on `link`."""
         host = os.getpid()
         try:
             pid = os.fork()

@@ -211,6 +211,7 @@ class WorkerPool:
     def _send(
         self, worker: Worker, number: int, guide: GrammarGuide, kind: int, tokens: Sequence[int], serial: int
     ) -> None:
+        """Send an operation of a guide to its worker, or queue it while the link has no room."""
         if len(worker.unsent) >= MAX_UNSENT:  # it does not read
             guide.fail(failures.gone())
             return
@@ -219,6 +220,7 @@ class WorkerPool:
             worker.flush()
 
     def _close_guide(self, worker: Worker, number: int) -> None:
+        """Close an output, and keep or end its worker if it has no others."""
         if worker.guides.pop(number, None) is None:
             return
         self.guides -= 1
@@ -258,6 +260,7 @@ class WorkerPool:
             worker.link = None
 
     def _read_link(self, number: int) -> None:
+        """Process the messages of a worker."""
         worker = self._workers[number]
         for data in _datagrams(worker.link):
             if not data:
@@ -328,6 +331,7 @@ class WorkerPool:
             self._changed(worker.grammar, error)
 
     def _read_host(self, host: HostProcess) -> None:
+        """Process the messages of the host: that it is ready, that a worker has ended, or that it fails."""
         for data in _datagrams(host.control):
             if data[:1] == wire.READY:
                 host.ready, self.ready_since = True, time.monotonic()

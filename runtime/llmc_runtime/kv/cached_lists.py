@@ -109,6 +109,7 @@ class CachedLists(dict[str, CachedList]):
             entries.clear()
 
     def _rank_grown(self) -> None:
+        """Bring the heap of the longest lists up to date."""
         if self._is_outdated(self._longest):
             self._longest = [(-cached.ranked, cached.number, cached) for cached in self.values() if cached.ranked]
             heapify(self._longest)

@@ -96,6 +96,7 @@ class PrefixCache:
         self._matches.clear()
 
     def _forget(self, page: int) -> None:
+        """Remove a page that is about to be reused from the cache."""
         digest = self._digest.pop(page)
         del self._tokens[page]
         if self._page.pop(digest) != page:

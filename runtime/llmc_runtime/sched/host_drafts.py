@@ -98,6 +98,7 @@ class HostDrafts:
         return max(0, min(self.speculation.config.num_tokens, request.limit - 1 - request.num_total))
 
     def _proposal(self, request: Request, max_tokens: int) -> list[int]:
+        """Return the ids that the method drafts, up to the first invalid one; an error ends drafting."""
         context = self._contexts.get(request.id)
         if context is None:
             scope = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"

@@ -270,6 +270,7 @@ class LiveRequests:
             self.counters.num_preemptions += 1
 
     def _finish(self, request: Request, reason: str) -> None:
+        """End a request: free its row and pages, close its guide, and count the reason."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._free_row(request)
@@ -286,6 +287,7 @@ class LiveRequests:
         self.counters.request_success[reason] += 1
 
     def _free_row(self, request: Request) -> None:
+        """Free the row and the pages of a request, which keeps its tokens."""
         if self.snapshots is not None:
             self.snapshots.stop(request)
         if self.planner is not None:
@@ -321,6 +323,7 @@ class LiveRequests:
         return delta
 
     def _append(self, request: Request, token: int | None, logprobs: TokenLogprobs | None) -> RequestDelta:
+        """Append a sampled token to a request, which may end it; return what has changed."""
         if token is None or not 0 <= token < self.config.vocab_size:
             raise RuntimeError(f"row {request.row} of request {request.id!r}: the executor returned token {token}")
         request.tokens.append(token)

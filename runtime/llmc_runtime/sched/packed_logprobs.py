@@ -91,6 +91,7 @@ class PackedLogprobs(LazySequence[TokenLogprobs]):
         return f"PackedLogprobs({list(self)!r})"
 
     def _row(self, index: int) -> TokenLogprobs:
+        """Unpack the entry of one token."""
         logprob, rank, *candidates = self._layout.unpack_from(self.data, index * self._layout.size)
         count = self.width
         ids, values = tuple(candidates[:count]), tuple(candidates[count:])

@@ -99,6 +99,7 @@ def _shared_bans(request: Request) -> Bans | None:
 
 
 def _bans(request: Request, early_stops: frozenset[int], config: SchedulerConfig) -> Bans:
+    """Return the request's excluded tokens. Raises LlmcError E601 if they leave none."""
     ids, max_id = request.params.allowed_token_ids, config.vocab_size - 1
     if isinstance(ids, TokenMask):
         fits = len(ids.mask) == mask_size(config.vocab_size)
@@ -117,6 +118,7 @@ def _bans(request: Request, early_stops: frozenset[int], config: SchedulerConfig
 
 
 def _check_prompt(prompt: object, config: SchedulerConfig, checked: bool) -> None:
+    """Raise LlmcError E601, E602 or E606 unless the prompt is token ids that fit. checked: the ids were."""
     if not isinstance(prompt, list | tuple | array) or not (checked or set(map(type, prompt)) <= {int}):
         raise refused("prompt_token_ids", prompt, "a list of token ids, each an int")
     if not checked:
@@ -147,6 +149,7 @@ def check_token_ids(prompt: Sequence[int], vocab_size: int) -> None:
 
 
 def _check_stops(request: Request, config: SchedulerConfig) -> None:
+    """Raise LlmcError E601 if stop_token_ids are outside of the vocabulary, or too many for min_tokens."""
     params, max_id = request.params, config.vocab_size - 1
     ids = tuple(params.stop_token_ids or ())
     if ids and max(ids) > max_id:

@@ -73,6 +73,7 @@ class StructuredOutputsParams(metaclass=KeywordChecks):
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     def _text(self) -> str:
+        """The grammar as text: as it is, or a value as JSON. Raises LlmcError E601 if it is too large."""
         value = getattr(self, self.kind)
         if is_over(value, MAX_BYTES):
             raise _refused(f"{self.kind} of more than {MAX_BYTES} bytes", f"up to {MAX_BYTES} bytes")

@@ -157,6 +157,7 @@ class SuffixDraft(Draft):
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
+        """Remove the output that ended first from the index."""
         text = self._ended.popleft()
         if self._behind and self._behind[0] is text:
             self._behind.popleft()

@@ -159,6 +159,7 @@ class ChatTemplate:
         return _cut_at_mark(text, final) if continue_final_message else text
 
     def _run(self, names: Mapping[str, Any]) -> str:
+        """Render the template within its budget of time and size."""
         self._budget.start()
         parts: list[str] = []
         size = 0
@@ -216,6 +217,7 @@ def _marked(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 
 
 def _cut_at_mark(text: str, final: str) -> str:
+    """Return the rendered text up to the end of the final message, so that the model continues it."""
     mark = _CONTINUE.strip()
     if final.strip() not in text or mark not in text:
         raise LlmcError("E632", "the chat template drops the final message, so it cannot be continued", _OTHER_TEMPLATE)
@@ -236,6 +238,7 @@ def _clear_errors() -> Iterator[None]:
 
 
 def _explained(error: Exception) -> LlmcError:
+    """Return the error for an exception of a template: E632 (messages), E633 (template) or E634 (limits)."""
     import jinja2
     from jinja2.sandbox import SecurityError
 

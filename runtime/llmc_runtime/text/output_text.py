@@ -118,6 +118,7 @@ class OutputText:
         return text
 
     def _append(self, piece: str) -> str | None:
+        """Append decoded text, and return the stop string that it completes, or None."""
         self._new.append(piece)
         if self._stops.stops and piece:
             searched = self._tail + piece

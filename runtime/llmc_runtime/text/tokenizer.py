@@ -81,6 +81,7 @@ class Tokenizer:
             yield [i + segment * kind for i, kind in zip(encoding.ids, encoding.type_ids)]
 
     def _all(self, texts: Sequence[str] | Sequence[tuple[str, str]], special: bool = True) -> Iterator[Any]:
+        """Yield the encodings of texts, or of pairs of texts, in batches."""
         for start in range(0, len(texts), _BATCH_TEXTS):
             part: list[Any] = list(texts[start : start + _BATCH_TEXTS])
             encodings: Iterable[Any]
@@ -298,6 +299,7 @@ def _content(value: Any) -> str | None:
 
 
 def _added(value: Any, *, special: bool) -> tokenizers.AddedToken:
+    """Return an added token of tokenizer_config.json, a text or an object."""
     from tokenizers import AddedToken
 
     if isinstance(value, dict):

@@ -247,6 +247,7 @@ def _ints(values: Iterable[int]) -> Any:
 
 
 def _bindings() -> Any:
+    """Import cuda-bindings. Raises LlmcError E115 if it is not installed."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

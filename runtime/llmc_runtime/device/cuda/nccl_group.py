@@ -107,6 +107,7 @@ class Nccl:
 
 
 def _load() -> ctypes.CDLL:
+    """Load the first NCCL library that can be loaded. Raises LlmcError E143 if there is none, or if it is too old."""
     failures = []
     for path in _paths():
         try:

@@ -127,6 +127,7 @@ class GpuDevice(Device):
         return memory
 
     def _alloc(self, nbytes: int) -> Memory:
+        """Allocate device memory without zeroing it; raise LlmcError E203 if there is not enough."""
         self._enter()
         status, address = self._driver.allocate(max(1, nbytes))
         if status:
@@ -286,6 +287,7 @@ class GpuDevice(Device):
             self._load(kernel, artifact.folder.read(kernel.file, artifact.manifest.files[kernel.file].bytes))
 
     def _load(self, kernel: KernelFile, binary: bytes) -> None:
+        """Load one kernel's binary. Raises LlmcError E112 if the driver rejects it."""
         driver = self._driver
         try:
             module = driver.load_module(binary)

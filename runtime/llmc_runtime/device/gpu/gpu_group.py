@@ -67,6 +67,7 @@ class GpuGroup(DeviceGroup):
         return header.view(np.uint8)
 
     def _open(self, rank: int, handle: bytes) -> int:
+        """Map the memory of another rank, and return its address."""
         status, *values = self._driver.open_shared(handle)
         if status:
             cause = f"the memory of rank {rank} cannot be opened: {self._driver.name(int(status))}"

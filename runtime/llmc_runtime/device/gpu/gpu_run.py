@@ -177,6 +177,7 @@ class GpuRun:
         self._used.clear()
 
     def _capture(self) -> Any:
+        """Capture the launches for the current symbols as a graph, and return the executable graph."""
         driver = self._driver
         driver.begin_capture(self._stream)
         try:
@@ -195,6 +196,7 @@ class GpuRun:
         return executable
 
     def _launch(self) -> None:
+        """Submit all launches with the current symbols. A failure names the launch's op and module."""
         self._update_sizes()
         for prepared in self._launches:
             config = prepared.config

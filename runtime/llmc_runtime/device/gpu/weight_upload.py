@@ -92,6 +92,7 @@ class MappedCopy(CopyMethod):
             self._send(span)
 
     def _send(self, span: Span) -> None:
+        """Register a span of verified blocks with the driver, and start to copy it. Raises Refused."""
         address, nbytes = self._job.queue.location(span)
         reason = self._driver.register(address, nbytes)
         if reason:

@@ -151,6 +151,7 @@ class Hip(GpuDriver):
 
 
 def _bindings() -> Any:
+    """Import hip-python. Raises LlmcError E115 if it is not installed."""
     try:
         from hip import hip
     except ImportError as error:
