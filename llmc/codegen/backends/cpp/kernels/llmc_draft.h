@@ -1,10 +1,12 @@
-// Speculative decoding: accepting and drafting tokens (the ops of llmc/ir/ops/draft.py). Thread 0
-// does all of the work. `r` is the number of entries, `width` the length of a row of the history.
+// Speculative decoding: accepting and drafting tokens (the ops of llmc/ir/ops/draft.py). Thread 0 does all of the work.
+// `r` is the number of entries, of which adjacent ones of a row verify its drafts; `width` the length of a row's history.
 #ifndef LLMC_DRAFT_H
 #define LLMC_DRAFT_H
 #include "llmc_abi.h"
 #include "llmc_row_columns.h"
 namespace llmc {
+// Takes the ids of a row's entries up to the first one that differs from the next draft, at most `limit` + 1 of them:
+// `taken` is -1 for the others. Counts the taken ids, stores the last one after them, and sets the row's length.
 static inline void row_accept(const llmc_ctx* ctx, int32_t* taken, int32_t* tokens, int32_t* length, int32_t* counts,
                               const int32_t* rows, const int32_t* starts, const int32_t* positions,
                               const int32_t* emit, const int32_t* ids, int64_t r, int64_t width, int64_t vocab,
@@ -48,6 +50,8 @@ static inline int64_t lookup(const int32_t* tokens, int64_t known, int64_t low, 
   }
   return found;
 }
+// Drafts tokens after each row's last one by prompt lookup: writes them to the history, and their number to `proposed`
+// and to the row's `drafts`. If nothing is found, the number is 0 and the last token is repeated.
 static inline void row_propose(const llmc_ctx* ctx, int32_t* proposed, int32_t* tokens, int32_t* drafts,
                                const int32_t* length, const int32_t* rows, const int32_t* starts, const int32_t* emit,
                                int64_t r, int64_t width) {
@@ -66,12 +70,14 @@ static inline void row_propose(const llmc_ctx* ctx, int32_t* proposed, int32_t* 
     if (start) d[NUM_DRAFTS] = proposed[i] = (int32_t)room;
   }
 }
+// Sets `reach`, where a draft model begins, to one token before the last computed one of each row.
 static inline void row_rewind(const llmc_ctx* ctx, int32_t* reach, const int32_t* length, const int32_t* rows,
                               int64_t r) {
   if (ctx->tid) return;
   for (int64_t i = 0; i < r; i++)
     if (rows[i] >= 0) reach[rows[i]] = length[rows[i]] > 0 ? length[rows[i]] - 1 : 0;
 }
+// Stores the token that a draft model has sampled for each row, and sets `reach` to the end of what it has computed.
 static inline void row_extend(const llmc_ctx* ctx, int32_t* tokens, int32_t* reach, const int32_t* rows,
                               const int32_t* starts, const int32_t* positions, const int32_t* emit, const int32_t* ids,
                               int64_t r, int64_t width) {
