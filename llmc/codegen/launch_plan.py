@@ -290,7 +290,6 @@ def ranks_of(m: Module) -> int:
 
 
 def _launch(n: Node, s: Source, args: Sequence[int], kernel: LaunchInfo) -> dict[str, Any]:
-    """Return a launch as the program's JSON has it."""
     flops, moved = node_cost(n)
     maps = [x.json(box, swizzle) for x, (box, swizzle) in zip(s.maps, kernel.boxes, strict=True)]
     return {

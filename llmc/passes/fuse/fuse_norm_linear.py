@@ -34,7 +34,6 @@ class FuseNormLinear(NodePass):
         return True
 
     def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
-        """Return the reason why a norm cannot be fused into its reader, or None."""
         reader = only_reader(g, n.result)
         if reader is None:
             return f"its result has {len(n.result.uses)} users"

@@ -52,7 +52,6 @@ class GatherExperts(NodePass):
         return True
 
     def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
-        """Return the reason why a mixture is not split, or None."""
         tokens = n.result.type.shape[0].bounds(m.bounds(g))[1]
         if tokens > self.tokens:
             return f"the graph has up to {tokens} tokens, more than {self.tokens}"

@@ -128,7 +128,6 @@ class Layout:
         return {name: address for part in self._artifact.parts for name, address in self._place(part).items()}
 
     def _place(self, part: Artifact) -> Mapping[str, int]:
-        """Return the addresses of an artifact's weights: uploaded ones, or random ones."""
         buffers, weights = weights_of(part), part.manifest.weights
         if weights.mode != "random":
             return self._device.place(part, sorted(buffers))

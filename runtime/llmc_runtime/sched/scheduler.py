@@ -8,35 +8,38 @@ of the budget to each request after it that decodes: prompts that are admitted l
 
 Steps in flight. A step is planned while up to depth - 1 earlier ones run, whose tokens the host does not know yet: a
 request counts them in `num_total`, and the device feeds them to the next step. This is correct because *the device
-applies the changes and the work of all steps in the order in which they were planned*. It follows:
-- A row or page that is freed may be reused by the next plan: a step in flight that uses it completes before its new
-  owner uses it. A row is rebuilt by its RowInit. Of a page, the owner reads only positions that it has
-  written since it got the page, except for published pages.
-- A page is published at commit: all its tokens are known, and the step that completed it has run. Its owner writes only
-  after it, so no step in flight writes a published page, not even for a request that has ended meanwhile.
-- A request whose last token is in flight by length gets no further work. If it ends otherwise (stop id, stop string,
-  abort), the output of its steps in flight is dropped: they write only to its row and its private pages.
-- A preempted request keeps its tokens. A token in flight still reaches it at commit, and may end it. It is admitted
+applies the changes and the work of all steps in the order in which they were planned*. It follows, by subject:
+- Reuse: a row or page that is freed may be reused by the next plan: a step in flight that uses it completes before its
+  new owner uses it. A row is rebuilt by its RowInit. Of a page, the owner reads only positions that it has written
+  since it got the page, except for published pages.
+- Published pages: a page is published at commit: all its tokens are known, and the step that completed it has run. Its
+  owner writes only after it, so no step in flight writes a published page, not even for a request that has ended
+  meanwhile.
+- End of a request: if its last token is in flight by length, it gets no further work. If it ends otherwise (stop id,
+  stop string, abort), the output of its steps in flight is dropped: they write only to its row and its private pages.
+- Preemption: the request keeps its tokens. A token in flight still reaches it at commit, and may end it. It is admitted
   again only when none is in flight, so its RowInit has all tokens and no output is assigned to a later step.
-- Every request in a step has a row of logits, for its last token. A request whose prompt is scored needs one row per
-  token of its chunk. It gets the rows that the step's other requests do not need, minus one if another tenant waits.
-  Scores are read at commit and survive a preemption. Tokens not scored yet are never taken from the prefix cache.
-- The mask of a guided request (see guided_requests) depends on its tokens. A step planned before they are known is
-  open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
+- Rollback: rollback() returns every request of the steps in flight to `waiting`: nothing relies on changes that were
+  dropped.
+- Logits and scores: every request in a step has a row of logits, for its last token. A request whose prompt is scored
+  needs one row per token of its chunk. It gets the rows that the step's other requests do not need, minus one if
+  another tenant waits. Scores are read at commit and survive a preemption. Tokens not scored yet are never taken from
+  the prefix cache.
+- Masks (see guided_requests): the mask of a guided request depends on its tokens. A step planned before they are known
+  is open: it computes its logits, and samples when guide() has given the masks, after all earlier steps are committed.
   Nothing is planned after an open step. A row whose mask is late samples without it, and is rebuilt without that token.
   The same holds for the masks after drafts, which the host learns at commit (RowMasks.look).
-- For a request with drafted tokens (see speculation), `num_total` and `num_planned` are upper bounds, which count all
-  drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages after
+- Drafts (see speculation): for a request with drafted tokens, `num_total` and `num_planned` are upper bounds, which
+  count all drafts of its steps in flight as accepted. Commit subtracts the rejected ones and frees the pages after
   `num_planned`: no step in flight writes to them, since the device places tokens after those that it accepted.
-- Tokens drafted on the host (see host_drafts) are placed by the step that verifies them, which is planned when no step
-  is in flight.
-- A draft model (see draft_planner) writes KV and tokens after `num_planned`, for as many tokens as its plan proposes.
-  The pages of a running request cover them, too.
-- A head's entry of a position depends on the token that follows. A step writes that of the position before its first
-  token, perhaps in a published page that other requests share. Only drafts depend on it.
-- A recurrent layer has one state per row, which cannot go back (see row_snapshots): of a step whose tokens are dropped
-  because its mask was late, the row starts from a snapshot or from its first token again.
-- rollback() returns every request of the steps in flight to `waiting`: nothing relies on changes that were dropped.
+- Drafts of the host (see host_drafts): the step that verifies them places them, and is planned when no step is in
+  flight.
+- Drafts of a model (see draft_planner): it writes KV and tokens after `num_planned`, for as many tokens as its plan
+  proposes. The pages of a running request cover them, too.
+- Drafts of a head: its entry of a position depends on the token that follows. A step writes that of the position before
+  its first token, perhaps in a published page that other requests share. Only drafts depend on it.
+- Recurrent layers (see row_snapshots): a layer has one state per row, which cannot go back: of a step whose tokens are
+  dropped because its mask was late, the row starts from a snapshot or from its first token again.
 """
 
 from __future__ import annotations

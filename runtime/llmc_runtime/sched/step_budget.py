@@ -1,26 +1,28 @@
 """Step budget: the number of prompt tokens in a step with decoding requests, so that these are not delayed.
 
-A step that computes a long chunk of a prompt delays the next token of every decoding request. The duration of a step is
-modelled as that of a step that only decodes, plus a time for each token of a prompt; both are running means of measured
-steps. The budget is the number of prompt tokens that fits the target. Steps in which no request decodes have no budget.
+A long chunk of a prompt delays the next token of every decoding request. A step's duration is modelled as
 
-Kernels compute tiles of tokens, and other sizes run other kernels, so that the time of large steps grows in stairs: the
-budget of a large step is a whole number of tiles, and a size that was measured to miss the target is left out.
+    the time of a step that only decodes + the number of prompt tokens * the time of a prompt token,
 
-While one prompt follows the other, no step only decodes, and what decoding takes would be counted as time of the
-prompts' tokens. A step without prompts, but for one token, is therefore planned before the first step with prompts, and
-after every PROBE_INTERVAL of them.
+both running means of measured steps, and the budget is the number of prompt tokens that fits a target. Steps in which
+no request decodes have no budget. Details:
 
-Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with them. While a
-backlog of prompt tokens is missing, a step may therefore take up to MAX_LONGER times the target, but no more than one
-step in LONGER_INTERVAL, counted over all steps in which requests decode; up to MAX_SAVED unused ones are kept for a
-burst. Over many steps, fewer than 1 % of the times between two tokens of a request are thus that long; the 99th
-percentile rises slightly, as it also counts ordinary steps that miss the target. The backlog is measured in steps
-within the target: MIN_BACKLOG of them if MAX_SAVED longer steps are kept, and more the fewer are kept, up to
-MAX_BACKLOG, since the last ones are worth most in the longest bursts.
-
-If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then takes at most
-FAST_STRETCH times as long as one that only decodes, but at least MIN_TARGET_SHARE times the target.
+- Tiles. Kernels compute tiles of tokens, and other sizes run other kernels, so that the time of large steps grows in
+  stairs. The budget of a large step is a whole number of tiles, and a size that was measured to miss the target is left
+  out.
+- Probes. While prompts follow each other, no step only decodes, and the time of decoding would be counted as time of
+  the prompts' tokens. A step with a single prompt token is therefore planned before the first step with prompts, and
+  after every PROBE_INTERVAL of them.
+- Fast decoding. If decoding is much faster than the target, shorter steps cost prompts little: a step with prompts then
+  takes at most FAST_STRETCH times as long as one that only decodes, but at least MIN_TARGET_SHARE times the target.
+- Longer steps. Large steps compute more tokens in a second than small ones, so that a burst of prompts ends sooner with
+  them. While many prompt tokens are missing (a backlog), a step may take up to MAX_LONGER times the target, but no more
+  than one step in LONGER_INTERVAL of those in which requests decode; up to MAX_SAVED unused ones are kept for a burst.
+  Over many steps, fewer than 1 % of the times between two tokens of a request are thus that long; the 99th percentile
+  rises slightly, as it also counts ordinary steps that miss the target.
+- Backlog. It is measured in steps within the target. A longer step needs a backlog of MIN_BACKLOG if MAX_SAVED longer
+  steps are kept, and of more the fewer are kept, up to MAX_BACKLOG, since the last ones are worth most in the longest
+  bursts.
 """
 
 from __future__ import annotations
@@ -154,11 +156,11 @@ class StepBudget:
     def expected(self, work: Sequence[Work]) -> float:
         """Return the seconds that a step should take by what was measured, 0 if that is not known."""
         prompt = sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts)
-        decodes = any(item.num_tokens <= 1 + item.drafts for item in work)
-        if (decodes and not self._decode.value) or (prompt and not self._token.value):
+        rows = any(item.num_tokens <= 1 + item.drafts for item in work)
+        if (rows and not self._decode.value) or (prompt and not self._token.value):
             return 0.0
         token = self._long_token.value if self._is_longer(prompt) else 0.0
-        return decodes * self._decode.value + prompt * (token or self._token.value)
+        return rows * self._decode.value + prompt * (token or self._token.value)
 
     def _learn_size(self, total: int, further: float, expected: float) -> None:
         """Take the further seconds of a step of `total` tokens, of which the time per token predicts `expected`."""
