@@ -333,10 +333,10 @@ def test_texts_to_be_tokenized_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     async def main(server: Served) -> list[int]:
         release = asyncio.Event()
 
-        async def in_thread(work: Any, text: str, special: bool) -> list[int]:
+        async def in_thread(*args: Any) -> dict[str, Any]:
             while not release.is_set():  # of the client's loop
                 await asyncio.sleep(0.01)
-            return [1]
+            return {}
 
         monkeypatch.setattr(server.serving.text_threads, "_in_thread", in_thread)
         limits = httpx.Limits(max_connections=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from llmc_runtime.server.api_routes import not_a_route
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
-from llmc_runtime.server.http.errors import ApiError, not_found, renamed
+from llmc_runtime.server.http.errors import ApiError, not_found
 from llmc_runtime.server.http.middleware import NormalizeTarget, RequestShares, allow_origins, normalize_root
 from llmc_runtime.server.http.replies import as_error, as_json, catch_errors
 from llmc_runtime.server.load_shedding import LoadShedder
@@ -34,12 +33,10 @@ from llmc_runtime.server.openai.responses import ResponsesResponse
 from llmc_runtime.server.openapi import description
 from llmc_runtime.server.operations.metrics_exporter import CONTENT_TYPE
 from llmc_runtime.server.page import page_route
-from llmc_runtime.server.requests.messages_request import CountRequest, to_chat
 from llmc_runtime.server.requests.pooling_request import repeats
-from llmc_runtime.server.requests.request_fields import DetokenizeRequest, TokenizeRequest
 from llmc_runtime.server.responses_routes import ResponsesRoutes
 from llmc_runtime.server.serving import Serving
-from llmc_runtime.server.text_pool.jobs import check_tokenize, counted, token_list
+from llmc_runtime.server.text_pool.jobs import ANSWERS
 
 
 def application(
@@ -115,10 +112,8 @@ class Endpoints(Endpoint):
             api.RESPONSES: self.handler(api.RESPONSES, ResponsesResponse, responses.is_long),
             api.INPUT_TOKENS: responses.input_tokens,
             api.MESSAGES: self.handler(api.MESSAGES, MessagesResponse),
-            api.COUNT_TOKENS: self.count_tokens,
             **{route: self.handler(route, PooledResponse, lambda request: repeats) for route in api.POOLED_ROUTES},
-            api.TOKENIZE: self.tokenize,
-            api.DETOKENIZE: self.detokenize,
+            **{route: self.text_handler(route, answer) for route, answer in ANSWERS.items()},
         }
         endpoints = [
             ("GET", "/health", self.health), ("GET", "/ping", self.health), ("GET", "/ready", self.ready),
@@ -131,44 +126,6 @@ class Endpoints(Endpoint):
             Route(path + end, handler, methods=verbs.split()) for verbs, path, handler in endpoints for end in ("", "/")
         ]
         return [*routes, Route("/v1/models/{name:path}", self.one_model, methods=["GET"])]
-
-    @catch_errors
-    async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: tokenize a text or a conversation."""
-
-        async def run(fields: TokenizeRequest) -> Response:
-            tools = check_tokenize(fields)
-            serving, prompting = self.serving, self.serving.prompting
-            in_thread = partial(serving.text_threads.run, request.scope["llmc.key"])
-            if fields.prompt is not None:
-                ids = await in_thread(prompting.encode, fields.prompt, fields.add_special_tokens is not False)
-            else:
-                ids = list((await in_thread(prompting.chat, fields, tools, serving.formats.short_ids)).ids)
-            return as_json(token_list(prompting, ids, fields, serving.llm.config.max_model_len))
-
-        return await self._text(request, api.TOKENIZE, run)
-
-    @catch_errors
-    async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
-
-        async def run(fields: DetokenizeRequest) -> Response:
-            threads, decode = self.serving.text_threads, self.serving.prompting.decode
-            return as_json({"prompt": await threads.run(request.scope["llmc.key"], decode, fields.tokens)})
-
-        return await self._text(request, api.DETOKENIZE, run)
-
-    @catch_errors
-    async def count_tokens(self, request: Request) -> Response:
-        """POST /v1/messages/count_tokens: the number of tokens of the prompt of a message."""
-
-        async def run(fields: CountRequest) -> Response:
-            threads, count = self.serving.text_threads, self.serving.prompting.count
-            arguments = counted(to_chat(fields), self.serving.formats)
-            return as_json({"input_tokens": await threads.run(request.scope["llmc.key"], count, *arguments)})
-
-        with renamed(api.COUNT_TOKENS.names):
-            return await self._text(request, api.COUNT_TOKENS, run)
 
     @catch_errors
     async def tokenizer_info(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.auth import Limits, read_body
 from llmc_runtime.server.http.body_budget import Body
 from llmc_runtime.server.http.errors import renamed
-from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, catch_errors, while_connected
+from llmc_runtime.server.http.replies import Events, JsonSlices, as_answer, as_json, catch_errors, while_connected
 from llmc_runtime.server.openai.generation_response import GenerationResponse
 from llmc_runtime.server.openai.pooled import PooledResponse
 from llmc_runtime.server.requests.parse import SMALL_BODY, SMALL_TEXT, is_large, parse
@@ -114,7 +114,17 @@ class Endpoint:
                 body.drop()
                 self.serving.metrics.unknown(sum(unknown))
 
-    async def _text(self, request: Request, route: PostRoute, run: Callable[[Any], Awaitable[Response]]) -> Response:
+    def text_handler(self, route: PostRoute, answer: Callable[..., dict[str, Any]]) -> Handler:
+        """Return the handler of a route for tokenization; `answer` is its entry in jobs.ANSWERS."""
+
+        @catch_errors
+        async def handle(self: Endpoint, request: Request) -> Response:
+            with renamed(route.names):
+                return await self._text(request, route, answer)
+
+        return partial(handle, self)
+
+    async def _text(self, request: Request, route: PostRoute, answer: Callable[..., dict[str, Any]]) -> Response:
         """Run a request for tokenization. A text process handles a large body and makes its response, whose memory is
         reserved until it is sent.
         """
@@ -128,7 +138,7 @@ class Endpoint:
                 return JsonSlices(job.response, serving.admission.reserve_response(key, size).close)
             fields: Any = await self._in_turn(body, route.request, key, _never)
             serving.check_model(fields.model)
-            return await run(fields)
+            return as_json(await serving.text_threads.run(key, answer, serving.prompting, serving.formats, fields))
 
     def _call(self, request: Request, route: PostRoute) -> Call:
         return Call(

@@ -123,10 +123,6 @@ class Prompting:
                 return Prompt(ids if keep is None else ids[keep], text)
             return Prompt(self._listed_ids(text, False, "messages"), text)
 
-    def count(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> int:
-        """Return the number of tokens of a conversation, up to `list_tokens`. The arguments are those of `chat`."""
-        return len(self.whole_ids(request, tools, short_ids))
-
     def whole_ids(self, request: ChatRequest, tools: list[dict[str, Any]] | None, short_ids: bool) -> list[int]:
         """Return the tokens of a conversation, up to `list_tokens`, which may be more than the model takes. The
         arguments are those of `chat`."""

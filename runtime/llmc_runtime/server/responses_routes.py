@@ -43,7 +43,7 @@ class ResponsesRoutes(Endpoint):
         stored = serving.stored.earlier(key, request.previous_response_id, references_of(request))
         chat, _ = continued(request, stored)
         arguments = counted(chat, serving.formats)
-        return await serving.text_threads.run(key, serving.prompting.count, *arguments)
+        return len(await serving.text_threads.run(key, serving.prompting.whole_ids, *arguments))
 
     async def _count_job(self, key: str, fields: InputTokensRequest, job: OffloadedJob) -> int:
         """Return the number of tokens of an input that a text process has read."""

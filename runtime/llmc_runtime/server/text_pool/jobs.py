@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
 from llmc_runtime.prompts import Prompt
+from llmc_runtime.server import api_routes as api
+from llmc_runtime.server.api_routes import PostRoute
 from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
 from llmc_runtime.server.prompting import Prompting, limited, prompts_in
@@ -159,29 +162,11 @@ class TextJobs:
 
         return Job(_parsed(rest, references=list(references)), prompts, done)
 
-    def tokenize(self, body: bytearray) -> bytes:
-        """Return the JSON response of /tokenize. Raises ApiError."""
-        request = self._parse(body, TokenizeRequest)
+    def answer(self, route: PostRoute, body: bytearray) -> bytes:
+        """Return the JSON response of one of ANSWERS. Raises ApiError."""
+        request: Any = self._parse(body, route.request)
         check_model(request.model, self._spec.names)
-        tools = check_tokenize(request)
-        if request.prompt is not None:
-            ids = self._prompting.encode(request.prompt, request.add_special_tokens is not False)
-        else:
-            ids = list(self._prompting.chat(request, tools, self._formats.short_ids).ids)
-        return msgspec.json.encode(token_list(self._prompting, ids, request, self._spec.max_model_len))
-
-    def count(self, body: bytearray) -> bytes:
-        """Return the JSON response of /v1/messages/count_tokens. Raises ApiError."""
-        request = self._parse(body, CountRequest)
-        check_model(request.model, self._spec.names)
-        arguments = counted(of_messages(request), self._formats)
-        return msgspec.json.encode({"input_tokens": self._prompting.count(*arguments)})
-
-    def detokenize(self, body: bytearray) -> bytes:
-        """Return the JSON response of /detokenize. Raises ApiError."""
-        request = self._parse(body, DetokenizeRequest)
-        check_model(request.model, self._spec.names)
-        return msgspec.json.encode({"prompt": self._prompting.decode(request.tokens)})
+        return msgspec.json.encode(ANSWERS[route](self._prompting, self._formats, request))
 
     def _parse(self, body: bytearray, kind: type[T]) -> T:
         self.unknown = 0
@@ -217,20 +202,8 @@ def check_size(body: bytes | bytearray) -> None:
         raise ApiError(f"{cause}; send less in one request", code="body_too_complex")
 
 
-def check_tokenize(request: TokenizeRequest) -> list[dict[str, Any]] | None:
-    """Check a request to /tokenize and return the tools that its chat template shows.
-
-    Tools next to a prompt are checked as well, although no template shows them. Raises ApiError 400 unless there is
-    exactly one of prompt and messages.
-    """
-    if (request.prompt is None) == (request.messages is None):
-        raise ApiError("send either prompt or messages", param="prompt")
-    tools = tools_of(request.tools, None, None)
-    return None if tools is None else tools.shown
-
-
 def counted(chat: ChatRequest, formats: OutputFormats) -> tuple[ChatRequest, list[dict[str, Any]] | None, bool]:
-    """Check a chat whose tokens are counted and return the arguments of `Prompting.count`. Raises ApiError 400."""
+    """Check a chat whose tokens are counted and return the arguments of Prompting.whole_ids. Raises ApiError 400."""
     tools = plan_of(chat, formats).tools
     return chat, None if tools is None else tools.shown, formats.short_ids
 
@@ -246,10 +219,31 @@ def continued(request: ResponsesRequest, encoded: bytes | bytearray) -> tuple[Ch
     return to_chat(request, earlier.previous, items), items
 
 
-def token_list(prompting: Prompting, ids: list[int], request: TokenizeRequest, length: int) -> dict[str, Any]:
-    """Return the response of /tokenize. `length` is the model's maximum context length."""
+def _tokenize(prompting: Prompting, formats: OutputFormats, request: TokenizeRequest) -> dict[str, Any]:
+    """Tokenize a text or a conversation. Tools next to a text are checked as well, although no template shows them."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError("send either prompt or messages", param="prompt")
+    tools = tools_of(request.tools, None, None)
+    if request.prompt is not None:
+        ids = prompting.encode(request.prompt, request.add_special_tokens is not False)
+    else:
+        ids = list(prompting.chat(request, None if tools is None else tools.shown, formats.short_ids).ids)
     names = prompting.tokenizer.tokens(ids) if request.return_token_strs else None
-    return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
+    return {"count": len(ids), "max_model_len": prompting.length, "tokens": ids, "token_strs": names}
+
+
+def _detokenize(prompting: Prompting, formats: OutputFormats, request: DetokenizeRequest) -> dict[str, Any]:
+    return {"prompt": prompting.decode(request.tokens)}
+
+
+def _count_tokens(prompting: Prompting, formats: OutputFormats, request: CountRequest) -> dict[str, Any]:
+    return {"input_tokens": len(prompting.whole_ids(*counted(of_messages(request), formats)))}
+
+
+# The routes for tokenization: what makes their responses, in a thread of the server or in a text process.
+ANSWERS: Mapping[PostRoute, Callable[[Prompting, OutputFormats, Any], dict[str, Any]]] = MappingProxyType(
+    {api.TOKENIZE: _tokenize, api.DETOKENIZE: _detokenize, api.COUNT_TOKENS: _count_tokens}
+)
 
 
 def _tokenizer(spec: m.TextProcessConfig, text: str) -> Tokenizer:

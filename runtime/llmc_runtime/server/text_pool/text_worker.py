@@ -61,8 +61,8 @@ class Worker:
     def __init__(self, link: Link, texts: jobs.TextJobs) -> None:
         self._link, self._texts = link, texts
         self._answers: Mapping[bytes, Callable[[bytearray], bytes]] = {
-            api.TOKENIZE.job: texts.tokenize, api.DETOKENIZE.job: texts.detokenize, api.COUNT_TOKENS.job: texts.count,
-        }  # fmt: skip
+            route.job: partial(texts.answer, route) for route in jobs.ANSWERS
+        }
         self._jobs: Mapping[bytes, Callable[[bytearray], jobs.Job]] = {
             api.COMPLETIONS.job: texts.completion, api.CHATS.job: texts.chat, api.RESPONSES.job: texts.response,
             api.MESSAGES.job: texts.message, api.INPUT_TOKENS.job: texts.input_tokens,
