@@ -21,7 +21,7 @@ from llmc_runtime.sched.structured_outputs import MAX_BYTES, StructuredOutputsPa
 from llmc_runtime.sched.token_guide import Bans, TokenMask, mask_of, mask_size
 from llmc_runtime.server.http.errors import ApiError, unavailable
 from llmc_runtime.server.requests.messages_request import CountRequest, MessagesRequest
-from llmc_runtime.server.requests.parse import check_lengths, max_characters, max_items, parse
+from llmc_runtime.server.requests.parse import OF_CHARACTERS, OF_ITEMS, check_lengths, limits_of, parse
 from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest, TokenizeRequest
 from llmc_runtime.server.requests.responses_request import ResponsesRequest
 from llmc_runtime.server.tool_calls.history import for_template
@@ -48,8 +48,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_at_their_lengths_and_over_them(kind: type[Any]) -> None:
-    limits = [(path, most, [{}]) for path, most in max_items(kind).items()]
-    limits += [(path, most, "x") for path, most in max_characters(kind).items()]
+    limits = [(path, most, [{}]) for path, most in limits_of(kind, *OF_ITEMS).items()]
+    limits += [(path, most, "x") for path, most in limits_of(kind, OF_CHARACTERS).items()]
     assert len(limits) > 3
     for path, most, one in limits:
         check_lengths(nested(path, one * most), kind)

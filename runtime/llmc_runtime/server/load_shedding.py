@@ -142,7 +142,7 @@ class LoadShedder:
 
     def attach(self, turns: HeadTurns) -> None:
         """Count the requests that wait for their turn as open requests, and refuse them if their key is refused."""
-        turns.lane_of, turns.sheds, turns.refused = self.lane_of, self._may_refuse, self._forget_passed
+        turns.lane_of, turns.sheds, turns.refused = self.lane_of, self._may_refuse, self._take_passed
         turns.blocked = lambda key: self.serving.blocked_reason(key) is not None
         self.waiting = turns.waiting
 
@@ -155,18 +155,23 @@ class LoadShedder:
         request = self._request_of(data[:end]) if end >= 4 else None
         return request is not None and len(data) - end >= request.length
 
-    def _forget_passed(self, key: str) -> None:
-        """Record that a request of this key, which was passed on, is refused before it reaches the middleware."""
-        request = next((request for request in self._passed if request[1] == key), None)
-        if request is not None:
-            self._passed.remove(request)
+    def _take_passed(self, key: str) -> bool:
+        """Forget the first request of this key that was passed on: it has reached the middleware, or is refused before.
+        Return whether there was one.
+        """
+        for request in self._passed:
+            if request[1] == key:
+                self._passed.remove(request)
+                return True
+        return False
 
     def refuse(self, scope: Scope) -> None:
         """Raise ApiError if the request, whose key was checked, will be refused regardless of its body."""
         if scope["method"] != "POST" or scope["path"] not in self._paths:
             return
         try:
-            self._note_arrival(scope["llmc.key"])
+            if self._take_passed(scope["llmc.key"]):  # it reserves its capacity next
+                self._checked.append((time.monotonic(), scope["llmc.key"]))
             self.serving.check_blocked(scope["llmc.key"])
         except ApiError as e:
             if any(name == b"expect" for name, _ in scope["headers"]):  # the client may or may not send the body
@@ -260,14 +265,6 @@ class LoadShedder:
         if reason is None:
             self._passed.append((now, key))
         return reason
-
-    def _note_arrival(self, key: str) -> None:
-        """Record that a request of this key has arrived at the middleware, which reserves its capacity next."""
-        for request in self._passed:
-            if request[1] == key:
-                self._passed.remove(request)
-                self._checked.append((time.monotonic(), key))
-                return
 
     def _request_of(self, head: bytes) -> _Request | None:
         """Return the request with this head; None if it is not one for generation, or the head is not plain."""

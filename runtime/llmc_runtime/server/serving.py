@@ -83,12 +83,14 @@ class Serving:
             llm.tokenizer, llm.config.vocab_size, template, llm.config.max_model_len, variables=variables
         )
         self.bodies = BodyBudget(self._too_many_bodies)
+        self._too_many_texts = partial(admission.refuse, "texts", "too many texts are being tokenized")
         self.text_threads = TextThreads(admission.keys, self._too_many_texts)
         llm.text_turn = self.text_threads.slots.slot
         self.parsing = FairSlots(1, self._too_many_texts)  # slots for parsing bodies in the event loop
         # Slots for starting prompts of models that pool.
         self.starts = FairSlots(_STARTS_PER_ITERATION, self._too_many_texts)
-        self.stored = ResponseStore(store_bytes, admission.keys, self._no_room)
+        no_room = partial(admission.refuse, "answer_bytes", "responses that are to be stored take too much memory")
+        self.stored = ResponseStore(store_bytes, admission.keys, no_room)
         self._options, self._variables = (template, calls, reasoning), dict(variables)
         self.text_processes = TextPool(self._text_process_config, self._too_many_texts, metrics.unknown, admission.keys)
 
@@ -119,12 +121,6 @@ class Serving:
         error = self.admission.too_many("connections", "this API key has too many open requests")
         error.headers["Connection"] = "close"
         return error
-
-    def _no_room(self) -> ApiError:
-        return self.admission.refuse("answer_bytes", "responses that are to be stored take too much memory")
-
-    def _too_many_texts(self) -> ApiError:
-        return self.admission.refuse("texts", "too many texts are being tokenized")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 if the model is not served here. No name means the default model."""

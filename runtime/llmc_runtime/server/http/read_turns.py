@@ -79,7 +79,7 @@ class HeadTurns:
         self.lane_of: Callable[[bytes], str] = lambda head: ""
         self.sheds: Callable[[bytes], bool] = lambda data: False
         self.blocked: Callable[[str], bool] = lambda lane: False
-        self.refused: Callable[[str], None] = lambda lane: None
+        self.refused: Callable[[str], object] = lambda lane: None
         self.waiting = KeyCounts()
         self._lanes = OrderedDict[str | None, OrderedDict[Connection, bytes]]()  # the next lane first; none is empty
         self._waiting: dict[Connection, str | None] = {}  # the lanes of connections

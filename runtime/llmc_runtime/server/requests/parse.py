@@ -17,6 +17,7 @@ from llmc_runtime.server.http.errors import ApiError, not_found, unsupported
 MAX_DEPTH = 64
 SMALL_BODY = 32 << 10  # maximum bytes of a body that is parsed in the event loop
 SMALL_TEXT = 8 << 10  # this maximum if the response contains a value for each token of the body
+OF_ITEMS, OF_CHARACTERS = ("maxItems", "maxProperties"), "maxLength"  # keywords of JSON schema
 _SMALL_CONTAINERS = 1500  # maximum number of objects and lists in such a body
 _MAX_NAMED = 3  # names of the model that an error lists
 _MAX_INTEGER = 2.0**63  # floats beyond it are not converted to integers
@@ -93,16 +94,6 @@ def limits_of(kind: type[msgspec.Struct], *keywords: str) -> Mapping[str, int]:
     return MappingProxyType(dict(walk(components[kind.__name__], "")))
 
 
-def max_items(kind: type[msgspec.Struct]) -> Mapping[str, int]:
-    """Return the maximum number of items of each list and object of a type of request."""
-    return limits_of(kind, "maxItems", "maxProperties")
-
-
-def max_characters(kind: type[msgspec.Struct]) -> Mapping[str, int]:
-    """Return the maximum number of characters of each string of a type of request."""
-    return limits_of(kind, "maxLength")
-
-
 def is_large(body: bytes | bytearray, small: int) -> bool:
     """Return whether parsing a body could block the event loop: it has more than `small` bytes, or many containers."""
     return len(body) > small or body.count(b"{") + body.count(b"[") > _SMALL_CONTAINERS
@@ -153,11 +144,11 @@ def check_lengths(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> None
 
     This takes constant time, as only the lengths of lists, objects and strings are read.
     """
-    for path, limit in max_items(kind).items():
+    for path, limit in limits_of(kind, *OF_ITEMS).items():
         value = _at(fields, path)
         if isinstance(value, list | dict) and len(value) > limit:
             raise ApiError(f"{path}: up to {limit}, not {len(value)}", param=path)
-    for path, limit in max_characters(kind).items():
+    for path, limit in limits_of(kind, OF_CHARACTERS).items():
         value = _at(fields, path)
         if isinstance(value, str) and len(value) > limit:
             raise ApiError(f"{path}: up to {limit} characters, not {len(value)}", param=path)
