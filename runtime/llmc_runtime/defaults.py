@@ -93,12 +93,12 @@ def described(generation: Mapping[str, Any], config: str | None, override: Mappi
 
 def parse_override(text: str) -> dict[str, Any]:
     """Parse a JSON object from a command line. Raises argparse.ArgumentTypeError if it is not one."""
-    if (values := _object_of(text)) is None:
+    if (values := json_object(text)) is None:
         raise malformed(_not_an_object(text))
     return values
 
 
-def _object_of(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
     """Parse a JSON object; None if the text is not one."""
     try:
         values = json.loads(text)
@@ -115,7 +115,7 @@ def _of_folder(folder: Path) -> dict[str, Any]:
     try:
         with (folder / _FILE).open(encoding="utf-8") as file:
             text = file.read(_MAX_SIZE)
-        if (values := _object_of(text)) is None:
+        if (values := json_object(text)) is None:
             raise ValueError(_not_an_object(text))
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else e

@@ -16,7 +16,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -218,8 +218,9 @@ async def _serve(plan: Plan, process: int, processes: int) -> None:
     _send_message({"done": result})
 
 
-def main(process: int, processes: int) -> int:
-    """Run a client process. Returns the exit status."""
+def main(argv: Sequence[str]) -> int:
+    """Run a client process; `argv` has its number and the number of processes. Returns the exit status."""
+    process, processes = map(int, argv)
     plan = Plan.from_json(json.loads(sys.stdin.readline()))
     gc.disable()  # its pauses would be attributed to the server
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -6,11 +6,12 @@ After importing its modules it reads a line of JSON from standard input: the arg
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 _START = time.perf_counter()
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Print {"token": id, "seconds": {stage: seconds}}. Returns the exit status."""
     import json
     import sys

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from llmc_runtime.bench.messages import ClientResult, Plan, encode
-from llmc_runtime.bench.record import Record
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.python_command import module_command
 
-_BOOT = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
-    "from llmc_runtime.bench.client_process import main; sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))"
-)
 _START_SECONDS = 0.2  # seconds between the start signal and the start
 _MAX_LINE_BYTES = 1 << 30  # maximum bytes per line
 
 
-@dataclass(frozen=True)
-class ClientResults:
-    """The results of all client processes (see ClientResult); `busy` is the largest of theirs.
+async def run(
+    plan: Plan, processes: int, show: Callable[[float, dict[str, list[int]]], None]
+) -> tuple[float, ClientResult]:
+    """Run the plan in `processes` processes. Return the start time (monotonic clock), and the result of all of them, in
+    which `busy` is that of the busiest one.
 
-    `start` is the start time (monotonic clock).
-    """
-
-    records: list[Record]
-    start: float
-    busy: float
-    late: list[float]
-
-
-async def run(plan: Plan, processes: int, show: Callable[[float, dict[str, list[int]]], None]) -> ClientResults:
-    """Run the plan in `processes` processes. Raises LlmcError E671.
-
-    `show` is called with the elapsed seconds and the counts by mix, summed over the processes.
+    `show` is called with the elapsed seconds and the counts by mix, summed over the processes. Raises LlmcError E671.
     """
     clients = [await _start(i, processes) for i in range(processes)]
     try:
@@ -59,9 +43,8 @@ async def run(plan: Plan, processes: int, show: Callable[[float, dict[str, list[
             if client.returncode is None:
                 client.kill()
             await client.wait()
-    return ClientResults(
+    return start, ClientResult(
         records=list(chain.from_iterable(result.records for result in results)),
-        start=start,
         busy=max(result.busy for result in results),
         late=list(chain.from_iterable(result.late for result in results)),
     )
@@ -80,7 +63,7 @@ def _summed(parts: Sequence[Mapping[str, list[int]]]) -> dict[str, list[int]]:
 
 
 async def _start(process: int, processes: int) -> asyncio.subprocess.Process:
-    command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path)), str(process), str(processes)]
+    command = [*module_command("llmc_runtime.bench.client_process"), str(process), str(processes)]
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=_MAX_LINE_BYTES)
 

@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """The result of a client process.
+    """The result of a client process, or of all.
 
     `busy` is the fraction of a core that it used, and `late` the delays of its event loop in seconds, one per
     measurement.

@@ -18,10 +18,12 @@ import numpy as np
 from llmc_runtime import __version__
 from llmc_runtime.bench import load_generator
 from llmc_runtime.bench.figures import METRICS, ReportSpec, figures
-from llmc_runtime.bench.messages import Plan
+from llmc_runtime.bench.messages import ClientResult, Plan
+from llmc_runtime.bench.record import Record
 from llmc_runtime.bench.request_bodies import CHAT, COMPLETIONS, Recipe, read_items
 from llmc_runtime.bench.table import Line, table
 from llmc_runtime.bench.workload import Mix, parse_mix
+from llmc_runtime.defaults import json_object
 from llmc_runtime.format.errors import LlmcError
 
 _MIX = (
@@ -45,9 +47,9 @@ def run(args: argparse.Namespace, keys: Sequence[str], out: IO[str], err: IO[str
     mixes, spec = mixes_of(args), _report_spec(args)
     plan = _plan(args, _base(args), mixes, keys)
     progress = _Progress(err, [mix.name for mix in mixes], not args.disable_tqdm)
-    results = asyncio.run(load_generator.run(plan, args.client_processes, progress.show))
+    start, result = asyncio.run(load_generator.run(plan, args.client_processes, progress.show))
     progress.end()
-    report = _report(args, plan, mixes, results, spec)
+    report = _report(args, plan, mixes, start, result, spec)
     for warning in report["warnings"]:
         print(f"llmc: {warning}", file=err)
     print(json.dumps(report, indent=1) if args.json else _text(report, spec), file=out)
@@ -166,11 +168,8 @@ def _plan(args: argparse.Namespace, base: SplitResult, mixes: Sequence[Mix], key
 
 
 def _extra(text: str | None) -> dict[str, Any]:
-    try:
-        extra = json.loads(text or "{}")
-    except ValueError:
-        extra = None
-    if not isinstance(extra, dict):
+    extra = json_object(text or "{}")
+    if extra is None:
         raise LlmcError(
             "E670", f"--extra-body {text!r:.60} is not a JSON object", """write for example '{"top_p": 0.9}'"""
         )
@@ -196,41 +195,41 @@ def _model(connection: HTTPConnection, path: str, headers: Mapping[str, str], mo
 
 
 def _report(
-    args: argparse.Namespace, plan: Plan, mixes: Sequence[Mix], results: load_generator.ClientResults, spec: ReportSpec
+    args: argparse.Namespace, plan: Plan, mixes: Sequence[Mix], start: float, result: ClientResult, spec: ReportSpec
 ) -> dict[str, Any]:
-    late = float(np.percentile(results.late, 99)) * 1e3 if results.late else 0.0  # p99 of delays in sending, ms
-    total = figures(results.records, results.start, spec)
+    late = float(np.percentile(result.late, 99)) * 1e3 if result.late else 0.0  # p99 of delays in sending, ms
+    total = figures(result.records, start, spec)
     by_mix = {}
     for i, mix in enumerate(mixes):
-        by_mix[mix.name] = figures([r for r in results.records if r.mix == i], results.start, spec)
+        by_mix[mix.name] = figures([r for r in result.records if r.mix == i], start, spec)
     only_mix = mixes[0] if len(mixes) == 1 else None
     report = {
         "date": time.strftime("%Y%m%d-%H%M%S"), "backend": args.backend or "openai", "endpoint": args.endpoint,
         "model_id": plan.recipe.model, "version": __version__, "seed": args.seed,
-        "num_prompts": len(results.records), "client_processes": args.client_processes,
+        "num_prompts": len(result.records), "client_processes": args.client_processes,
         "request_rate": only_mix.to_json()["rate"] if only_mix else None,
         "burstiness": only_mix.burstiness if only_mix else None,
         "max_concurrency": only_mix.max_concurrency if only_mix else None,
         **total,
         "goals": dict(spec.goals or {}),
-        "client": {"busiest_process": results.busy, "p99_late_ms": late},
+        "client": {"busiest_process": result.busy, "p99_late_ms": late},
     }  # fmt: skip
     if only_mix is None:
         report["mixes"] = {mix.name: {"mix": mix.to_json(), **by_mix[mix.name]} for mix in mixes}
     if args.save_detailed:
-        report |= _detailed(results)
-    return report | {"warnings": _warnings(results.busy, late, mixes, by_mix)}
+        report |= _detailed(result.records, start)
+    return report | {"warnings": _warnings(result.busy, late, mixes, by_mix)}
 
 
-def _detailed(results: load_generator.ClientResults) -> dict[str, list[Any]]:
+def _detailed(records: Sequence[Record], start: float) -> dict[str, list[Any]]:
     """Return lists with one value per request; times are in seconds, as in vLLM."""
     return {
-        "input_lens": [r.prompt_tokens for r in results.records],
-        "output_lens": [r.output_tokens for r in results.records],
-        "start_times": [r.sent - results.start for r in results.records],
-        "ttfts": [r.first - r.sent if r.chunks else None for r in results.records],
-        "itls": [r.gaps.tolist() for r in results.records],
-        "statuses": [r.status for r in results.records],
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.output_tokens for r in records],
+        "start_times": [r.sent - start for r in records],
+        "ttfts": [r.first - r.sent if r.chunks else None for r in records],
+        "itls": [r.gaps.tolist() for r in records],
+        "statuses": [r.status for r in records],
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO, Any
@@ -15,11 +14,8 @@ import numpy as np
 from llmc_runtime.bench import engine_arguments
 from llmc_runtime.bench.table import Line
 from llmc_runtime.format.errors import LlmcError
+from llmc_runtime.python_command import module_command
 
-_BOOT = (
-    "import sys; sys.path[:] = sys.argv.pop(1).split(':'); "
-    "from llmc_runtime.bench.cold_start_child import main; sys.exit(main())"
-)
 STAGES = ("interpreter", "modules", "opening", "first token")
 LINES = (
     *(Line(f"{stage}, s", stage, ".3f") for stage in STAGES), Line("start to first token, s (median)", "median", ".3f"),
@@ -64,7 +60,7 @@ def once(llm_args: dict[str, Any]) -> dict[str, float]:
 
     Raises LlmcError E672 if the process exits before.
     """
-    command = [sys.executable, "-P", "-c", _BOOT, ":".join(filter(None, sys.path))]
+    command = module_command("llmc_runtime.bench.cold_start_child")
     start = time.perf_counter()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
