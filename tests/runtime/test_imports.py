@@ -61,7 +61,7 @@ def test_numpy_and_the_engine_are_imported_while_a_gpu_is_initialized(toy: Path)
 def test_an_engine_process_imports_no_event_loop() -> None:
     names = imported("import sys\nimport llmc_runtime.engine.engine_process, llmc_runtime.engine.loader\n" + SHOW)
     assert "llmc_runtime.engine.control_rpc" in names
-    assert among(names, ("asyncio", "ssl", "llmc_runtime.engine.control_client", "llmc_runtime.server")) == []
+    assert among(names, ("asyncio", "ssl", "llmc_runtime.engine.client", "llmc_runtime.server")) == []
 
 
 def test_a_module_of_a_package_counts_as_the_package() -> None:

@@ -78,7 +78,7 @@ def test_its_error_ends_the_start(toy: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_engine_that_waits_for_it_can_be_stopped() -> None:
     async def stopped() -> tuple[int | None, LlmcError]:
         command = [sys.executable, "-P", str(PROGRAM), "0"]
-        client = EngineClient(command, 0.2, lambda deltas: None, lambda reply: None, lambda line: None)
+        client = EngineClient(command, 0.2, lambda deltas: None, lambda line: None)
         loads = asyncio.Event()
 
         async def eos() -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import shutil
@@ -21,6 +22,9 @@ import msgspec
 import zmq
 
 from llmc_runtime.engine.messages import (
+    ADDS,
+    CONTROL,
+    REPORTS,
     Abort,
     Add,
     ControlReply,
@@ -36,8 +40,8 @@ from llmc_runtime.engine.messages import (
     Report,
     Stop,
     error_of,
+    open_socket,
 )
-from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.heartbeat import Silence
 from llmc_runtime.python_command import socket_folder
@@ -59,7 +63,6 @@ class EngineClient:
                 `heartbeat`
     heartbeat:  seconds between two heartbeats of the process
     on_deltas:  called with the deltas of requests
-    on_reply:   called with the replies to control requests
     say:        called with log lines about opening
     pause:      returns how many seconds further outputs may wait, so that those of several steps are read together;
                 called when all that have arrived are read
@@ -72,18 +75,19 @@ class EngineClient:
         command: Sequence[str],
         heartbeat: float,
         on_deltas: Callable[[list[Delta]], None],
-        on_reply: Callable[[ControlReply], None],
         say: Callable[[str], None],
         pause: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._pause_reading = pause
-        self._on_deltas, self._on_reply, self._say = on_deltas, on_reply, say
+        self._on_deltas, self._say = on_deltas, say
         self._decoder, self._encode = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Encoder().encode
         self._error: LlmcError | None = None
         self._silence = Silence()  # since the last message
         self.heartbeat: Heartbeat | None = None  # the last one
         self.ready: Ready | None = None
         self._chunks: deque[list[Delta]] = deque()  # received and not handled yet
+        self._calls: dict[int, asyncio.Future[ControlReply]] = {}  # open control RPCs, by number
+        self._call_numbers = itertools.count()
         self._folder = _folder()
         self._context = zmq.Context()
         self._loop = asyncio.get_running_loop()
@@ -151,9 +155,28 @@ class EngineClient:
         """Abort these outputs."""
         self._push(self._control, self._encode(Abort(ids)))
 
-    def call(self, request: ControlRequest) -> None:
-        """Send a control request."""
-        self._push(self._control, self._encode(request))
+    async def call(self, method: str, seconds: float, timeout: float) -> ControlReply:
+        """Call a control RPC (see ControlRequest) that takes `seconds`, and return the reply.
+
+        Raises LlmcError E662 if none comes within `timeout` more seconds, and the error of `fail_calls`.
+        """
+        number = next(self._call_numbers)
+        future = self._calls[number] = self._loop.create_future()
+        try:
+            self._push(self._control, self._encode(ControlRequest(number, method, seconds)))
+            async with asyncio.timeout(seconds + timeout):
+                return await future
+        except TimeoutError:
+            cause = f"the engine did not answer within {seconds + timeout:g} s"
+            raise LlmcError("E662", cause, "try again when its step has ended") from None
+        finally:
+            del self._calls[number]
+
+    def fail_calls(self, error: LlmcError) -> None:
+        """Fail all open control RPCs."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
 
     def _push(self, socket: Any, message: bytes) -> bool:
         try:
@@ -244,8 +267,9 @@ class EngineClient:
                 self.ready = message
             case Progress(line=line):
                 self._say(line)
-            case ControlReply():
-                self._on_reply(message)
+            case ControlReply(number=number):
+                if (future := self._calls.get(number)) is not None and not future.done():
+                    future.set_result(message)
 
     async def stop(self, timeout: float) -> None:
         """Send the process a message to exit, and kill it after `timeout` seconds."""

@@ -1,5 +1,5 @@
-"""Control RPCs of the engine process: record its loop, reset its prefix cache. The front end's side is in
-control_client, which imports asyncio; the engine process does without.
+"""Control RPCs of the engine process: record its loop, reset its prefix cache. EngineClient.call is the front end's
+side.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, grace: float = _MASK_WAIT_SECONDS) -> None:
         self.scheduler, self.executor, self._grace = scheduler, executor, grace
-        self.pump: Callable[[float], None] = _no_guides
+        self.pump: Callable[[float], None] = lambda seconds: None
         self._last = 0.0  # duration of the last step in seconds
         self.error: LlmcError | None = None
-        self.note: Callable[[str, Any], None] = _no_recorder
+        self.note: Callable[[str, Any], None] = lambda part, subject: None
         self._tickets: deque[Any] = deque()  # one per step in flight, oldest first
         self._in_executor = False  # the executor runs, and an interrupt leaves the scheduler consistent
         self._unsettled = False  # an interrupt left steps in flight that are not waited for
@@ -221,11 +221,3 @@ class Engine:
         error = LlmcError("E608", text, "start a new one; if it happens again, report it with the step's log")
         error.__cause__ = cause
         return self.end(error)
-
-
-def _no_guides(seconds: float) -> None:
-    return
-
-
-def _no_recorder(part: str, subject: Any) -> None:
-    return

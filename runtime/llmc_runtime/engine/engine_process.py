@@ -27,7 +27,10 @@ from llmc_runtime.engine.core import EngineCore
 from llmc_runtime.engine.engine import Engine
 from llmc_runtime.engine.engine_loop import EngineLoop
 from llmc_runtime.engine.messages import (
+    ADDS,
+    CONTROL,
     LIMITS,
+    REPORTS,
     Abort,
     Add,
     Control,
@@ -43,9 +46,9 @@ from llmc_runtime.engine.messages import (
     Ready,
     Stop,
     error_message,
+    open_socket,
 )
 from llmc_runtime.engine.session import Opener, Session, open_session
-from llmc_runtime.engine.sockets import ADDS, CONTROL, REPORTS, open_socket
 from llmc_runtime.format.errors import LlmcError, as_llmc_error, brief
 from llmc_runtime.gc_pause import lasting_objects
 from llmc_runtime.host_info import usable_cpus

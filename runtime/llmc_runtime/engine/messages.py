@@ -1,17 +1,19 @@
 """The messages between the front end and the engine process: msgspec structs, encoded as arrays in msgpack.
 
 The front end is the process of AsyncLLM, such as the server. It sends `Add` on one socket and `Control` on another, so
-that an abort overtakes a queue of requests. The engine process answers with `Report`. Each output of a request has a
-number, assigned by the front end in ascending order.
+that an abort overtakes a queue of requests. The engine process answers with `Report`. The sockets are in a folder of
+their own. Each output of a request has a number, assigned by the front end in ascending order.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.format.errors import LlmcError
@@ -26,6 +28,7 @@ from llmc_runtime.sched.structured_outputs import JSON_OPTIONS, StructuredOutput
 from llmc_runtime.sched.token_guide import TokenMask
 from llmc_runtime.trace import Row
 
+ADDS, CONTROL, REPORTS = "adds", "control", "reports"  # names of the sockets in their folder
 _ENGINE = tuple((parameter.name, parameter.default) for parameter in PARAMETERS.values() if parameter.engine)
 
 
@@ -257,3 +260,17 @@ def delta_of(delta: Delta) -> RequestDelta:
         str(delta.id), delta.new_token_ids, delta.finish_reason, delta.stop_reason, rows,
         delta.num_cached, error, scores, delta.stopped, delta.times, delta.pooled,
     )  # fmt: skip
+
+
+def open_socket(context: zmq.Context[Any], kind: int, folder: Path, name: str, *, binds: bool, linger: int) -> Any:
+    """Return a socket of this kind (zmq.PUSH or zmq.PULL), bound or connected to `name` in the folder.
+
+    `linger` is the number of milliseconds for which closing waits until messages are sent. There are no high-water
+    marks: the number of open requests bounds what a socket can hold. Raises zmq.ZMQError.
+    """
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, linger)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    (socket.bind if binds else socket.connect)(f"ipc://{folder / name}")
+    return socket

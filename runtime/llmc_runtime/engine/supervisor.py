@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from llmc_runtime.engine.client import EngineClient, EosSource
-from llmc_runtime.engine.control_client import ControlClient
 from llmc_runtime.engine.input_processor import EngineRequest
 from llmc_runtime.engine.messages import ControlReply, Delta, Heartbeat, Open, Ready, add_message, delta_of
 from llmc_runtime.engine.output_processor import OutputProcessor
@@ -56,7 +55,6 @@ class Supervisor:
         self._step_timeout, self._say, self._eos = step_timeout, say, eos
         self.outputs = outputs(self._abort)
         self.pause: Callable[[], float] = lambda: 0.0
-        self._control = ControlClient()
         self._state, self.restarts = STARTING, 0
         self.error: LlmcError | None = None
         self.ready: Ready | None = None
@@ -148,7 +146,7 @@ class Supervisor:
         """Call a control RPC (see ControlRequest). Raises LlmcError as `require` does, E661, E662."""
         self.require()
         assert self._client is not None  # since the engine is ready
-        return await self._control.call(self._client.call, method, seconds, _CALL_SECONDS)
+        return await self._client.call(method, seconds, _CALL_SECONDS)
 
     async def restart(self, drain: float) -> None:
         """Replace the process by a new one: refuse new requests (E660), wait up to `drain` seconds for open ones, fail
@@ -175,9 +173,9 @@ class Supervisor:
                 await asyncio.gather(task, return_exceptions=True)
         self._watch = None
         self.outputs.fail_all(_closing())
-        self._control.fail_all(_closing())
         client, self._client = self._client, None
         if client is not None:
+            client.fail_calls(_closing())
             await client.stop(_STOP_SECONDS)
         self._state = DEAD
         self.error = self.error or _closing()
@@ -192,9 +190,7 @@ class Supervisor:
     async def _open(self) -> Ready:
         heartbeat = min(0.2, self._args.heartbeat_timeout / 5)
         began = time.monotonic()
-        client = EngineClient(
-            self._command, heartbeat, self._take, self._control.deliver, self._say, lambda: self.pause()
-        )
+        client = EngineClient(self._command, heartbeat, self._take, self._say, lambda: self.pause())
         try:
             self.ready = await client.open(self._opening, self._args.start_timeout, self._eos)
         except BaseException:
@@ -232,7 +228,7 @@ class Supervisor:
         assert client is not None
         error = LlmcError("E660", "the engine is restarted", "send the request again in a moment")
         self.outputs.fail_all(error)
-        self._control.fail_all(error)
+        client.fail_calls(error)
         await asyncio.shield(client.stop(_STOP_SECONDS))
         try:
             await self._open()
@@ -252,8 +248,8 @@ class Supervisor:
             await asyncio.shield(client.kill())
             if client.heartbeat is not None:
                 self._past = add_stats(before, client.heartbeat.stats)  # a newer one may have arrived meanwhile
+            client.fail_calls(error)
         failed = self.outputs.fail_all(error)
-        self._control.fail_all(error)
         self._say(f"{error.cause}; failed requests: {failed}")
         if not closing:
             await self._reopen()
