@@ -64,9 +64,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Return the flags in the help, and those of subcommands."""
-        inner = [flag for p in (self.commands.choices if self.commands else {}).values() for flag in _flags_of(p)]
+        parsers = self.commands.choices.values() if self.commands else ()
+        inner = [flag for parser in parsers if isinstance(parser, CommandParser) for flag in parser.flags()]
         return sorted({*_FLAG.findall(self.format_help()), *inner})
-
-
-def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    return parser.flags() if isinstance(parser, CommandParser) else []

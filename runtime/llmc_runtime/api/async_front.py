@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,26 +21,13 @@ from llmc_runtime.text.tokenizer import Tokenizer
 _GPU_STEP, _CPU_STEP = 30.0, 300.0  # default of step_timeout, in seconds
 
 
-class TextLoader:
-    """Calls `read` in a thread, once: a tokenizer takes up to half a second to load, in which the engine opens."""
-
-    def __init__(self, read: Callable[[], tuple[Tokenizer | None, list[int]]]) -> None:
-        self._read = read
-        self._task: asyncio.Task[tuple[Tokenizer | None, list[int]]] | None = None
-
-    async def load(self) -> tuple[Tokenizer | None, list[int]]:
-        """Return the result, or raise the error, of the one call."""
-        if self._task is None:
-            self._task = asyncio.create_task(asyncio.to_thread(self._read))
-        return await asyncio.shield(self._task)
-
-
 @dataclass(frozen=True)
 class Front:
     """A model as the front end needs it: the engine's command line and first message, and the text side.
 
     `generation` are the sampling defaults of the artifact; `step_timeout` is the default of that option, in seconds.
-    `text` loads the tokenizer while the engine opens; None: it is `tokenizer`, and `opening` has its tokens.
+    `read_text` returns the tokenizer and the token that ends a text, if it has one; it is called if `opening` lacks
+    these tokens. Raises LlmcError E106, E107, E15x.
     """
 
     command: Sequence[str]
@@ -50,11 +36,7 @@ class Front:
     generation: Mapping[str, Any] = field(default_factory=dict)
     step_timeout: float = _CPU_STEP
     pooling: Pooling | None = None
-    text: TextLoader | None = None
-
-    async def load_text(self) -> tuple[Tokenizer | None, list[int]]:
-        """Return the tokenizer and the token that ends a text, if it has one. Raises LlmcError E106, E107, E15x."""
-        return (self.tokenizer, []) if self.text is None else await self.text.load()
+    read_text: Callable[[], tuple[Tokenizer | None, list[int]]] = lambda: (None, [])
 
 
 def compiled(args: EngineArgs, say: Callable[[str], None]) -> Path:
@@ -77,4 +59,4 @@ def read_front(args: EngineArgs, say: Callable[[str], None]) -> Front:
             raise error
         return open_tokenizer(path / TOKENIZER, manifest)
 
-    return Front(command, opening, None, manifest.generation, step, manifest.pooling, TextLoader(read_text))
+    return Front(command, opening, None, manifest.generation, step, manifest.pooling, read_text)

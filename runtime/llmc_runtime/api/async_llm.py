@@ -58,6 +58,7 @@ class AsyncLLM(AsyncPoolingAPI):
         self._say = partial(_say_safely, say or to_stderr)
         self.args = EngineArgs.of_keywords(model, options, self._say)
         self._front: Front | None = None
+        self._text: asyncio.Task[Any] | None = None  # loads the tokenizer, while the engine opens
         self.digest = ""  # the artifact's digest, once it is opened
         self._supervisor: Supervisor | Instances | None = None
         self._started = self._stopped = False
@@ -106,7 +107,8 @@ class AsyncLLM(AsyncPoolingAPI):
         step_timeout = args.step_timeout or front.step_timeout
 
         async def eos() -> list[int]:
-            self.tokenizer, token_ids = await front.load_text()
+            self._text = self._text or asyncio.create_task(asyncio.to_thread(front.read_text))
+            self.tokenizer, token_ids = await asyncio.shield(self._text)
             return token_ids
 
         kind = Supervisor if args.data_parallel_size == 1 else Instances
@@ -371,8 +373,7 @@ class AsyncLLM(AsyncPoolingAPI):
         if sum(map(len, bad_words or ())) <= _INLINE_BAD_WORDS:
             return bad_word_tokens(params, self.tokenizer)
         if self._recent_bad_words is None or self._recent_bad_words[0] is not bad_words:
-            task = asyncio.create_task(self._bad_words_in_turn(params, tenant))
-            self._recent_bad_words = bad_words, task
+            self._recent_bad_words = bad_words, asyncio.create_task(self._bad_words_in_turn(params, tenant))
         task = self._recent_bad_words[1]
         if not task.done():
             before, self._waiting_for_bad_words = self._waiting_for_bad_words, self._waiting_for_bad_words + 1

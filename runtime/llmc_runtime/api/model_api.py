@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.artifact import has_tokenizer
 from llmc_runtime.defaults import default_params
@@ -15,6 +15,10 @@ from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.prompts import TOKENIZE, Prompt, fitted
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llmc_runtime.engine.messages import Ready
+    from llmc_runtime.sched.scheduler_config import SchedulerConfig
 
 _MAX_CACHED_DEFAULTS = 16
 # Attributes of vLLM's classes that are not here, and what to do instead.
@@ -27,22 +31,6 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType({
     "apply_model": "the runtime has no torch module",
     "llm_engine": "use its own methods: stats, get_metrics, config",
 })  # fmt: skip
-
-
-class Limits(Protocol):
-    """The limits in force: a SchedulerConfig, or the Ready message that carries one."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum length of a sequence, in tokens."""
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in the KV cache."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens in a page."""
 
 
 class ModelAPI:
@@ -82,7 +70,7 @@ class ModelAPI:
         return self._defaults[max_tokens]
 
 
-def fit_prompt(params: SamplingParams, prompt: Prompt, limits: Limits) -> SamplingParams:
+def fit_prompt(params: SamplingParams, prompt: Prompt, limits: SchedulerConfig | Ready) -> SamplingParams:
     """Return `params` with its default max_tokens reduced to what fits into context and KV cache after `prompt`."""
     room = min(limits.max_model_len, limits.num_pages * limits.page_size + 1) - len(prompt.ids)
     return fitted(params, room)
