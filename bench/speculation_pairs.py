@@ -24,8 +24,7 @@ from typing import Any
 from llmc_runtime import LLM
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
-from llmc_runtime.sched.step import Step, Work
-from llmc_runtime.sched.step_drafts import prompt_tokens
+from llmc_runtime.sched.step import Step, Work, prompt_tokens
 
 from bench.speculation import DRAFT, HEAD, LOADS, METHODS, MODEL, Load, contenders, run
 

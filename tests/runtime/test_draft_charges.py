@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from llmc_runtime.metrics import Counters
 from llmc_runtime.sched.draft_costs import DraftCount
 from llmc_runtime.sched.draft_trials import TRIAL_COST, Credit, Trials, TrialsByKind
 from llmc_runtime.sched.prompt_entries import PromptEntries
 from llmc_runtime.sched.recent_steps import RecentSteps
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.sampling_params import SamplingParams
+from llmc_runtime.sched.speculation import Speculation
+from llmc_runtime.sched.speculation_config import SpeculationConfig
 from llmc_runtime.sched.step import StepOutput, Work
-from llmc_runtime.sched.step_drafts import StepDrafts
 
 
 def test_steps_are_compared_with_those_before_them() -> None:
@@ -135,8 +137,17 @@ def test_a_slow_first_pass_does_not_make_verification_cheap() -> None:
     assert count.costs.seconds(1, 1) == pytest.approx(2.9 + 0.4 - 1.5)
 
 
-def test_sums_of_a_step() -> None:
+@pytest.mark.parametrize(("stops", "proposed"), [(False, 8), (True, 3)])
+def test_a_step_is_charged_for_the_drafts_that_it_made(
+    stops: bool, proposed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If drafting can stop early, these are fewer than planned. The duration of a step with a prompt does not count."""
     work = [Work(0, 4, True, drafts=3, propose=4), Work(1, 1, True, propose=4, fill=7), Work(2, 50, True)]
     output = StepOutput([1, 1, 1], [None] * 3, likely={0: [0.9, 0.8], 1: [0.5]})
-    assert StepDrafts.of(work, output, stops=False) == (3, 8, 7, 50)
-    assert StepDrafts.of(work, output, stops=True) == (3, 3, 7, 50)
+    speculation, charged = Speculation(SpeculationConfig(4, max_rows=3, stops=stops)), list[tuple[object, ...]]()
+    gross_duration = speculation.draft_count.gross_duration
+    monkeypatch.setattr(
+        speculation.draft_count, "gross_duration", lambda *step: charged.append(step) or gross_duration(*step)
+    )
+    speculation.learn(work, [Request(str(row), [1], SamplingParams()) for row in range(3)], output, 1.0, Counters())
+    assert charged == [(3, 1.0, proposed / 3, None, True)]

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from llmc_runtime.sched.draft_trials import TRIAL_COST, TrialsByKind
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.step import Work
-from llmc_runtime.sched.step_drafts import prompt_tokens
+from llmc_runtime.sched.step import Work, prompt_tokens
 
 _SHARE = 0.04  # share of a prompt's time that its entries take in the demonstration model; smaller in larger models
 _SHARE_OF_TIME = 0.002

@@ -18,8 +18,7 @@ from llmc_runtime.sched.recent_steps import STEPS, RecentSteps
 from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.single_row import SingleRow
 from llmc_runtime.sched.speculation_config import SpeculationConfig
-from llmc_runtime.sched.step import StepOutput, Work
-from llmc_runtime.sched.step_drafts import StepDrafts
+from llmc_runtime.sched.step import StepOutput, Work, prompt_tokens
 
 # While drafting does not pay, some plans probe: they verify drafts to learn the rate of acceptance.
 PROBE_PERIOD = 64  # plans between two probes of drafts made on the host; a probe verifies one row in ROWS_PER_PROBE
@@ -340,7 +339,9 @@ class Speculation:
 
     def _measure(self, work: Sequence[Work], requests: Sequence[Request], output: StepOutput, seconds: float) -> None:
         """Record the duration of a step, unless it has a prompt, and what the step has gained or lost."""
-        verified, proposed, fill, prompt = StepDrafts.of(work, output, self.config.stops)
+        verified, fill, prompt = sum(item.drafts for item in work), any(item.fill for item in work), prompt_tokens(work)
+        # If drafting can stop early, the output says how many drafts were made.
+        proposed = sum(map(len, output.likely.values()) if self.config.stops else (item.propose for item in work))
         rows, drafts = len(work), bool(verified or proposed or fill)
         if self._idle and self._has_model and not (drafts or prompt or self._warms_up):
             self._recent.add(self.plans, seconds)
@@ -360,7 +361,7 @@ class Speculation:
         if not drafts and (prompt or not self._warms_up):
             return
         measured = None if prompt else seconds
-        steps = self.draft_count.gross_duration(rows, verified / rows, proposed / rows, measured, fill > 0)
+        steps = self.draft_count.gross_duration(rows, verified / rows, proposed / rows, measured, fill)
         trials = self._single.trials if self._has_model and rows == 1 else self._batch_trials
         tokens = 1 + sum(map(len, output.accepted.values())) / rows
         looked_up = verified > 0 and requests[0].verifies_lookup

@@ -225,3 +225,8 @@ class Step:
     def num_tokens(self) -> int:
         """The number of tokens of all rows, the dimension T of the step's program."""
         return sum(work.num_tokens for work in self.work)
+
+
+def prompt_tokens(work: Sequence[Work]) -> int:
+    """Return the number of tokens that a step computes for rows that do not decode."""
+    return sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts)

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from llmc_runtime.sched.request import Request
-from llmc_runtime.sched.step import Work
+from llmc_runtime.sched.step import Work, prompt_tokens
 
 MAX_STRETCH = 2.0  # a step may take this many times as long as one that only decodes, regardless of the target
 # If decoding is fast, a step takes FAST_STRETCH times as long as one that only decodes, or MIN_TARGET_SHARE of the
@@ -155,7 +155,7 @@ class StepBudget:
 
     def expected(self, work: Sequence[Work]) -> float:
         """Return the seconds that a step should take by what was measured, 0 if that is not known."""
-        prompt = sum(item.num_tokens for item in work if item.num_tokens > 1 + item.drafts)
+        prompt = prompt_tokens(work)
         rows = any(item.num_tokens <= 1 + item.drafts for item in work)
         if (rows and not self._decode.value) or (prompt and not self._token.value):
             return 0.0
