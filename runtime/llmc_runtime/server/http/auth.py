@@ -144,19 +144,14 @@ class Guard:
             return ""
         pairs = _AUTHORIZATION.findall(head.partition(b"\r\n\r\n")[0])
         fields = {name.lower(): value.strip(b" \t") for name, value in reversed(pairs)}
-        authorization = fields.get(b"authorization", b"")
-        if not authorization and _API_KEY in fields:
-            authorization = b"Bearer " + fields[_API_KEY]
-        return self._keys.name_of(authorization) or ""
+        return self._keys.name_of(_authorization(fields)) or ""
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Check the host, headers and key, and set `llmc.key` and `llmc.admin` in the scope. Raises ApiError."""
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1")
         self._check_form(scope, headers, path)
         scope["llmc.key"], scope["llmc.admin"] = "", False
-        authorization = headers.get(b"authorization", b"")
-        if not authorization and _API_KEY in headers:
-            authorization = b"Bearer " + headers[_API_KEY]
+        authorization = _authorization(headers)
         if len(self._admin) and scope["path"].startswith("/admin/"):  # the path that the router sees
             self._check_admin(scope, authorization)
             return
@@ -215,6 +210,12 @@ def _check_single(headers: Sequence[tuple[bytes, bytes]]) -> None:
         if name in _SINGLE and seen.setdefault(name, value) != value:
             close = {"Connection": "close"}
             raise ApiError(f"send one {name.decode()} header", code="invalid_http", headers=close)
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the Authorization header, or one with the key that is in a header of its own."""
+    bearer = b"Bearer " + headers[_API_KEY] if _API_KEY in headers else b""
+    return headers.get(b"authorization") or bearer
 
 
 def _unknown_key(challenge: str = "Bearer") -> ApiError:
