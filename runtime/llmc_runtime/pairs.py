@@ -9,7 +9,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.names import CLASSIFY, EMBED
 from llmc_runtime.format.pooling import Pooling
 from llmc_runtime.pooling_params import require_pooling
-from llmc_runtime.prompts import TOKENIZE, Prompt
+from llmc_runtime.prompts import Prompt, require_tokenizer
 from llmc_runtime.text.tokenizer import Tokenizer
 
 
@@ -46,7 +46,6 @@ def pair_prompts(
 
     Raises LlmcError E620 and E621.
     """
-    if tokenizer is None:
-        raise LlmcError("E620", "the artifact has no tokenizer.json, and pairs are texts", TOKENIZE)
+    tokenizer = require_tokenizer(tokenizer, ", and pairs are texts")
     segment = vocab_size // pooling.segments if pooling.segments > 1 else 0
     return [Prompt(ids) for ids in tokenizer.encode_pairs(pairs, segment)]

@@ -15,7 +15,6 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
-TOKENIZE = "pass token ids, or put a tokenizer.json into the model folder and compile again"
 _FORMS = 'pass a string, a list of token ids, {"prompt": TEXT} or {"prompt_token_ids": IDS}, or a list of these'
 
 
@@ -47,6 +46,14 @@ class Prompt:
     def packed(self) -> Prompt:
         """Return the prompt with its ids in an array of 4 bytes each; as objects in a list they take 40."""
         return self if isinstance(self.ids, array) else Prompt(array("I", self.ids), self.text)
+
+
+def require_tokenizer(tokenizer: Tokenizer | None, consequence: str = "") -> Tokenizer:
+    """Return the tokenizer. Raises LlmcError E620, whose cause ends with `consequence`, if the artifact has none."""
+    if tokenizer is None:
+        remedy = "pass token ids, or put a tokenizer.json into the model folder and compile again"
+        raise LlmcError("E620", f"the artifact has no tokenizer.json{consequence}", remedy)
+    return tokenizer
 
 
 def as_prompts(prompts: Any, tokenizer: Tokenizer | None) -> list[Prompt]:
@@ -84,8 +91,7 @@ def as_prompt(prompt: Any, tokenizer: Tokenizer | None) -> Prompt:
             return Prompt(_ids(ids), prompt.get("prompt"))
         prompt = prompt.get("prompt")
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer.json, so prompts must be token ids", TOKENIZE)
+        tokenizer = require_tokenizer(tokenizer, ", so prompts must be token ids")
         return Prompt(tokenizer.encode(prompt), prompt)
     if _is_array(prompt):
         return Prompt(_ids(prompt))

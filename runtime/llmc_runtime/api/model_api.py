@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.artifact import has_tokenizer
 from llmc_runtime.defaults import default_params
-from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.manifest import Manifest
 from llmc_runtime.format.pooling import Pooling
-from llmc_runtime.prompts import TOKENIZE, Prompt, fitted
+from llmc_runtime.prompts import Prompt, fitted, require_tokenizer
 from llmc_runtime.sched.sampling_params import SamplingParams
 from llmc_runtime.text.tokenizer import Tokenizer
 
@@ -52,9 +51,7 @@ class ModelAPI:
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises LlmcError E620 if the artifact has none."""
-        if self.tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
-        return self.tokenizer
+        return require_tokenizer(self.tokenizer)
 
     def get_default_sampling_params(self, *, max_tokens: int | None = 16) -> SamplingParams:
         """Return the parameters of requests without any: the model's generation_config.json as transformers reads it,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from llmc_runtime.format.errors import LlmcError
-from llmc_runtime.prompts import TOKENIZE, Prompt
+from llmc_runtime.prompts import Prompt, require_tokenizer
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.requests.conversation import CONTENT
 from llmc_runtime.server.requests.request_fields import (
@@ -64,9 +64,7 @@ class Prompting:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises LlmcError E620 if the artifact has none."""
-        if self._tokenizer is None:
-            raise LlmcError("E620", "the artifact has no tokenizer.json", TOKENIZE)
-        return self._tokenizer
+        return require_tokenizer(self._tokenizer)
 
     def check_length(self, text: str, keep: int | None = None) -> None:
         """Raise TooLong if a text has clearly more tokens than the context, or, if it is cut to `keep`, than lists of
