@@ -22,6 +22,7 @@ from models.test_rank_failures import LATEST, ended, ranks_of
 
 from llmc.driver import compile_model
 from llmc.options import Options
+from tests.runtime.served import until
 
 pytest.importorskip("starlette")
 pytestmark = [
@@ -122,7 +123,7 @@ def test_a_rank_that_is_killed_under_load_is_an_error_and_returns(server: Served
         stop.clear()
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(ask, text) for text in TEXTS * 2]
-            _until(lambda: min(each["requests"] for each in engines(server)) > 0)
+            until(lambda: min(each["requests"] for each in engines(server)) > 0, 60)
             os.kill(rank, signal.SIGKILL)
             killed = time.monotonic()
             wait(asked, LATEST, FIRST_COMPLETED)
@@ -130,7 +131,7 @@ def test_a_rank_that_is_killed_under_load_is_an_error_and_returns(server: Served
         found = [each.result() for each in asked]
         assert {status for status, _ in found} <= {200, 503}
         assert min(at for _, at in found) - killed < LATEST
-        _until(lambda: all(each["state"] == "ready" for each in engines(server)))
+        until(lambda: all(each["state"] == "ready" for each in engines(server)), 60)
         assert complete(server, TEXTS[0])["choices"][0]["text"] == texts[0]
     assert metric(server, "restarts_total") == {"0": 1, "1": 1}
 
@@ -141,10 +142,3 @@ def test_engines_are_restarted_with_their_ranks(server: Served, texts: list[str]
     reply = server.http.post("/admin/restart", json={}, headers=ADMIN)
     assert reply.json() == {"restarted": [0, 1]} and ended(before)
     assert [complete(server, text)["choices"][0]["text"] for text in TEXTS] == texts
-
-
-def _until(condition: Any) -> None:
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)

@@ -7,7 +7,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,14 @@ TOK = Tokenizer(textkit.byte_level(bos=True), {"bos_token": "<s>", "eos_token": 
 def in_process(tok: Tokenizer | None = TOK) -> LLM:
     """Return the same model in this process."""
     return LLM.over(build(0.0, depth=1), tok)
+
+
+def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Return once the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
 
 
 class Quick(HttpConnection):

@@ -7,7 +7,6 @@ import json
 import random
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +30,7 @@ from llmc_runtime.server.requests.response_size import check_size, cut, size_of
 from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.text_process import TextProcess
 
-from tests.runtime.served import Served, served
+from tests.runtime.served import Served, served, until
 
 
 def drawn(depth: int) -> tuple[Any, Any]:
@@ -323,7 +322,4 @@ def test_a_client_that_leaves_a_large_answer_gives_everything_back(server: Serve
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         assert server.serving.admission.answer_bytes
     server.rest()
-    until = time.monotonic() + 20
-    while server.serving.admission.answer_bytes and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not server.serving.admission.answer_bytes
+    until(lambda: not server.serving.admission.answer_bytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from llmc_runtime.server.http import body_budget
 from llmc_runtime.server.http.body_budget import FREE_BYTES, Body, BodyBudget
 
-from tests.runtime.served import Served, served
+from tests.runtime.served import Served, served, until
 
 KEYS = ("first-secret-key", "second-secret-key")
 KB = 1 << 10
@@ -102,13 +101,6 @@ def half_sent(server: Served, key: str, size: int, whole: int) -> socket.socket:
     head += f"Content-Type: application/json\r\nContent-Length: {whole}\r\n\r\n"
     link.sendall(head.encode() + b" " * size)
     return link
-
-
-def until(condition: Any) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_unfinished_bodies_of_one_key_leave_room_for_others_and_for_its_small_ones() -> None:

@@ -18,8 +18,7 @@ from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.lingering_close import LingerCount, Lingering
 from llmc_runtime.server.protocol import HttpConnection
 
-from tests.runtime.served import Served, served
-from tests.runtime.test_server_load import until
+from tests.runtime.served import Served, served, until
 from tests.runtime.test_server_shed import BODY, Link, head, occupy, own_loop
 
 

@@ -23,8 +23,8 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.http.middleware import SHARE, RequestShares
 
 from tests.runtime.fake_core import ROWS
-from tests.runtime.served import Served, served
-from tests.runtime.test_server_load import metric, until
+from tests.runtime.served import Served, served, until
+from tests.runtime.test_server_load import metric
 from tests.runtime.test_server_shed import BODY, KEYS, Link, head, occupy, own_loop
 
 HEAD = "GET /v1/models HTTP/1.1"

@@ -8,8 +8,7 @@ pytest.importorskip("starlette")
 from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.load_shedding import MAX_SKIPPED
 
-from tests.runtime.served import Served, served
-from tests.runtime.test_server_load import until
+from tests.runtime.served import Served, served, until
 from tests.runtime.test_server_shed import BODY, KEYS, Link, full, head, occupy
 
 MODELS = head(None, line="GET /v1/models HTTP/1.1")

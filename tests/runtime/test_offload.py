@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from llmc_runtime.server.text_pool import text_messages as m
 from llmc_runtime.server.text_pool.jobs import TextJobs, check_size
 from llmc_runtime.server.text_pool.text_process import TextProcess
 
-from tests.runtime.served import TOK, Served, served
+from tests.runtime.served import TOK, Served, served, until
 
 PAD = "x" * (SMALL_BODY + 1)
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
@@ -98,13 +97,6 @@ def comparable(reply: httpx.Response) -> tuple[int, Any]:
         ]
         return reply.status_code, ["".join(written), found[-1]["choices"][0]["finish_reason"]]
     return reply.status_code, [{k: v for k, v in one.items() if k not in ("id", "created")} for one in found]
-
-
-def until(condition: Any) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def idle(server: Served) -> int:

@@ -11,9 +11,8 @@ from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.load_shedding import LoadShedder
 from starlette.applications import Starlette
 
-from tests.runtime.served import served
+from tests.runtime.served import served, until
 from tests.runtime.test_light_connections import AGAIN, REFUSED, read, run, serving
-from tests.runtime.test_server_load import until
 from tests.runtime.test_server_shed import KEYS, head, occupy
 
 

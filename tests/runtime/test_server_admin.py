@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 
-from tests.runtime.served import served
-from tests.runtime.test_server_load import LONG, until
+from tests.runtime.served import served, until
+from tests.runtime.test_server_load import LONG
 
 ADMIN, KEY = "the-admin-key-1", "an-ordinary-key-1"
 ROUTES = (

@@ -24,6 +24,7 @@ from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.server.run_server import ENGINE_FAILED
 
 from tests.runtime.async_kit import fake, last, run
+from tests.runtime.served import until
 from tests.runtime.test_server_load import LONG, Command
 
 SERVE = str(Path(__file__).parents[1] / "attacks" / "fake_serve.py")
@@ -50,14 +51,6 @@ def healthy(url: str) -> bool:
         return False
 
 
-def wait_for(condition: Any, seconds: float = 60.0) -> None:
-    """Return once the condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 class Answers:
     """A stream and a whole answer, begun before the engine ends, each from a thread of its own."""
 
@@ -69,7 +62,7 @@ class Answers:
         for thread in self._threads:
             thread.start()
         assert self.begun.wait(60)
-        wait_for(lambda: " 2.0" in re.findall(r"num_requests_open\{.*", httpx.get(f"{url}/metrics").text)[0])
+        until(lambda: " 2.0" in re.findall(r"num_requests_open\{.*", httpx.get(f"{url}/metrics").text)[0], 60)
 
     def _stream(self) -> None:
         with httpx.stream("POST", f"{self.url}/v1/completions", json={**LONG, "stream": True}, timeout=60) as reply:
@@ -95,7 +88,7 @@ def test_after_the_last_restart_the_server_answers_and_ends_with_its_own_code() 
     command = serving(1)
     try:
         os.kill(engine_of(command), signal.SIGKILL)
-        wait_for(lambda: "was replaced" in "".join(command.lines) and healthy(command.url))
+        until(lambda: "was replaced" in "".join(command.lines) and healthy(command.url), 60)
         answers = Answers(command.url)
         os.kill(engine_of(command), signal.SIGKILL)
         assert answers.message() == "the engine ended 2 times within an hour; the server is ending"
@@ -121,7 +114,7 @@ def test_with_retries_the_server_stays_says_when_and_recovers() -> None:
             words = r"the engine ended (\d) times within an hour; the next try is in (\d+) s"
             found = re.fullmatch(words, answers.message())
             assert found is not None and int(found[1]) == ended and int(found[2]) <= ended
-            wait_for(lambda: healthy(command.url))
+            until(lambda: healthy(command.url), 60)
         assert "".join(command.lines).count("llmc: the engine ended") == 2
         command.process.send_signal(signal.SIGTERM)
         assert command.end()[0] == 0
@@ -133,7 +126,7 @@ def test_a_signal_ends_the_server_with_0_while_it_waits_for_the_next_try() -> No
     command = serving(0, "--on-engine-failure", "retry", first_interval=60.0)  # longer than the test
     try:
         os.kill(engine_of(command), signal.SIGKILL)
-        wait_for(lambda: "the next try is in 60 s" in "".join(command.lines))
+        until(lambda: "the next try is in 60 s" in "".join(command.lines), 60)
         for path in ("/health", "/ready"):
             assert httpx.get(f"{command.url}{path}", timeout=30).status_code == 503
         command.process.send_signal(signal.SIGTERM)

@@ -18,8 +18,8 @@ pytest.importorskip("starlette")
 import httpx
 from llmc_runtime.host_info import usable_cpus
 
-from tests.runtime.served import Served, served
-from tests.runtime.test_server_load import LONG, post_head, until
+from tests.runtime.served import Served, served, until
+from tests.runtime.test_server_load import LONG, post_head
 from tests.runtime.test_server_metrics import Samples, samples
 
 KEY = "an-admin-key"

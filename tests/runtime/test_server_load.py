@@ -25,7 +25,7 @@ import httpx  # noqa: E402
 from llmc_runtime.cli import main_serve  # noqa: E402
 
 from tests.runtime.fake_core import CRASH  # noqa: E402
-from tests.runtime.served import Served, served  # noqa: E402
+from tests.runtime.served import Served, served, until  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {"prompt": [20, 30, 40], "max_tokens": 200, "ignore_eos": True, "temperature": 0, "seed": 7}
@@ -37,13 +37,6 @@ def metric(server: Served, name: str, labels: str = "") -> float:
         if line.startswith(head):
             return float(line.split()[-1])
     return 0.0
-
-
-def until(condition: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 def post_head(server: Served, body: dict[str, Any]) -> socket.socket:

@@ -28,7 +28,8 @@ from llmc_runtime.server.http.request_log import (
     written_log,
 )
 
-from tests.runtime.test_server_load import LONG, Command, until
+from tests.runtime.served import until
+from tests.runtime.test_server_load import LONG, Command
 
 PROGRAM = str(Path(__file__).with_name("serve_fake.py"))
 KEY = "a-secret-key-that-nobody-sees"

@@ -22,8 +22,8 @@ from llmc_runtime.server.operations.admission import REASONS
 from llmc_runtime.server.operations.metrics_exporter import _TEXT_SECONDS, ServerMetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.runtime.served import Served, served
-from tests.runtime.test_server_load import LONG, post_head, until
+from tests.runtime.served import Served, served, until
+from tests.runtime.test_server_load import LONG, post_head
 
 NAMES = """
 gauge num_requests_running num_requests_waiting num_requests_waiting_by_reason num_requests_open kv_cache_usage_perc

@@ -26,8 +26,8 @@ from llmc_runtime.server.http.errors import ApiError
 from llmc_runtime.server.serving import MAX_TEXTS
 
 from tests.runtime.fake_core import ROWS
-from tests.runtime.served import Quick, Served, served
-from tests.runtime.test_server_load import LONG, Command, metric, post_head, until
+from tests.runtime.served import Quick, Served, served, until
+from tests.runtime.test_server_load import LONG, Command, metric, post_head
 
 LIMITED = """
 import resource, runpy, sys

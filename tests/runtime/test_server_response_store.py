@@ -14,6 +14,7 @@ pytest.importorskip("starlette")
 import httpx
 
 from tests.runtime.parrots import Servers, parrots, say
+from tests.runtime.served import until
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +72,7 @@ def test_stored_responses_that_are_not_read_have_a_limit(servers: Servers, monke
     url = f"{servers[0]}/think/v1/responses/resp_big"
     with httpx.stream("GET", f"{url}/input_items"):
         assert httpx.get(f"{url}/input_items").status_code == 503
-    while serving.admission.answer_bytes.total():
-        time.sleep(0.01)
+    until(lambda: not serving.admission.answer_bytes.total())
     listed = httpx.get(f"{url}/input_items")
     assert listed.content.endswith(item + b"]}") and listed.json()["first_id"] == "m"
     serving.stored.delete("", "resp_big")

@@ -23,8 +23,8 @@ from llmc_runtime.server.requests import parse
 from starlette.applications import Starlette
 
 from tests.runtime.fake_core import ROWS
-from tests.runtime.served import Quick, Served, served
-from tests.runtime.test_server_load import LONG, until
+from tests.runtime.served import Quick, Served, served, until
+from tests.runtime.test_server_load import LONG
 
 KEYS = ("first-secret-key", "second-secret-key")
 PATH = "/v1/completions"

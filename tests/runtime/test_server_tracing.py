@@ -17,7 +17,8 @@ from llmc_runtime.format.errors import LlmcError, missing_extra
 from llmc_runtime.server.config import options_of, read
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.runtime.test_server_load import LONG, Command, until
+from tests.runtime.served import until
+from tests.runtime.test_server_load import LONG, Command
 
 PROGRAM = str(Path(__file__).with_name("serve_fake.py"))
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -14,9 +14,8 @@ from llmc_runtime.server.http import read_turns
 from llmc_runtime.server.http.auth import Guard, key_id
 from llmc_runtime.server.http.read_turns import MAX_CHECKED, HeadTurns
 
-from tests.runtime.served import served
+from tests.runtime.served import served, until
 from tests.runtime.test_light_connections import REFUSED, begun, run, serving
-from tests.runtime.test_server_load import until
 from tests.runtime.test_server_shed import BODY, KEYS, PATH, Link, head, own_loop
 
 
