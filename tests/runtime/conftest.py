@@ -1,10 +1,11 @@
-"""Fixtures of tests of the runtime: handmade artifacts, written once per session, and counts of plans."""
+"""Fixtures of tests of the runtime: handmade artifacts, written once per session, servers, and counts of plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import textkit
@@ -13,6 +14,9 @@ from llmc_runtime.sched.request import Request
 from llmc_runtime.sched.speculation import Speculation
 
 from llmc.artifact.write import write_artifact
+
+if TYPE_CHECKING:
+    from tests.runtime.parrots import Ask, Servers
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +36,27 @@ def mute(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mute")
     write_artifact(folder / "mute.llmc", replace(tiny.parts(folder), tokenizer=()))
     return folder / "mute.llmc"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    """The servers of the module `parrots`."""
+    from tests.runtime.parrots import parrots
+
+    with parrots() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ask(servers: Servers) -> Ask:
+    """Return the response of the server `name` whose model outputs `text`."""
+    from tests.runtime.parrots import client, say
+
+    def asked(name: str, text: str, **more: Any) -> Any:
+        given = {"model": "parrot", "messages": [say(text)], "temperature": 0, "seed": 1, "max_tokens": 400} | more
+        return client(servers, name).chat.completions.create(**given)
+
+    return asked
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tests.runtime.parrot_core import tokenizer
 FOLDER = Path(__file__).parent / "chat_templates"
 PROGRAM = Path(__file__).with_name("parrot_core.py")
 TOK = tokenizer()
+Ask = Callable[..., Any]  # see conftest
 Servers = tuple[str, Mapping[str, Serving]]  # the address, to which a server's name is appended, and the servers
 # name: the template, and the parsers unless they are detected
 SERVERS: Mapping[str, tuple[str, str, str]] = {

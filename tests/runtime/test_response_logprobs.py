@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import httpx  # noqa: E402
 from openai.types.responses import Response, response_output_text, response_text_delta_event  # noqa: E402
 
 from tests.runtime.families import DUMPED, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import Servers, client, parrots, say  # noqa: E402
+from tests.runtime.parrots import Servers, client, say  # noqa: E402
 
 INCLUDE = ["message.output_text.logprobs"]
 TOOLS: list[dict[str, Any]] = [
@@ -23,12 +23,6 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "now", "parameters": None, "strict": None},
 ]
 SAID = ("Hello, wörld! 🌍 日本", "<tag> & a < b", " spaced  out \n\n twice", "x")
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
 
 
 def ask(servers: Servers, name: str) -> Any:

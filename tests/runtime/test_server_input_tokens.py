@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("llguidance")
 import httpx
 
-from tests.runtime.parrots import Servers, parrots, say
+from tests.runtime.parrots import Servers, say
 from tests.runtime.served import served
 
 TOOL = {"type": "function", "name": "get_weather", "description": "The weather.", "parameters": {"type": "object"}}
@@ -23,12 +22,6 @@ INPUTS: list[dict[str, Any]] = [
     {"input": "x", "chat_template_kwargs": {"enable_thinking": False}, "truncation": "disabled"},
     {"input": "word " * 30_000},
 ]
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
 
 
 def post(servers: Servers, body: dict[str, Any], path: str = "/input_tokens") -> httpx.Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from llmc_runtime.server.messages_api.messages_response import ContentBlocks
 from llmc_runtime.server.tool_calls.message import Delta
 
 from tests.runtime.families import CALL, DUMPED, FAMILIES, WRITTEN
-from tests.runtime.parrots import Servers, events, parrots, say
+from tests.runtime.parrots import Servers, events, say
 from tests.runtime.served import served
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}, "required": ["city"]}
@@ -24,12 +23,6 @@ TOOLS: list[dict[str, Any]] = [
      "cache_control": {"type": "ephemeral"}},
     {"type": "custom", "name": "now", "input_schema": {"type": "object"}},
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
 
 
 def post(servers: Servers, body: dict[str, Any], name: str = "think", path: str = "") -> httpx.Response:

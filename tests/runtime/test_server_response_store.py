@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 import httpx
 
-from tests.runtime.parrots import Servers, parrots, say
+from tests.runtime.parrots import Servers, say
 from tests.runtime.served import until
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
 
 
 def post(servers: Servers, body: dict[str, Any]) -> httpx.Response:

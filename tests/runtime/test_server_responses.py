@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ pytest.importorskip("llguidance")
 import httpx  # noqa: E402
 
 from tests.runtime.families import DUMPED, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import Servers, client, events, parrots, say  # noqa: E402
+from tests.runtime.parrots import Servers, client, events, say  # noqa: E402
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}, "required": ["city"]}
 TOOLS: list[dict[str, Any]] = [
@@ -22,12 +21,6 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "now", "parameters": None, "strict": None},
 ]
 HELLO = say("Hello")["content"]
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
 
 
 def post(servers: Servers, body: dict[str, Any], name: str = "think") -> httpx.Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +16,7 @@ from llmc_runtime.server.tool_calls.history import for_template  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from tests.runtime.families import BEGINS, DUMPED, ENDS, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import TOK, Servers, client, parrots, say  # noqa: E402
+from tests.runtime.parrots import TOK, Ask, Servers, client, say  # noqa: E402
 
 WEATHER = {
     "type": "function",
@@ -41,24 +40,6 @@ BOUNDED: dict[str, Any] = {
     "required": ["kind", "more"],
     "$defs": {"kind": {"enum": ["red::=", "green é", None]}},
 }
-Ask = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def ask(servers: Servers) -> Ask:
-    """Return the response of the server `name` whose model outputs `text`."""
-
-    def asked(name: str, text: str, **more: Any) -> Any:
-        given = {"model": "parrot", "messages": [say(text)], "temperature": 0, "seed": 1, "max_tokens": 400} | more
-        return client(servers, name).chat.completions.create(**given)
-
-    return asked
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:

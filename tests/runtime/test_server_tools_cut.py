@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,25 +12,8 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
 from tests.runtime.families import BEGINS, DUMPED, FAMILIES, WRITTEN  # noqa: E402
-from tests.runtime.parrots import TOK, Servers, client, parrots, say  # noqa: E402
-from tests.runtime.test_server_tools import TOOLS, Ask, joined, simple  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
-    with parrots() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def ask(servers: Servers) -> Ask:
-    """Return the response of the server `name` whose model outputs `text`."""
-
-    def asked(name: str, text: str, **more: Any) -> Any:
-        given = {"model": "parrot", "messages": [say(text)], "temperature": 0, "seed": 1, "max_tokens": 400} | more
-        return client(servers, name).chat.completions.create(**given)
-
-    return asked
+from tests.runtime.parrots import TOK, Ask  # noqa: E402
+from tests.runtime.test_server_tools import TOOLS, joined, simple  # noqa: E402
 
 
 @pytest.mark.parametrize("name", FAMILIES)
