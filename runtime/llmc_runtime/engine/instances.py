@@ -90,7 +90,6 @@ class Instances:
         say: Callable[[str], None],
         eos: EosSource | None = None,
     ) -> None:
-        self._say = say
         self.engines = tuple(
             Supervisor(
                 command, msgspec.structs.replace(opening, engine=i), args, step_timeout,
