@@ -6,7 +6,7 @@ also uses the responses that it continues, after it: the end of a conversation i
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,14 +96,14 @@ class ResponseStore:
 
     def __init__(self, maximum: int, keys: int, refusal: Callable[[], ApiError]) -> None:
         self.enabled, self.used, self.count = maximum > 0, 0, 0
-        self._refusal, self._keys = refusal, dict[str, _OfKey]()
+        self._refusal, self._keys = refusal, defaultdict[str, _OfKey](_OfKey)
         share = 2 if keys > 1 else 1
         self._limits = maximum, MAX_ENTRIES
         self._shares = maximum // share, MAX_ENTRIES // share
 
     def get(self, key: str, name: str) -> StoredResponse:
         """Return a response of this key. Raises ApiError 404."""
-        entry = self._keys[key].entries.get(name) if key in self._keys else None
+        entry = self._keys[key].entries.get(name)
         if entry is None:
             raise self._missing(name)
         return entry
@@ -181,7 +181,7 @@ class ResponseStore:
         Raises ApiError 404 if one is missing, and 400 if their items are too many or too long. A chain has up to
         MAX_MESSAGES responses, so that each may take no longer than a microsecond.
         """
-        entries = self._keys[key].entries if key in self._keys else {}
+        entries = self._keys[key].entries
         first = name
         chain: list[StoredResponse] = []
         count = total = 0
@@ -215,15 +215,15 @@ class ResponseStore:
 
     def _use(self, key: str, name: str | None) -> None:
         """Mark a response and those that it continues as used, the last ones as the most recent."""
-        entries = self._keys.setdefault(key, _OfKey()).entries
+        entries = self._keys[key].entries
         while name is not None and (entry := entries.get(name)) is not None:
             entries.move_to_end(name)
             name = entry.previous
 
     def _item(self, key: str, name: str) -> bytes | None:
-        of_key = self._keys.get(key)
-        response = None if of_key is None else of_key.names.get(name)
-        return None if of_key is None or response is None else of_key.entries[response].output[name]
+        of_key = self._keys[key]
+        response = of_key.names.get(name)
+        return None if response is None else of_key.entries[response].output[name]
 
     def _check_length(self, total: int) -> None:
         if total > MAX_CONVERSATION:
@@ -234,7 +234,7 @@ class ResponseStore:
         """Drop responses until another one of this key with `size` bytes fits. Returns False if that is impossible."""
         if size > self._shares[0]:
             return False
-        of_key = self._keys.setdefault(key, _OfKey())
+        of_key = self._keys[key]
         while of_key.used + size > self._shares[0] or len(of_key.entries) >= self._shares[1]:
             if not of_key.entries:
                 return False
@@ -264,7 +264,7 @@ class ResponseStore:
         self._count(key, -entry.size, -1)
 
     def _count(self, key: str, size: int, number: int) -> None:
-        of_key = self._keys.setdefault(key, _OfKey())
+        of_key = self._keys[key]
         of_key.used += size
         self.used += size
         self.count += number
