@@ -50,6 +50,7 @@ class ParsedChoice(Choice):
 class ChatResponse(GenerationResponse[ChatRequest]):
     """One request to the endpoint. Its only prompt is the conversation."""
 
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     _plan: ResponsePlan
     _parsers: list[MessageParser]  # one per output of a stream
 
@@ -96,13 +97,9 @@ class ChatResponse(GenerationResponse[ChatRequest]):
                 e.param = "tools"
             raise
 
-    def _first_fields(self, *, chunk: bool) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return self._common_head(kind)
-
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         built = [self._choice(i, choice) for i, choice in enumerate(choices[0])]  # counts the reasoning tokens
-        body = {**self._first_fields(chunk=False), "choices": built, "usage": self._usage.as_json()}
+        body = {**self._head(self.kind), "choices": built, "usage": self._usage.as_json()}
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(scores[0])
         if self._request.return_token_ids:

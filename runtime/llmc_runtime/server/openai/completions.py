@@ -31,6 +31,8 @@ from llmc_runtime.server.text_pool.pool import OffloadedJob
 class CompletionResponse(GenerationResponse[CompletionRequest]):
     """One request to the endpoint."""
 
+    kind = chunk_kind = "text_completion"
+
     def __init__(
         self, serving: Serving, request: CompletionRequest, call: Call, job: OffloadedJob | None = None
     ) -> None:
@@ -55,14 +57,11 @@ class CompletionResponse(GenerationResponse[CompletionRequest]):
         listed(request.prompt)  # reject malformed prompts before they wait for a thread
         self._prompts = await serving.text_threads.run(self._call.key, list, serving.prompting.completion(request))
 
-    def _first_fields(self, *, chunk: bool) -> dict[str, Any]:
-        return self._common_head("text_completion")
-
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
         if self._silent:
             self._usage.generated = 0
         built = Lazy(self._choices(choices, scores), small=False)
-        return {**self._first_fields(chunk=False), "choices": built, "usage": self._usage.as_json()}
+        return {**self._head(self.kind), "choices": built, "usage": self._usage.as_json()}
 
     def _choices(self, choices: list[list[Choice]], scores: list[Scores]) -> Iterator[dict[str, Any]]:
         index = 0

@@ -85,10 +85,13 @@ class GenerationResponse(ABC, Generic[R]):
     """One request to an endpoint that generates. If the body was large, `job` has its prompts.
 
     `_prepare` sets the attributes below; the other abstract methods describe one output. `_silent` means that only the
-    prompt is scored and nothing that is generated is shown. A stream ends with the bytes `end`.
+    prompt is scored and nothing that is generated is shown. A stream ends with the bytes `end`. `kind` and `chunk_kind`
+    are OpenAI's names of the whole response and of a chunk.
     """
 
     end = DONE
+    kind: str
+    chunk_kind: str
     _prompts: list[Prompt]
     _params: SamplingParams
     _silent = False
@@ -166,7 +169,7 @@ class GenerationResponse(ABC, Generic[R]):
 
     @cached_property
     def _chunk_head(self) -> dict[str, Any]:
-        return self._first_fields(chunk=True)
+        return self._head(self.chunk_kind)
 
     @abstractmethod
     async def _prepare(self) -> None:
@@ -185,17 +188,13 @@ class GenerationResponse(ABC, Generic[R]):
         updates = self._serving.run(self._prompts, self._params, self._request, call)
         return updates if self._request.response_format is None else _of_format(updates)
 
-    def _common_head(self, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Any]:
         """Return OpenAI's first fields of an object of this kind. Every request is served in the default tier."""
         head = {
             "id": self._call.id, "created": self._created, "model": self._serving.names[0], "object": kind,
             "system_fingerprint": self._serving.fingerprint,
         }  # fmt: skip
         return head if self._request.service_tier is None else {**head, "service_tier": "default"}
-
-    @abstractmethod
-    def _first_fields(self, *, chunk: bool) -> dict[str, Any]:
-        """Return the first fields of the response, or of a chunk."""
 
     @abstractmethod
     def _body(self, choices: list[list[Choice]], scores: list[Scores]) -> dict[str, Any]:
