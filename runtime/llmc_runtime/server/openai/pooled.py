@@ -24,6 +24,7 @@ from llmc_runtime.server.call import Call
 from llmc_runtime.server.http.errors import ApiError, to_api_error
 from llmc_runtime.server.http.lazy_json import SLICE_SECONDS, Lazy
 from llmc_runtime.server.http.request_log import Record
+from llmc_runtime.server.openai.generation_response import Usage
 from llmc_runtime.server.operations.metrics_exporter import RequestMetrics
 from llmc_runtime.server.pooled_prompts import PooledPrompts, require_pooled
 from llmc_runtime.server.requests.pooling_request import (
@@ -139,12 +140,8 @@ class PooledResponse:
 
 
 def _usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    return {
-        "prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    cached = {index: output.num_cached_tokens for index, output in enumerate(outputs)}
+    return Usage(sum(len(output.prompt_token_ids) for output in outputs), cached=cached).as_json()
 
 
 def _embeddings(
