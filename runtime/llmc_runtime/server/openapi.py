@@ -141,15 +141,17 @@ def _response_headers() -> dict[str, Any]:
     return {name: {"description": text, "schema": {"type": kind}} for name, (kind, text) in headers.items()}
 
 
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an object that has all of these properties."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 def _error() -> dict[str, Any]:
     text, maybe = {"type": "string"}, {"type": ["string", "null"]}
-    inner = {"message": text, "type": text, "param": maybe, "code": maybe}
-    error = {"type": "object", "properties": inner, "required": list(inner)}
-    return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    return _object(error=_object(message=text, type=text, param=maybe, code=maybe))
 
 
 def _named_error() -> dict[str, Any]:
     """Return the schema of an error in the format of the Messages API."""
-    text: dict[str, Any] = {"type": "string"}
-    error = {"type": "object", "properties": {"type": text, "message": text}, "required": ["type", "message"]}
-    return {"type": "object", "properties": {"type": {"const": "error"}, "error": error}, "required": ["type", "error"]}
+    text = {"type": "string"}
+    return _object(type={"const": "error"}, error=_object(type=text, message=text))
