@@ -47,13 +47,11 @@ def awq(config: Mapping[str, Any]) -> Awq:
 
 def unpack(stored: Stored, group_size: int) -> Codes:
     """Return the codes of a weight in the layout "gemm"; raises Diagnostic E340, E341 or E342."""
-    b = stored.build
-    words, scales = stored.part("qweight", ("i32",), 2), stored.part("scales", ("f16", "bf16", "f32"), 2)
+    b, words = stored.build, stored.part("qweight", ("i32",), 2)
     k, n = shape_of(words)[0], shape_of(words)[1] * 8
     size = group_size if group_size > 0 else k
     count = -(-k // size)
-    stored.expect(scales, count, n)
-    stored.check_scales(scales)
+    scales = stored.scales("scales", ("f16", "bf16", "f32"), count, n)
     zeros = stored.part("qzeros", ("i32",), 2)
     stored.expect(zeros, count, n // 8)
     code, zero = (

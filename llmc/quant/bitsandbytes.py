@@ -49,11 +49,9 @@ def bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytes:
 
 
 def _int8(stored: Stored) -> Codes:
-    b = stored.build
-    code, scale = stored.part("weight", ("i8",), 2), stored.part("SCB", ("f32",), 1)
+    b, code = stored.build, stored.part("weight", ("i8",), 2)
     n, _ = shape_of(code)
-    stored.expect(scale, n)
-    stored.check_scales(scale)
+    scale = stored.scales("SCB", ("f32",), n)
     scaled = b.dequantize(code, b.reshape(scale, shape=(n, 1)), block=(1, 0), dtype="f32")
     return Codes(scaled, b.reshape(b.constant(1 / 127, "f32"), shape=(1, 1)), (0, 0), "bitsandbytes int8")
 
@@ -105,10 +103,9 @@ def _scales(stored: Stored, facts: Mapping[str, Any], n: int, runs: int) -> Valu
     size, offset = facts.get("nested_blocksize"), facts.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):
         raise Diagnostic("E340", f"the quant_state of {stored.module} has no nested_blocksize and nested_offset", AGAIN)
-    table, outer = stored.part("nested_quant_map", ("f32",), 1), stored.part("nested_absmax", ("f32",), 1)
+    table = stored.part("nested_quant_map", ("f32",), 1)
     stored.expect(table, 256)
-    stored.expect(outer, -(-n * runs // size))
-    stored.check_scales(outer)
+    outer = stored.scales("nested_absmax", ("f32",), -(-n * runs // size))
     code = b.reshape(b.take(table, absmax), shape=(1, n * runs))
     scale = b.reshape(outer, shape=(1, -(-n * runs // size)))
     flat = b.add(b.dequantize(code, scale, block=(1, size), dtype="f32"), b.constant(float(offset), "f32"))

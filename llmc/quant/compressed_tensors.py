@@ -103,16 +103,14 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
     b, bits = stored.build, integer(args, "num_bits", METHOD)
     if not 2 <= bits <= 8:
         raise refuse(METHOD, f"num_bits of {stored.module}", bits, tuple(range(2, 9)))
-    words, scale = stored.part("weight_packed", ("i32",), 2), stored.part("weight_scale", FLOATS)
+    words = stored.part("weight_packed", ("i32",), 2)
     shape = stored.part("weight_shape", ("i64", "i32"), 1)
     stored.expect(shape, 2)
     n, k = (int(x) for x in stored.load(shape.name))
     stored.expect(words, n, -(-k * bits // 32))
-    stored.check_scales(scale)
     code = b.unpack_bits(words, bits=bits, axis=1, size=k)
-    size = _columns(args, k)
     index = _groups(stored, args, k)
-    scale, block = _blocks(stored, scale, n, k, (1, size))
+    scale, block = _blocks(stored, stored.scales("weight_scale", FLOATS), n, k, (1, _columns(args, k)))
     zero: Value | int = 1 << (bits - 1)
     if "weight_zero_point" in stored.parts:
         zero = _packed_zeros(stored, scale, bits, n)
@@ -142,8 +140,7 @@ def _plain(label: str, *dtypes: str) -> Decode:
     """Return the decoder of codes that are stored one per element; zero points are signed."""
 
     def decode(stored: Stored, args: Mapping[str, Any]) -> Codes:
-        code, scale = stored.part("weight", dtypes), stored.part("weight_scale", FLOATS)
-        stored.check_scales(scale)
+        code, scale = stored.part("weight", dtypes), stored.scales("weight_scale", FLOATS)
         if code.type.rank == 3:
             return _stack(stored, code, scale, label)
         n, k = shape_of(stored.part("weight", dtypes, 2))

@@ -26,14 +26,13 @@ class Eetq(PartNames):
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        b, weight, scale = stored.build, stored.part("weight", ("i8",), 2), stored.part("weight_scales", ("f16",), 1)
+        b, weight = stored.build, stored.part("weight", ("i8",), 2)
         k, n = shape_of(weight)
         if n % 2 or k % RUN_COLUMNS:
             raise refuse(
                 METHOD, f"shape of {stored.name}", [n, k], (f"even rows, columns of a multiple of {RUN_COLUMNS}",)
             )
-        stored.expect(scale, n)
-        stored.check_scales(scale)
+        scale = stored.scales("weight_scales", ("f16",), n)
         # pairs of rows, runs of columns, row in the pair, 16 columns, place, half
         parts = b.reshape(b.bitcast(weight, dtype="u8"), shape=(n // 2, k // RUN_COLUMNS, 2, RUN_COLUMNS // 16, 8, 2))
         code = b.reshape(b.transpose(parts, perm=(0, 2, 1, 3, 5, 4)), shape=(n, k))

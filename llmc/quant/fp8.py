@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmc.diagnostics import Diagnostic
-from llmc.ir.graph import Value
 from llmc.quant.scheme import AGAIN, POWER_COLUMNS, Codes, Stored, block_of, last_part, refuse, shape_of, supported
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -93,17 +92,10 @@ def scaled(stored: Stored, block: tuple[int, int]) -> Codes:
     scales = [name for name in SCALES if name in stored.parts]
     if len(scales) > 1:
         raise Diagnostic("E340", f"{stored.module} has two scales: {' and '.join(scales)}", AGAIN)
-    scale = _scale(stored, scales[0] if scales else SCALES[0])
+    scale = stored.scales(scales[0] if scales else SCALES[0], SCALE_DTYPES)
     n, k = shape_of(code)
     value, size = block_of(stored, scale, n, k, block)
     return Codes(code, value, size, "fp8")
-
-
-def _scale(stored: Stored, part: str) -> Value:
-    """Return the scale of a weight; bytes are exponents of powers of two."""
-    scale = stored.part(part, SCALE_DTYPES)
-    stored.check_scales(scale)
-    return stored.build.bitcast(scale, dtype="f8e8m0") if scale.type.dtype == "u8" else scale
 
 
 def stack(stored: Stored, block: tuple[int, int]) -> Codes:
@@ -112,7 +104,7 @@ def stack(stored: Stored, block: tuple[int, int]) -> Codes:
     The scale is of experts [experts] or [experts, 1, 1], of rows [experts, n, 1], or of tiles; a stack of two matrices
     that share no tile has [experts, 2, columns].
     """
-    code, scale = stored.part("weight", ("f8e4m3",), 3), _scale(stored, "scale_inv")
+    code, scale = stored.part("weight", ("f8e4m3",), 3), stored.scales("scale_inv", SCALE_DTYPES)
     experts, n, k = shape_of(code)
     if shape_of(scale) in ((experts,), (experts, 1)):
         scale = stored.build.reshape(scale, shape=(experts, 1, 1))

@@ -103,14 +103,12 @@ def unpack(stored: Stored, bits: int, group_size: int, less_one: bool) -> Codes:
     supported("gptq", f"bits of {stored.module}", bits, BITS)
     b = stored.build
     words, zeros = stored.part("qweight", ("i32",), 2), stored.part("qzeros", ("i32",), 2)
-    scales = stored.part("scales", ("f16", "bf16", "f32"), 2)
     rows, n = shape_of(words)
     k = rows * 32 // bits
     size = group_size if group_size > 0 else k
     count = -(-k // size)
-    stored.expect(scales, count, n)
+    scales = stored.scales("scales", ("f16", "bf16", "f32"), count, n)
     stored.expect(zeros, count, -(-n * bits // 32))
-    stored.check_scales(scales)
     by_index = stored.groups("g_idx", k, count, size)
     zero: Value | int
     code = b.unpack_bits(b.transpose(words, perm=(1, 0)), bits=bits, axis=1, size=k)

@@ -102,8 +102,7 @@ def metal(config: Mapping[str, Any]) -> Mlx:
 
 
 def _affine(stored: Stored, bits: int, size: int, n: int, k: int) -> Codes:
-    b, scale, offset = stored.build, stored.part("scales", FLOATS), stored.part("biases", FLOATS, 2)
-    stored.check_scales(scale)
+    b, scale, offset = stored.build, stored.scales("scales", FLOATS), stored.part("biases", FLOATS, 2)
     stored.expect(offset, n, k // size)
     stored.check_finite(offset)
     code = b.unpack_bits(stored.parts["weight"], bits=bits, axis=1, size=k)

@@ -81,8 +81,7 @@ def _mxfp4(stored: Stored) -> Codes:
 
 def _int8(act: str) -> Callable[[Stored], Codes]:
     def decode(stored: Stored) -> Codes:
-        code, scale = stored.part("weight", ("i8",), 2), stored.part("weight_scale", FLOATS)
-        stored.check_scales(scale)
+        code, scale = stored.part("weight", ("i8",), 2), stored.scales("weight_scale", FLOATS)
         n, k = shape_of(code)
         value, block = block_of(stored, scale, n, k, (1, 0))
         return Codes(code, value, block, "int8", act=act)

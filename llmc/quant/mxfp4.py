@@ -27,15 +27,12 @@ class Mxfp4:
 
     def decode(self, stored: Stored) -> Codes:
         """See `Scheme.decode`."""
-        b = stored.build
-        blocks, scales = stored.part("blocks", ("u8",), 4), stored.part("scales", ("u8",), 3)
+        b, blocks = stored.build, stored.part("blocks", ("u8",), 4)
         experts, n, groups, _ = shape_of(blocks)
         stored.expect(blocks, experts, n, groups, GROUP // 2)
-        stored.expect(scales, experts, n, groups)
-        stored.check_scales(scales)
+        scale = stored.scales("scales", ("u8",), experts, n, groups)
         octets = b.reshape(blocks, shape=(experts, n, groups * GROUP // 2))
         code = b.unpack_bits(octets, bits=4, axis=2, size=groups * GROUP)
-        scale = b.bitcast(scales, dtype="f8e8m0")
         return Codes(code, scale, (1, GROUP), "mxfp4", values="e2m1", transposed=True)
 
 

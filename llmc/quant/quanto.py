@@ -77,8 +77,7 @@ def _plain(stored: Stored, kind: str, dtype: str) -> Codes:
     """Return the codes of 8 bits, one for each element."""
     if PACKED in stored.parts:
         raise _contradicts(stored, kind)
-    code, scale = stored.part("_data", (dtype,), 2), stored.part("_scale", FLOATS)
-    stored.check_scales(scale)
+    code, scale = stored.part("_data", (dtype,), 2), stored.scales("_scale", FLOATS)
     n, k = shape_of(code)
     factor, block = block_of(stored, scale, n, k, (1, 0))
     return Codes(code, factor, block, f"{METHOD} {kind.removeprefix('q')}")
@@ -88,9 +87,8 @@ def _packed(stored: Stored, kind: str, bits: int) -> Codes:
     """Return the codes of fewer bits; groups are runs of columns."""
     if PACKED not in stored.parts and "_data" in stored.parts:
         raise _contradicts(stored, kind)
-    b, packed, scale = stored.build, stored.part(PACKED, ("u8",), 2), stored.part("_scale", FLOATS, 2)
+    b, packed = stored.build, stored.part(PACKED, ("u8",), 2)
     shift = stored.part("_shift", (*FLOATS, "i8", "u8"), 2)
-    stored.check_scales(scale)
     stored.check_finite(shift)
     if len(stored.shape) != 2:
         raise refuse(METHOD, "weight", stored.name, ("weights of linear modules",))
@@ -99,7 +97,7 @@ def _packed(stored: Stored, kind: str, bits: int) -> Codes:
     if k % size or rows != -(-groups // fields):
         cause = f"{packed.name} is {packed.type}, which does not hold the {n} x {k} codes of {kind} in groups of {size}"
         raise Diagnostic("E341", cause, AGAIN)
-    stored.expect(scale, groups, 1)
+    scale = stored.scales("_scale", FLOATS, groups, 1)
     stored.expect(shift, groups, 1)
     single = b.reshape(packed, shape=(rows, size, 1))
     planes = b.transpose(b.unpack_bits(single, bits=bits, axis=2, size=fields), perm=(2, 0, 1))

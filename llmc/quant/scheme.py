@@ -125,6 +125,17 @@ class Stored:
             cause = f"{value.name} has the scale {wide[where]} at {list(where)} ({int(bad.sum())} such scales)"
             raise Diagnostic("E342", cause, AGAIN)
 
+    def scales(self, name: str, dtypes: Sequence[str], *shape: int) -> Value:
+        """Return a part that holds scales, of any shape if none is given; bytes are exponents of powers of two.
+
+        Raises Diagnostic E340 and E341 as `part` and `expect` do, and E342 as `check_scales` does.
+        """
+        value = self.part(name, dtypes, len(shape) if shape else None)
+        if shape:
+            self.expect(value, *shape)
+        self.check_scales(value)
+        return self.build.bitcast(value, dtype="f8e8m0") if value.type.dtype == "u8" else value
+
     def groups(self, part: str, columns: int, count: int, size: int) -> Groups | None:
         """Return the groups of the columns, or None if the part is missing or groups are runs of `size` columns.
 
@@ -282,10 +293,7 @@ def microscaled(stored: Stored, code: Value, label: str, values: str = "", act: 
     Raises Diagnostic E340 to E342.
     """
     n, k = shape_of(code)
-    scale = stored.part("weight_scale", ("u8", "f8e8m0"), 2)
-    stored.expect(scale, n, -(-k // POWER_COLUMNS))
-    stored.check_scales(scale)
-    scale = scale if scale.type.dtype == "f8e8m0" else stored.build.bitcast(scale, dtype="f8e8m0")
+    scale = stored.scales("weight_scale", ("u8", "f8e8m0"), n, -(-k // POWER_COLUMNS))
     return Codes(code, scale, (1, POWER_COLUMNS), label, values=values, act=act)
 
 
@@ -294,11 +302,9 @@ def nvfp4(stored: Stored, part: str, tensor_scale: str, divides: bool) -> Codes:
 
     The scales are multiplied, or divided, by the number in the part `tensor_scale`. Raises Diagnostic E340 to E342.
     """
-    b, code, scale = stored.build, nibbles(stored, part), stored.part("weight_scale", ("f8e4m3",), 2)
+    b, code = stored.build, nibbles(stored, part)
     n, k = shape_of(code)
-    stored.expect(scale, n, -(-k // 16))
-    whole = stored.number(tensor_scale, ("f32",))
-    for value in (scale, stored.parts[tensor_scale]):
-        stored.check_scales(value)
+    scale, whole = stored.scales("weight_scale", ("f8e4m3",), n, -(-k // 16)), stored.number(tensor_scale, ("f32",))
+    stored.check_scales(stored.parts[tensor_scale])
     factor = (b.div if divides else b.mul)(b.cast(scale, dtype="f32"), whole)
     return Codes(code, factor, (1, 16), "nvfp4", values="e2m1")

@@ -102,8 +102,7 @@ def _plain(label: str, code: str) -> Callable[[Stored, Facts], Codes]:
 
     def decode(stored: Stored, facts: Facts) -> Codes:
         b = stored.build
-        qdata, scale = stored.part("qdata", (code,)), stored.part("scale", FLOATS)
-        stored.check_scales(scale)
+        qdata, scale = stored.part("qdata", (code,)), stored.scales("scale", FLOATS)
         rank = qdata.type.rank
         size = _numbers(stored, facts, "block_size", rank)
         shape = shape_of(qdata)
@@ -127,14 +126,11 @@ def _plain(label: str, code: str) -> Callable[[Stored, Facts], Codes]:
 
 
 def _int4(stored: Stored, facts: Facts) -> Codes:
-    b = stored.build
-    qdata = stored.part("qdata", ("i8", "u8"), 2)
-    scale, zero = stored.part("scale", FLOATS, 2), stored.part("zero_point", FLOATS, 2)
-    stored.check_scales(scale)
+    b, qdata, zero = stored.build, stored.part("qdata", ("i8", "u8"), 2), stored.part("zero_point", FLOATS, 2)
     n, k = shape_of(qdata)[0], shape_of(qdata)[1] * 2
     size = _numbers(stored, facts, "block_size", 2)[1]
-    for part in (scale, zero):
-        stored.expect(part, -(-k // size), n)
+    scale = stored.scales("scale", FLOATS, -(-k // size), n)
+    stored.expect(zero, -(-k // size), n)
     code = b.unpack_bits(qdata, bits=4, axis=1, size=k, add=8)  # add=8: the codes are signed
     scale, zero = (b.transpose(x, perm=(1, 0)) for x in (scale, zero))
     return with_offsets(b, code, scale, zero, size if size < k else 0, "int4", zero=8)
