@@ -86,20 +86,31 @@ class Pass:
         raise NotImplementedError
 
 
+class NoMatch(Exception):
+    """Raised by passes that match by hand if a node does not match; the message is the reason."""
+
+
 class NodePass(Pass):
     """Base class of passes that visit the nodes of some ops, in all graphs. A subclass has `ops` and `node`.
 
-    Nodes outside of the module path `Ctx.only` are skipped, and so are nodes that the pass itself adds.
+    Nodes outside of the module path `Ctx.only` are skipped, and so are nodes that the pass itself adds. If `node`
+    raises NoMatch, the node stays, and its reason is recorded as a near miss of the pass.
     """
 
     ops: ClassVar[tuple[str, ...]]
 
     def run(self, m: Module, ctx: Ctx) -> int:
         """Visit the nodes; return the number of changes."""
-        return sum(self.node(m, g, n, ctx) for g, n in m.find(*self.ops) if ctx.allows(n))
+        done = 0
+        for g, n in m.find(*self.ops):
+            try:
+                done += self.node(m, g, n, ctx) if ctx.allows(n) else 0
+            except NoMatch as why:
+                ctx.miss(self.name, n, str(why))
+        return done
 
     def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
-        """Rewrite a node of graph `g`, or record why not; return the number of changes."""
+        """Rewrite a node of graph `g`; return the number of changes. Raises NoMatch with the reason why not."""
         raise NotImplementedError
 
 

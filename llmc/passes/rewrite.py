@@ -22,7 +22,7 @@ from llmc.diagnostics import Diagnostic, extension_code
 from llmc.ir.graph import Builder, Graph, Node, Value
 from llmc.ir.ops import OPS
 from llmc.passes.analysis import same_type
-from llmc.passes.base import Ctx
+from llmc.passes.base import Ctx, NoMatch
 from llmc.passes.pattern import Match, Op, Pat, check, const, either, match, named, shared, size, through
 
 __all__ = [
@@ -45,10 +45,6 @@ __all__ = [
 ]  # fmt: skip
 
 Build = Callable[[Any], Value]
-
-
-class NoMatch(Exception):
-    """Raised by passes that match by hand if a node does not match; the message is the reason."""
 
 
 class Misses(dict[tuple[Node, str], str]):

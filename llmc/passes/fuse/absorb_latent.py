@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from llmc.ir.dim import D
-from llmc.ir.graph import Builder, Graph, Node, Value
+from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.ops.quantize import ENCODINGS
 from llmc.passes.analysis import drop_ones, made_by, weight_only
-from llmc.passes.base import Ctx, Pass
-from llmc.passes.rewrite import NoMatch, substitute
+from llmc.passes.base import Ctx, NodePass, NoMatch
+from llmc.passes.rewrite import substitute
 
 SWAP = (1, 0, 2)  # the permutation that exchanges tokens and heads
 
@@ -40,7 +40,7 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AbsorbLatent(Pass):
+class AbsorbLatent(NodePass):
     """Replace attention whose keys and values are projections of a latent by latent_attention, over the latent itself.
 
     A head's key is a slice of the product of the latent and a weight, followed by a part that all heads share; its
@@ -52,19 +52,13 @@ class AbsorbLatent(Pass):
 
     name: ClassVar[str] = "absorb-latent"
 
-    def graph(self, g: Graph, ctx: Ctx) -> int:
-        """Rewrite the attention nodes of one graph; return the number of changes."""
-        return sum(self._node(g, n, ctx) for n in list(g.nodes) if n.op.name == "attention")
+    ops: ClassVar[tuple[str, ...]] = ("attention",)
 
-    def _node(self, g: Graph, n: Node, ctx: Ctx) -> bool:
-        """Rewrite one node; return whether it was rewritten. A near miss is recorded if its keys have a shared part."""
-        if not ctx.allows(n) or (parts := _key_parts(n.operands[1])) is None:
+    def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
+        """Rewrite one node; return whether it was rewritten. It is a near miss only if its keys have a shared part."""
+        if (parts := _key_parts(n.operands[1])) is None:
             return False
-        try:
-            problem = _latent(g, n, *parts)
-        except NoMatch as why:
-            ctx.miss(self.name, n, str(why))
-            return False
+        problem = _latent(g, n, *parts)
         if not ctx.spend():
             return False
         ctx.hit(self.name, n)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.passes.analysis import only_reader
-from llmc.passes.base import Ctx, NodePass
+from llmc.passes.base import Ctx, NodePass, NoMatch
 
 
 @dataclass(frozen=True)
@@ -23,26 +23,22 @@ class FuseNormLinear(NodePass):
     ops: ClassVar[tuple[str, ...]] = ("rms_norm",)
 
     def node(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> int:
-        """Fuse one norm, or record why not; return whether it was fused."""
-        if why := self._why_not(g, m, norm):
-            ctx.miss(self.name, norm, why)
-            return False
+        """Fuse one norm; return whether it was fused."""
+        reader = only_reader(g, norm.result)
+        if reader is None:
+            raise NoMatch(f"its result has {len(norm.result.uses)} users")
+        if reader.op.name not in ("linear", "linear_map") or reader.operands[0] is not norm.result:
+            raise NoMatch(f"its reader is {reader.op.name}")
+        if f := reader.operands[1].type.format:
+            raise NoMatch(f"the weight is quantised ({f.name}); no kernel fuses a norm into such a product")
+        tokens = product(norm.result.type.shape[:-1]).bounds(m.bounds(g))[1]
+        if tokens > self.rows:
+            raise NoMatch(f"the graph has up to {tokens} tokens, more than {self.rows}")
         if not ctx.spend():
             return False
-        into_product(g, norm, norm.result.uses[0], ctx)
+        into_product(g, norm, reader, ctx)
         g.erase(norm)
         return True
-
-    def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
-        reader = only_reader(g, n.result)
-        if reader is None:
-            return f"its result has {len(n.result.uses)} users"
-        if reader.op.name not in ("linear", "linear_map") or reader.operands[0] is not n.result:
-            return f"its reader is {reader.op.name}"
-        if f := reader.operands[1].type.format:
-            return f"the weight is quantised ({f.name}); no kernel fuses a norm into such a product"
-        tokens = product(n.result.type.shape[:-1]).bounds(m.bounds(g))[1]
-        return f"the graph has up to {tokens} tokens, more than {self.rows}" if tokens > self.rows else None
 
 
 def into_product(g: Graph, norm: Node, n: Node, ctx: Ctx) -> None:

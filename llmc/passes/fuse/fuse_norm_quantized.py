@@ -8,9 +8,7 @@ from typing import ClassVar
 from llmc.ir.dim import product
 from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.passes.analysis import only_reader
-from llmc.passes.base import Ctx, NodePass, rejected
-
-NAME = "fuse-norm-quantized"
+from llmc.passes.base import Ctx, NodePass, NoMatch, rejected
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class FuseNormQuantized(NodePass):
     """
 
     rows: int = 16
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = "fuse-norm-quantized"
     ops: ClassVar[tuple[str, ...]] = ("rms_norm",)
 
     def node(self, m: Module, g: Graph, norm: Node, ctx: Ctx) -> int:
@@ -31,20 +29,15 @@ class FuseNormQuantized(NodePass):
             return False
         tokens = product(norm.result.type.shape[:-1]).bounds(m.bounds(g))[1]
         if tokens > self.rows:
-            ctx.miss(NAME, norm, f"up to {tokens} tokens run, more than {self.rows}")
+            raise NoMatch(f"up to {tokens} tokens run, more than {self.rows}")
+        if not ctx.spend():
             return False
-        return ctx.spend() and _replace(g, norm, n, ctx)
-
-
-def _replace(g: Graph, norm: Node, n: Node, ctx: Ctx) -> bool:
-    """Replace both nodes by one; leave them if no kernel of the target supports it."""
-    (x, gain), (_, code, scale, *rest) = norm.operands, n.operands
-    attrs = {k: v for k, v in n.attrs.items() if k not in ("act", "act_block")} | {"eps": norm.attrs["eps"]}
-    out = Builder(g, ctx.opset, before=n, loc=n.loc).norm_quantized_linear(x, code, scale, gain, *rest, **attrs)
-    if why := rejected(out.node, ctx):
-        g.erase(out.node)
-        ctx.miss(NAME, norm, why)
-        return False
-    g.replace_node(n, out)
-    g.erase(norm)
-    return True
+        (x, gain), (_, code, scale, *rest) = norm.operands, n.operands
+        attrs = {k: v for k, v in n.attrs.items() if k not in ("act", "act_block")} | {"eps": norm.attrs["eps"]}
+        out = Builder(g, ctx.opset, before=n, loc=n.loc).norm_quantized_linear(x, code, scale, gain, *rest, **attrs)
+        if why := rejected(out.node, ctx):
+            g.erase(out.node)
+            raise NoMatch(why)
+        g.replace_node(n, out)
+        g.erase(norm)
+        return True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, NodePass
+from llmc.passes.base import Ctx, NodePass, NoMatch
 from llmc.passes.rewrite import in_graph, substitute
 
 
@@ -18,12 +18,11 @@ class FuseRows(NodePass):
     ops: ClassVar[tuple[str, ...]] = ("row_spans",)
 
     def node(self, m: Module, g: Graph, spans: Node, ctx: Ctx) -> int:
-        """Fuse one row_spans with its row_ids and row_slots; return 1, or 0 after recording a near miss."""
+        """Fuse one row_spans with its row_ids and row_slots; return 1."""
         ids, slots = (_reader(spans, op) for op in ("row_ids", "row_slots"))
         if ids is None or slots is None:
             missing = "row_ids" if ids is None else "row_slots"
-            ctx.miss(self.name, spans, f"its results are not read by a {missing} of a graph input")
-            return 0
+            raise NoMatch(f"its results are not read by a {missing} of a graph input")
         if not ctx.spend():
             return 0
         b = Builder(g, ctx.opset, before=spans, loc=spans.loc)

@@ -8,11 +8,9 @@ from typing import ClassVar
 from llmc.ir.graph import Builder, Graph, Module, Node
 from llmc.ir.ops.moe import parts
 from llmc.passes.analysis import only_reader
-from llmc.passes.base import Ctx, NodePass
+from llmc.passes.base import Ctx, NodePass, NoMatch
 from llmc.passes.fuse.fuse_norm_linear import into_product
 from llmc.passes.rewrite import substitute
-
-NAME = "gather-experts"
 
 
 @dataclass(frozen=True)
@@ -24,18 +22,16 @@ class GatherExperts(NodePass):
     """
 
     tokens: int = 1
-    name: ClassVar[str] = NAME
+    name: ClassVar[str] = "gather-experts"
     ops: ClassVar[tuple[str, ...]] = ("moe",)
 
     def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
-        """Split one mixture, or record why not; return whether it was split."""
-        if why := self._why_not(g, m, n):
-            ctx.miss(NAME, n, why)
-            return False
+        """Split one mixture; return whether it was split."""
+        self._check_sizes(g, m, n)
+        add = _addition(g, n)
         if not ctx.spend():
             return False
         x, idx, weights, gate_up, down, *biases = n.operands
-        (add,) = n.result.uses
         residual = next(v for v in add.operands if v is not n.result)
         norm = _norm(g, n)
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
@@ -48,27 +44,32 @@ class GatherExperts(NodePass):
             h = b.norm_moe_gather_up(norm.operands[0], idx, gate_up, norm.operands[1], *biases[:1], **attrs)
         b = Builder(g, ctx.opset, before=add, loc=n.loc)
         y = b.moe_gather_down(h, idx, down, weights, residual, *biases[1:])
-        substitute(g, add, [y], NAME)
+        substitute(g, add, [y], self.name)
         return True
 
-    def _why_not(self, g: Graph, m: Module, n: Node) -> str | None:
+    def _check_sizes(self, g: Graph, m: Module, n: Node) -> None:
+        """Raise NoMatch for too many tokens, and for experts that no kernel reads in this way."""
         tokens = n.result.type.shape[0].bounds(m.bounds(g))[1]
         if tokens > self.tokens:
-            return f"the graph has up to {tokens} tokens, more than {self.tokens}"
+            raise NoMatch(f"the graph has up to {tokens} tokens, more than {self.tokens}")
         if parts(n.attrs["body"]) == 1:
-            return "the experts have no gate"
+            raise NoMatch("the experts have no gate")
         if f := next((v.type.format for v in n.operands[3:] if v.type.format), None):
-            return f"the experts are quantised ({f.name})"
+            raise NoMatch(f"the experts are quantised ({f.name})")
         fixed = [n.operands[1].type.shape[1], *(d for v in n.operands[3:5] for d in v.type.shape)]
         if any(d.const is None for d in fixed):
-            return "the experts' sizes and their number per token are not constant"
-        add = only_reader(g, n.result)
-        if add is None or add.op.name != "add":
-            users = ", ".join(u.op.name for u in n.result.uses) or "none"
-            return f"its result has the users {users}, not one addition"
-        if any(v.type.shape != n.result.type.shape for v in add.operands):
-            return "its result is added to another shape"
-        return None
+            raise NoMatch("the experts' sizes and their number per token are not constant")
+
+
+def _addition(g: Graph, n: Node) -> Node:
+    """Return the addition that is the only reader of a mixture; raises NoMatch if there is none."""
+    add = only_reader(g, n.result)
+    if add is None or add.op.name != "add":
+        users = ", ".join(u.op.name for u in n.result.uses) or "none"
+        raise NoMatch(f"its result has the users {users}, not one addition")
+    if any(v.type.shape != n.result.type.shape for v in add.operands):
+        raise NoMatch("its result is added to another shape")
+    return add
 
 
 def _norm(g: Graph, n: Node) -> Node | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
-from llmc.passes.base import Ctx, NodePass
+from llmc.passes.base import Ctx, NodePass, NoMatch
 from llmc.passes.rewrite import substitute
 
 
@@ -22,14 +22,13 @@ class SplitMoe(NodePass):
     quantized: bool = False
 
     def node(self, m: Module, g: Graph, n: Node, ctx: Ctx) -> int:
-        """Rewrite one node, or record why it cannot be split; return whether it was."""
+        """Rewrite one node; return whether it was split."""
         x, idx, weights, gate_up, down, *biases = n.operands
         k, experts = idx.type.shape[1].const, down.type.shape[0].const
         if self.quantized and not (gate_up.type.format or down.type.format):
             return False
         if k is None or experts is None:
-            ctx.miss(self.name, n, "the number of experts is not constant")
-            return False
+            raise NoMatch("the number of experts is not constant")
         if not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
