@@ -9,6 +9,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir import contents
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
+from llmc.passes.analysis import Origin, origin
 from llmc.passes.base import Ctx
 from llmc.passes.lower.shard_rules import (
     EXPANDED,
@@ -76,7 +77,8 @@ class _Planner:
     def __init__(self, g: Graph, ranks: int, ctx: Ctx, group: int) -> None:
         self.g, self.ranks, self.ctx, self.group = g, ranks, ctx, group
         self.plan = Plan()
-        self.weights = _weights(g)
+        known: dict[Value, Origin] = {}
+        self.weights = {v for v in g.values if origin(v, known) is not Origin.INPUTS}
 
     def split_attention(self) -> None:
         """Split attention by heads. Raises Diagnostic E437 if they do not divide."""
@@ -87,21 +89,14 @@ class _Planner:
                 possible = [ranks for ranks in _divisors(heads) if kv_parts(n, ranks) is not None]
                 cause = f"{heads} query heads, with their KV heads, do not divide over {self.ranks} ranks"
                 raise _error(n, cause, possible)
-            region = self._region(n, relation, gather=True)
-            if isinstance(region, str):
-                self.ctx.miss("shard", n, region)
-            else:
-                self._accept(region)
+            self._accept_or_miss(n, self._region(n, relation, gather=True))
 
     def split_recurrences(self) -> None:
         """Split recurrences by heads. If they do not divide, every rank computes all; a near miss has the reason."""
         for n in self._nodes(*RECURRENCES):
             relation = recurrence_of(n, self.ranks)
             region = self._region(n, relation, gather=True) if relation else "its heads do not divide"
-            if isinstance(region, str):
-                self.ctx.miss("shard", n, region)
-            else:
-                self._accept(region)
+            self._accept_or_miss(n, region)
 
     def split_writers(self, states: Mapping[Value, Split]) -> None:
         """Split the nodes that write `states`, such as the keys and values of another graph's attention."""
@@ -190,6 +185,12 @@ class _Planner:
     def _region(self, n: Node, relation: Relation, gather: bool) -> Plan | str:
         return grow(self.g, n, relation, self.ranks, self.plan, self.weights, gather)
 
+    def _accept_or_miss(self, n: Node, region: Plan | str) -> None:
+        if isinstance(region, str):
+            self.ctx.miss("shard", n, region)
+        else:
+            self._accept(region)
+
     def _accept(self, region: Plan) -> None:
         self.plan.splits |= region.splits
         self.plan.relations |= region.relations
@@ -202,15 +203,6 @@ def _error(n: Node, cause: str, possible: list[int]) -> Diagnostic:
 
 def _divisors(size: int) -> list[int]:
     return [w for w in range(1, size + 1) if size % w == 0]
-
-
-def _weights(g: Graph) -> set[Value]:
-    """Return the values that depend on weights and constants only."""
-    out = {v for v in g.inputs if v.weight}
-    for n in g.nodes:
-        if all(v in out for v in n.operands):
-            out |= set(n.results)
-    return out
 
 
 def grow(

@@ -189,11 +189,6 @@ def heads_of(n: Node, ranks: int) -> Relation | None:
     return Relation(tuple(splits.get(name) for name in at), (Split(1, ranks),), halves=halves)
 
 
-def _attention(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    r = heads_of(n, ranks)
-    return r if r and (v, s) in splits_of(n, r) else None
-
-
 def _head_matmul(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     """Split by heads, of which a rank has its own weights."""
     heads = Split(1, s.parts)
@@ -252,11 +247,6 @@ def recurrence_of(n: Node, ranks: int) -> Relation | None:
     return Relation(operands, (None, log) if n.op.name == "row_log" else (heads,) * len(n.results))
 
 
-def _recurrence(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
-    r = recurrence_of(n, ranks)
-    return r if r and (v, s) in splits_of(n, r) else None
-
-
 def _conv(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
     """Split by channels."""
     of_operands = [CHANNELS.get(name) for name in n.op.places([x.type for x in n.operands])]
@@ -276,6 +266,18 @@ def _sum(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
 
 
 Rule = Callable[[Node, Value, Split, int], Relation | None]
+
+
+def _by_heads(relation_of: Callable[[Node, int], Relation | None]) -> Rule:
+    """Return the rule of an op that has one relation for a number of ranks."""
+
+    def rule(n: Node, v: Value, s: Split, ranks: int) -> Relation | None:
+        r = relation_of(n, ranks)
+        return r if r and (v, s) in splits_of(n, r) else None
+
+    return rule
+
+
 RULES: MappingProxyType[str, Rule] = MappingProxyType(
     {
         "linear": _linear,
@@ -283,10 +285,10 @@ RULES: MappingProxyType[str, Rule] = MappingProxyType(
         "transpose": _transpose,
         "broadcast": _broadcast,
         "rope": _rope,
-        **dict.fromkeys((*EXPANDED, *LATENT), _attention),
+        **dict.fromkeys((*EXPANDED, *LATENT), _by_heads(heads_of)),
         "head_matmul": _head_matmul,
         "kv_append": _kv_append,
-        **dict.fromkeys((*RECURRENCES, "row_log"), _recurrence),
+        **dict.fromkeys((*RECURRENCES, "row_log"), _by_heads(recurrence_of)),
         **dict.fromkeys(CONVS, _conv),
         "sum": _sum,
         "moe": lambda n, v, s, ranks: None,
