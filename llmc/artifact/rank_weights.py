@@ -14,6 +14,7 @@ from llmc.artifact.weights import Progress, write_weights
 from llmc.ir.dim import Dim
 from llmc.ir.graph import Graph, Value
 from llmc.ir.weight_eval import WeightSource
+from llmc.passes.lower.specialize import with_sizes
 
 
 def write_rank_weights(
@@ -37,15 +38,8 @@ def at_rank(graph: Graph, rank: int) -> Graph:
     """Return a copy of a weights graph for one rank: the symbol of the rank has this value."""
     out = graph.copy()
     for n in out.nodes:
-        n.attrs = {name: value_at(value, rank) for name, value in n.attrs.items()}
+        n.attrs = {name: with_sizes(value, {RANK: rank}) for name, value in n.attrs.items()}
     return out
-
-
-def value_at(value: Any, rank: int) -> Any:
-    """Return the value of an attribute for one rank."""
-    if isinstance(value, tuple):
-        return tuple(value_at(x, rank) for x in value)
-    return value.subs({RANK: rank}) if isinstance(value, Dim) else value
 
 
 def _with_outputs(graph: Graph, ranked: bool) -> Graph:

@@ -23,7 +23,6 @@ from llmc_runtime.format.manifest import Limits, Source, TargetInfo
 from llmc_runtime.format.program import RANK, Buffer, Program
 
 from llmc import __version__
-from llmc.artifact.rank_weights import value_at
 from llmc.artifact.write import Parts, write_artifact
 from llmc.codegen.build import Built, build
 from llmc.codegen.kernel import Kernel, Schedule
@@ -36,6 +35,7 @@ from llmc.ir.example import named_operands, node_drawing
 from llmc.ir.graph import Graph, Module, Node, Value
 from llmc.passes.analysis import weight_only
 from llmc.passes.base import Ctx
+from llmc.passes.lower.specialize import with_sizes
 from llmc.passes.pipeline import parse_pipeline, run_pipeline
 from llmc.targets.target import Target
 
@@ -138,7 +138,7 @@ def _copy(g: Graph, c: Trial, weights: set[Value], shared: dict[Value, Value]) -
         inputs[v] = g.input(f"{g.name}.{name}.{len(g.inputs)}", v.type, weight=is_weight and not is_table)
         if is_table:
             shared[v] = inputs[v]
-    attrs = {name: value_at(value, 0) for name, value in node.attrs.items()}
+    attrs = {name: with_sizes(value, {RANK: 0}) for name, value in node.attrs.items()}
     copy = g.add(node.op, [inputs[v] for v in node.operands], attrs)
     copy.choice = {"kernel": c.kernel.name, **c.schedule}
     slots = [s.name for s in node.op.operands]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from llmc_runtime.format.pooling import POOLED
 from llmc_runtime.format.program import DRAFT_PREFIX, FILL, FIRST, NEXT, PLAIN, PLAIN_STEP
 
-from llmc.ir.dim import Dim
+from llmc.ir.dim import Dim, DimLike
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.passes.analysis import made_by, same_type
 from llmc.passes.base import Ctx, Pass
@@ -236,7 +236,7 @@ def substituted(g: Graph, name: str, env: Mapping[str, Dim]) -> Graph:
     return out
 
 
-def with_sizes(value: Any, env: Mapping[str, Dim]) -> Any:
+def with_sizes(value: Any, env: Mapping[str, DimLike]) -> Any:
     """Return an attribute with sizes in place of symbols."""
     if isinstance(value, tuple):
         return tuple(with_sizes(v, env) for v in value)
