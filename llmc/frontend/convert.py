@@ -27,10 +27,9 @@ ATTENTION = ("attention", "alibi_attention")  # the attention ops of a trace
 
 @dataclass(frozen=True)
 class Converted:
-    """The module with its graph @main, the weights' names in order of use, and tied names mapped to the name in use."""
+    """The module with its graph @main, and tied names mapped to the name in use."""
 
     module: Module
-    weights: tuple[str, ...]
     tied: Mapping[str, str]
 
 
@@ -53,8 +52,7 @@ def convert(exported: Exported, table: Mapping[str, Lowering] = TABLE) -> Conver
             graph.erase(dead)
     _number_layers(graph)
     symbols = {"T": (1, exported.max_tokens), "R": (1, exported.max_rows)}
-    weights = tuple(v.name for v in graph.inputs if v.weight)
-    return Converted(Module({graph.name: graph}, symbols), weights, converter.tied)
+    return Converted(Module({graph.name: graph}, symbols), converter.tied)
 
 
 def _needed(nodes: Any) -> set[Any]:
