@@ -194,10 +194,8 @@ def difference(a: Array, b: Array) -> float:
     if not a.size:
         return 0.0
     finite = np.isfinite(a)
-    if (finite != np.isfinite(b)).any() or (a[~finite] != b[~finite]).any():
-        same_nan = np.isnan(a[~finite]) & np.isnan(b[~finite])
-        if (finite != np.isfinite(b)).any() or not (same_nan | (a[~finite] == b[~finite])).all():
-            return float("inf")
+    if (finite != np.isfinite(b)).any() or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
     if not finite.any():
         return 0.0
     return float(np.abs(a[finite] - b[finite]).max() / max(1e-6, np.abs(a[finite]).max()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,8 @@ PAGES = 8  # KV pages if the graph has no page table
 class Inputs:
     """Arrays by input name, and the sizes of the symbols."""
 
-    arrays: dict[str, Array] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    arrays: dict[str, Array]
+    sizes: dict[str, int]
 
     def of(self, g: Graph) -> list[Array]:
         """Return the arrays in the order of the graph's inputs."""
