@@ -34,7 +34,7 @@ from llmc.options import Options, random_seed
 from llmc.passes.base import Ctx, Pass
 from llmc.passes.lower.shard import with_ranks
 from llmc.passes.pass_report import Record
-from llmc.passes.pipeline import override, parse_pipeline, run_pipeline
+from llmc.passes.pipeline import override, parse_pipeline, require, run_pipeline
 from llmc.provenance import compiler_text, idle_passes, source_of, used_extensions, versions
 from llmc.targets.target import Target
 
@@ -279,9 +279,8 @@ class Compilation:
         passes = parse_pipeline(text, registry.passes, registry.pipelines_for(target))
         passes = with_kv_dtype(with_quantize(passes, self.options), self.kv_dtype)
         sizes = {"rows": self.rows, "max_len": max_len, "page": target.page_size, "tokens": self.tokens}
-        if self.options.speculate and not any(p.name == "page-attention" for p in passes):
-            cause = "--speculate needs the pass page-attention, which the pipeline lacks"
-            raise Diagnostic("E421", cause, "add it to --pipeline")
+        if self.options.speculate:
+            require(passes, "page-attention", "--speculate")
         drafts = self.options.draft is not None or self.verifier is not None
         sizes |= {"draft_logprobs": drafts and target.family == "cpu"}  # read after each draft
         passes = override(passes, "page-attention", speculate=self.options.speculate, pool=self.pool, **sizes)

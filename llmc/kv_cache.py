@@ -17,7 +17,7 @@ from llmc.ir.types import state, tensor
 from llmc.ir.weight_eval import WeightSource
 from llmc.passes.base import Pass
 from llmc.passes.lower.page_attention import F8, FNUZ, KV_SCALES
-from llmc.passes.pipeline import override
+from llmc.passes.pipeline import override, require
 from llmc.targets.target import Target
 
 # --kv-cache-dtype -> dtype of the pools
@@ -59,10 +59,10 @@ def _unsupported(dtype: str, target: Target, registry: Registry) -> str | None:
 
 def with_kv_dtype(passes: Sequence[Pass], dtype: str) -> list[Pass]:
     """Set the dtype of the pass `page-attention`; raises Diagnostic E421 if it is needed and missing."""
-    if dtype and not any(p.name == "page-attention" for p in passes):
-        cause = "--kv-cache-dtype needs the pass page-attention, which the pipeline lacks"
-        raise Diagnostic("E421", cause, "add it to --pipeline")
-    return override(passes, "page-attention", kv=dtype) if dtype else list(passes)
+    if not dtype:
+        return list(passes)
+    require(passes, "page-attention", "--kv-cache-dtype")
+    return override(passes, "page-attention", kv=dtype)
 
 
 class ScaledSource(WeightSource, Protocol):

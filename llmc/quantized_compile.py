@@ -12,7 +12,7 @@ from llmc.console import Console
 from llmc.diagnostics import Diagnostic
 from llmc.options import Options
 from llmc.passes.base import Pass
-from llmc.passes.pipeline import override
+from llmc.passes.pipeline import override, require
 from llmc.quant.make.recipes import BY_HEAD, KV_FP8, NONE, RECIPES, ROUNDED, Recipe
 
 
@@ -21,9 +21,7 @@ def with_quantize(passes: Sequence[Pass], o: Options) -> list[Pass]:
     weights = NONE if quantises_first(o) else o.quant
     if weights == o.quant_head == NONE:
         return list(passes)
-    if not any(p.name == "quantize" for p in passes):
-        remedy = "add it to --pipeline, for example after fold"
-        raise Diagnostic("E421", "--quant needs the pass quantize, which the pipeline lacks", remedy)
+    require(passes, "quantize", "--quant", ", for example after fold")
     return override(passes, "quantize", weights=weights, group=o.group_size or 0, head=o.quant_head)
 
 

@@ -77,6 +77,13 @@ def make(name: str, options: Mapping[str, Any], passes: Mapping[str, type[Pass]]
     return kind(**values)
 
 
+def require(passes: Sequence[Pass], name: str, option: str, place: str = "") -> None:
+    """Raise Diagnostic E421 if the pass that an option of the compiler needs is missing; `place`: where to add it."""
+    if not any(p.name == name for p in passes):
+        cause = f"{option} needs the pass {name}, which the pipeline lacks"
+        raise Diagnostic("E421", cause, f"add it to --pipeline{place}")
+
+
 def override(passes: Sequence[Pass], name: str, **options: Any) -> list[Pass]:
     """Return the passes with some options of the pass `name` replaced."""
     return [dataclasses.replace(p, **options) if p.name == name else p for p in passes]

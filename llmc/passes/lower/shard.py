@@ -25,6 +25,7 @@ from llmc.passes.lower.gather_first import GatherFirst
 from llmc.passes.lower.shard_plan import Plan, make_plans
 from llmc.passes.lower.shard_rules import RECURRENCES, Relation, Split, is_elementwise, recurrence_of
 from llmc.passes.lower.shard_siblings import separate
+from llmc.passes.pipeline import require
 from llmc.passes.weights.quantize import Quantize
 from llmc.targets.target import Target
 
@@ -175,10 +176,8 @@ def with_ranks(passes: Sequence[Pass], ranks: int, target: Target) -> list[Pass]
     if target.family not in ("cpu", "cuda"):
         cause = f"tensor_parallel_size = {ranks} for {target.name}: ranks on AMD GPUs are not supported"
         raise Diagnostic("E439", cause, "compile for a CPU or an NVIDIA GPU, or without --tensor-parallel-size")
-    at = next((i for i, p in enumerate(passes) if p.name == "page-attention"), None)
-    if at is None:
-        cause = "--tensor-parallel-size needs the pass page-attention, which the pipeline lacks"
-        raise Diagnostic("E421", cause, "add it to --pipeline")
+    require(passes, "page-attention", "--tensor-parallel-size")
+    at = next(i for i, p in enumerate(passes) if p.name == "page-attention")
     group = next((p.columns for p in passes if isinstance(p, Quantize)), 0)
     front = [*passes[: at + 1], Shard(ranks=ranks, group=group)]
     back = list(passes[at + 1 :])
