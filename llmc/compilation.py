@@ -330,7 +330,7 @@ class Compilation:
     def write(self, traced: Any, weights: Any, built: Any) -> Manifest:
         """Write the artifact folder and return its manifest."""
         from llmc.artifact.weight_signs import negative_weights
-        from llmc.artifact.write import Parts, states_of, weight_bytes, write_artifact
+        from llmc.artifact.write import Parts, states_of, write_artifact
 
         module, facts, target = traced.module, traced.facts, self.target
         parts = Parts(
@@ -361,7 +361,7 @@ class Compilation:
         manifest = write_artifact(
             self.output, parts, force=self.force, progress=lambda done, of: self.console.part("weights", done, of, "B")
         )
-        self.done("weights", f"{manifest.weights.mode}, {size_text(weight_bytes(manifest))} written and hashed")
+        self.done("weights", f"{manifest.weights.mode}, {size_text(manifest.weights.nbytes)} written and hashed")
         return manifest
 
     def compile_report(self, toolchains: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from llmc_runtime.format.names import GENERATE
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.hard_link import last_stage, pack_weights
-from llmc.artifact.write import weight_bytes
 from llmc.console import Console, run_command
 from llmc.diagnostics import Diagnostic
 from llmc.driver import locate_model
@@ -54,7 +53,7 @@ def pack_model(artifact: Path, model: str | Path, console: Console, hub: Hub) ->
         )
         if text := checkpoint.not_finite.note:
             console.note(f"note: {text}")
-    console.note(f"{artifact}: {size_text(weight_bytes(packed))} packed and hashed")
+    console.note(f"{artifact}: {size_text(packed.weights.nbytes)} packed and hashed")
     target, task = packed.target, pooling.task if pooling else ""
     tokenizer = any(Path(name).name == TOKENIZER for name in packed.tokenizer)
     if line := run_command(artifact, target.name, target.arch, tokenizer, task):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmc_runtime.format.manifest import RECURRENT, State, in_snapshot
-from llmc_runtime.format.program import GROUP, Launch, Program
+from llmc_runtime.format.program import GROUP, Launch, Program, weights_of
 
 from llmc.ir.ops.comm import COLLECTIVES
 from llmc.targets.target import Target
@@ -89,5 +89,4 @@ def memory(programs: Sequence[Program], states: Sequence[State], weights: int) -
 
 def weight_bytes(programs: Iterable[Program]) -> int:
     """Return the total bytes of the weights that the programs read, each counted once, packed or not."""
-    sizes = {b.name: b.bytes({}) for p in programs for b in p.buffers if b.kind == "weight" and b.alias is None}
-    return sum(sizes.values())
+    return sum(b.bytes({}) for b in weights_of(programs).values())

@@ -215,11 +215,6 @@ def _bytes_of(path: Path) -> bytes:
         raise Diagnostic("E308", f"cannot read {path}: {os.strerror(error.errno or 0)}", "check the folder") from None
 
 
-def weight_bytes(m: Manifest) -> int:
-    """Return the total bytes of the weight files."""
-    return sum(w.bytes for w in m.weights.files)
-
-
 def states_of(m: Module) -> tuple[State, ...]:
     """Return the states of the module's entry points: tensors that the runtime keeps between steps."""
     states: dict[str, State] = {}

@@ -31,13 +31,11 @@ def verify_artifact(path: Path, record: bool = False, canary: bool = False) -> d
     folder = Folder(path)
     manifest = folder.manifest()
     problems = find_damage(folder, manifest, THREADS)
-    sizes = [file.bytes for file in manifest.files.values()]
-    sizes += [file.bytes for file in manifest.weights.files]
     result: dict[str, Any] = {
         "artifact": str(path),
         "digest": manifest.digest,
-        "files": len(sizes),
-        "bytes": sum(sizes),
+        "files": len(manifest.sizes),
+        "bytes": sum(manifest.sizes.values()),
         "canary": {"state": "recorded" if CANARY in manifest.files else "absent"},
     }
     if not problems:

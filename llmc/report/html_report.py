@@ -95,7 +95,7 @@ def _facts(a: Opened) -> list[tuple[str, str]]:
         ("limits", ", ".join(f"{k} {v}" for k, v in vars(m.limits).items())),
         *([("ranks", f"{m.ranks}, each with these weights and this memory")] if m.ranks > 1 else []),
         ("weights", f"{m.weights.mode}, {size_text(weight_bytes(a.programs))}"),
-        ("size", size_text(a.nbytes)),
+        ("size", size_text(sum(m.sizes.values()))),
         ("vocabulary", f"{m.vocab_size:,}"),
         ("generation defaults", schedule_text(m.generation)),
         ("options", schedule_text({k: v for k, v in compiled.get("options", {}).items() if v not in (None, "")})),

@@ -30,7 +30,6 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
     """
     a = open_artifact(path)
     m = a.manifest
-    weights = sum(w.bytes for w in m.weights.files)
     read = sum(w.bytes for w in m.weights.of_rank(0))
     predicted = a.predictions().get("programs", {})
     return {
@@ -48,8 +47,8 @@ def inspect_artifact(path: Path, kv_bytes: int | None = None, kernels: int = 5) 
         "canary": CANARY in m.files,
         "eval": a.reports.get("eval"),
         "compile": a.reports.get("compile", {}),
-        "weights": {"mode": m.weights.mode, "bytes": weights, "files": len(m.weights.files)},
-        "bytes": a.nbytes,
+        "weights": {"mode": m.weights.mode, "bytes": m.weights.nbytes, "files": len(m.weights.files)},
+        "bytes": sum(m.sizes.values()),
         "folders": _folders(m),
         "speculation": speculation_of(a.programs),
         "programs": [{**program_facts(p), "ranks": p.ranks} for p in a.programs],
@@ -84,13 +83,12 @@ def kv_capacity(m: Manifest, kv_bytes: int | None) -> dict[str, Any]:
 
 def facts_of(m: Manifest) -> dict[str, Any]:
     """Return the facts about a finished artifact that a compile prints."""
-    size = sum(w.bytes for w in m.weights.files) + sum(f.bytes for f in m.files.values())
     per_token = m.kv.bytes_per_page // max(1, m.kv.page_size)
     part = {"quick_build": f"{m.source.part} only, not the model"} if m.source.part else {}
     return {
         **part,
         "target": f"{m.target.name} ({', '.join([m.target.arch, *_num_features(m.target.features)])})",
-        "size": f"{size_text(size)}, weights {size_text(sum(w.bytes for w in m.weights.files))}",
+        "size": f"{size_text(sum(m.sizes.values()))}, weights {size_text(m.weights.nbytes)}",
         "kernels": len(m.kernels),
         "limits": f"{m.limits.max_model_len} tokens per sequence, {m.limits.max_num_seqs} sequences, "
         f"{m.limits.max_num_batched_tokens} tokens per step",
@@ -100,8 +98,7 @@ def facts_of(m: Manifest) -> dict[str, Any]:
 
 def _folders(m: Manifest) -> dict[str, Any]:
     out: dict[str, dict[str, int]] = defaultdict(lambda: {"files": 0, "bytes": 0})
-    sizes = {n: i.bytes for n, i in m.files.items()} | {w.file: w.bytes for w in m.weights.files}
-    for name, size in sizes.items():
+    for name, size in m.sizes.items():
         part = out[name.partition("/")[0] if "/" in name else "."]
         part["files"] += 1
         part["bytes"] += size

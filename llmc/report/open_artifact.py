@@ -139,12 +139,6 @@ class Opened:
     reports: Mapping[str, Any]
 
     @property
-    def nbytes(self) -> int:
-        """The total bytes of the files."""
-        m = self.manifest
-        return sum(i.bytes for i in m.files.values()) + sum(w.bytes for w in m.weights.files)
-
-    @property
     def stages(self) -> dict[str, str]:
         """Pass name -> file with the IR after it, in order; a repeated pass is listed as name.2."""
         out: dict[str, str] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc_runtime.format.manifest import WeightFile
+from llmc_runtime.format.program import weights_of
 from llmc_runtime.format.safetensors import header_length, parse_header
 
 from llmc.passes.pass_report import pattern
@@ -54,8 +55,7 @@ def _types_differ(a: str | None, b: str | None) -> str:
 
 def _types(x: Opened) -> dict[str, str]:
     """Name -> type of every weight that a program reads."""
-    weights = (b for p in x.programs for b in p.buffers if b.kind == "weight" and b.alias is None)
-    return {b.name: f"{b.dtype}[{', '.join(map(str, b.shape))}]" for b in weights}
+    return {name: f"{b.dtype}[{', '.join(map(str, b.shape))}]" for name, b in weights_of(x.programs).items()}
 
 
 def _stored(x: Opened) -> dict[str, list[Stored]]:

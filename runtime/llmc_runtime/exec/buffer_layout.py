@@ -19,7 +19,7 @@ from llmc_runtime.exec.capacity import NOTHING, KvCapacity, Need, plan_kv
 from llmc_runtime.format.dtypes import DTYPE_BITS
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.json_fields import REMEDY
-from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Program, memory_of
+from llmc_runtime.format.program import FILL, FIRST, GROUP, NEXT, Buffer, Program, memory_of, weights_of
 
 INPUTS = ("rows", "qlens", "emit")
 ROLES = ("", FILL, FIRST, NEXT)  # each has inputs of its own, whose names begin with the role
@@ -45,7 +45,7 @@ def _weight_bytes(part: Artifact) -> int:
     """Return the memory of an artifact's weights on a device with its own memory."""
     weights = part.manifest.weights
     if weights.mode == "random":
-        sizes = (_round_up(buffer.bytes({}), _PAGE) for buffer in weights_of(part).values())
+        sizes = (_round_up(buffer.bytes({}), _PAGE) for buffer in weights_of(part.programs).values())
         return _round_up(sum(sizes), _GRAIN_BYTES)
     return sum(_round_up(file.bytes, _GRAIN_BYTES) for file in weights.of_rank(part.rank))
 
@@ -54,11 +54,6 @@ def kv_capacity(artifact: Artifact, device: Device, kv_bytes: int | None, snapsh
     """Return the size of the KV cache of an artifact on a device (see plan_kv). Raises LlmcError E202 or E205."""
     need = need_of(artifact) if device.separate else NOTHING
     return plan_kv(artifact.manifest, kv_bytes, device.free_memory(), device.share, need, snapshots)
-
-
-def weights_of(artifact: Artifact) -> dict[str, Buffer]:
-    """Return every weight that a program uses, by name."""
-    return {b.name: b for p in artifact.programs for b in p.buffers if b.kind == "weight" and b.alias is None}
 
 
 class Layout:
@@ -128,7 +123,7 @@ class Layout:
         return {name: address for part in self._artifact.parts for name, address in self._place(part).items()}
 
     def _place(self, part: Artifact) -> Mapping[str, int]:
-        buffers, weights = weights_of(part), part.manifest.weights
+        buffers, weights = weights_of(part.programs), part.manifest.weights
         if weights.mode != "random":
             return self._device.place(part, sorted(buffers))
         source = RandomWeights(weights.seed, frozenset(weights.negative))

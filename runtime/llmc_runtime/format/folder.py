@@ -108,8 +108,7 @@ class Folder:
 
     def sizes(self, manifest: Manifest) -> Iterator[LlmcError]:
         """Check names and sizes of all files, and yield one error per faulty file."""
-        expected = {n: i.bytes for n, i in manifest.files.items()} | {w.file: w.bytes for w in manifest.weights.files}
-        for name, size in expected.items():
+        for name, size in manifest.sizes.items():
             try:
                 fd, actual = self.open(name)
             except LlmcError as error:

@@ -89,6 +89,11 @@ class Weights(Record):
         if self.mode not in MODES:
             raise damaged(where, f"unknown mode {self.mode!r}")
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all files in bytes."""
+        return sum(w.bytes for w in self.files)
+
     def of_rank(self, rank: int) -> tuple[WeightFile, ...]:
         """Return the files that a rank reads."""
         return tuple(w for w in self.files if w.rank in (None, rank))
@@ -263,6 +268,11 @@ class Manifest(Record):
     pooling: Pooling | None = stored(nullable(Fields.item), None, item=Pooling)
     ranks: int = stored(Fields.integer, 1, omitted=True, low=1, high=MAX_RANKS)
     role: str = stored(Fields.text, "", omitted=True)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of every file of the artifact besides the manifest, by name."""
+        return {n: i.bytes for n, i in self.files.items()} | {w.file: w.bytes for w in self.weights.files}
 
     @property
     def is_draft_model(self) -> bool:

@@ -195,6 +195,11 @@ class Program(Record):
             check.launch(launch, f"{where}.launches[{i}]")
 
 
+def weights_of(programs: Iterable[Program]) -> dict[str, Buffer]:
+    """Return every weight that a program uses, by name."""
+    return {b.name: b for p in programs for b in p.buffers if b.kind == "weight" and b.alias is None}
+
+
 def method_of(programs: Sequence[Program]) -> str:
     """Return the method of the draft model, head or layer whose programs are among these; "" if there is none."""
     roles = {program.role for program in programs}
@@ -202,8 +207,7 @@ def method_of(programs: Sequence[Program]) -> str:
         return ""
     if FILL in roles:
         return DRAFT_MODEL
-    joins = (b.kind == "weight" and b.name.startswith(_JOINING) for p in programs for b in p.buffers)
-    return EAGLE if any(joins) else MTP
+    return EAGLE if any(name.startswith(_JOINING) for name in weights_of(programs)) else MTP
 
 
 def _rows(values: list[Any]) -> str:
