@@ -48,10 +48,11 @@ class Launch:
     candidate: Trial
     count: int
 
-    def row(self, us: float | None) -> dict[str, Any]:
-        """Return the launch as data; `us` is the time of one, None if it could not be measured."""
-        node, _, kernel, schedule = self.key
-        return {"count": self.count, "us": us, "kernel": kernel, "schedule": schedule, "node": node}
+
+def _row(trial: Trial, count: int, us: float | None) -> dict[str, Any]:
+    """Return equal launches as data; `us` is the time of one, None if it could not be measured."""
+    node, schedule = node_text(trial.node), schedule_text(trial.schedule)
+    return {"count": count, "us": us, "kernel": trial.kernel.name, "schedule": schedule, "node": node}
 
 
 def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, options: Any = None) -> list[Any]:
@@ -64,11 +65,7 @@ def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, op
     with scratch() as folder:
         path = compiled_artifact(source, folder, options, settings, registry)
         m, target, page = before_select(path, registry, settings.target)
-        timer = Timer(
-            target, registry, (settings.cache or folder) / "kernels", jobs=settings.jobs, context=settings.context,
-            page=page,
-        )  # fmt: skip
-        timer.check_device()
+        timer = settings.timer(target, registry, folder, page)
         work = tuning_work(m, registry, target, tuned, True, kernels)
         if not work:
             cause = f"no node can be run by {', '.join(kernels)} on {target.name}"
@@ -81,23 +78,19 @@ def compare_kernels(source: Path, kernels: Sequence[str], settings: Settings, op
 
 def _timed(batch: Sequence[Work], timer: Timer, m: Module, tuned: Tuned) -> Iterator[tuple[Work, list[float | None]]]:
     """Yield each node with the times of its candidates."""
-    candidates = [Trial(w.node, w.graph, w.env, c.kernel, c.schedule) for w in batch for c in w.candidates]
-    times = iter(times_of(timer, candidates, m, tuned))
+    times = iter(times_of(timer, [trial for w in batch for trial in w.trials], m, tuned))
     for w in batch:
         yield w, [next(times) for _ in w.candidates]
 
 
 def _node_row(w: Work, times: Sequence[float | None], kernels: Sequence[str]) -> dict[str, Any]:
     """Compare the best schedule of `kernels` for a node with the best one of the others."""
-    sides: dict[bool, list[tuple[float, Launch]]] = {True: [], False: []}
-    for o, us in zip(w.candidates, times, strict=True):
+    sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])  # rows of the other kernels, and of `kernels`
+    for trial, us in zip(w.trials, times, strict=True):
         if us is not None:
-            key = (node_text(w.node), sizes_of(w.node, w.env), o.kernel.name, schedule_text(o.schedule))
-            candidate = Trial(w.node, w.graph, w.env, o.kernel, o.schedule)
-            sides[o.kernel.name in kernels].append((us, Launch(key, candidate, w.launches)))
-    best = {is_own: min(measured, key=lambda f: f[0]) for is_own, measured in sides.items() if measured}
-    rows = {is_own: [launch.row(us)] for is_own, (us, launch) in best.items()}
-    return _comparison(w.graph.name, dict(sizes_of(w.node, w.env)), rows.get(True, []), rows.get(False, []))
+            sides[trial.kernel.name in kernels].append(_row(trial, w.launches, us))
+    other, mine = ([min(rows, key=lambda row: row["us"])] if rows else [] for rows in sides)
+    return _comparison(w.graph.name, dict(sizes_of(w.node, w.env)), mine, other)
 
 
 @dataclass(frozen=True)
@@ -128,9 +121,7 @@ def compare_artifacts(mine: Path, other: Path, settings: Settings) -> list[Any]:
     target = registry.target(name)
     sides = (_side(mine, registry), _side(other, registry))
     with scratch() as folder:
-        cache, page = (settings.cache or folder) / "kernels", my_manifest.kv.page_size
-        timer = Timer(target, registry, cache, jobs=settings.jobs, context=settings.context, page=page)
-        timer.check_device()
+        timer = settings.timer(target, registry, folder, my_manifest.kv.page_size)
         graphs = dict.fromkeys([*sides[0].launches, *sides[1].launches])
         compared = [_compared(graph, *sides, timer, settings, tuned) for graph in graphs]
     _report(tuned, settings)
@@ -150,7 +141,7 @@ def _compared(
     rows = []
     for side, launches in ((mine, my_launches), (other, other_launches)):
         times = _times(launches, timer, side.module, tuned)
-        rows.append([launch.row(us) for launch, us in zip(launches, times, strict=True)])
+        rows.append([_row(x.candidate, x.count, us) for x, us in zip(launches, times, strict=True)])
     sizes = (my_launches or other_launches)[0].candidate.env
     return _comparison(graph, {symbol: size for symbol, size in sizes.items() if symbol != "P"}, *rows)
 

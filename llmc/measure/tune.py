@@ -47,6 +47,11 @@ class Work:
     floor_us: float
     candidates: tuple[Candidate, ...]
 
+    @property
+    def trials(self) -> list[Trial]:
+        """The candidates, to be timed."""
+        return [Trial(self.node, self.graph, self.env, c.kernel, c.schedule) for c in self.candidates]
+
 
 @dataclass
 class Tuned:
@@ -88,6 +93,15 @@ class Settings:
     kernels: tuple[str, ...] = ()
     sustained: float = 0.0
 
+    def timer(self, target: Target, registry: Registry, folder: Path, page: int) -> Timer:
+        """Return a Timer that caches kernels in `cache`, or else in `folder`; raises LlmcError without the device."""
+        timer = Timer(
+            target, registry, (self.cache or folder) / "kernels", jobs=self.jobs, context=self.context, page=page,
+            sustained_seconds=self.sustained,
+        )  # fmt: skip
+        timer.check_device()
+        return timer
+
 
 def tune(source: Path, output: Path, settings: Settings, options: Any = None) -> Tuned:
     """Measure the nodes of an artifact, or of a Hugging Face folder compiled with `options`, into the file `output`.
@@ -98,14 +112,9 @@ def tune(source: Path, output: Path, settings: Settings, options: Any = None) ->
     known = load()
     check_names(settings.kernels, known)
     with scratch() as folder:
-        cache = settings.cache or folder
         path = compiled_artifact(source, folder, options, settings, known)
         m, target, page = before_select(path, known, settings.target)
-        timer = Timer(
-            target, known, cache / "kernels", jobs=settings.jobs, context=settings.context, page=page,
-            sustained_seconds=settings.sustained,
-        )  # fmt: skip
-        timer.check_device()
+        timer = settings.timer(target, known, folder, page)
         tuned = Tuned(str(output))
         measured = Tuning.load(output) if output.exists() else Tuning()
         work = tuning_work(m, known, target, tuned, settings.every, settings.kernels, measured)
@@ -226,7 +235,7 @@ def _measure(work: Sequence[Work], m: Module, timer: Timer, output: Path, settin
         if time.monotonic() - begin >= settings.limit:
             tuned.unreached += len(batch)
             continue
-        candidates = [Trial(w.node, w.graph, w.env, o.kernel, o.schedule) for w in batch for o in w.candidates]
+        candidates = [trial for w in batch for trial in w.trials]
         times = times_of(timer, candidates, m, tuned)
         records = [
             record(c.node, c.kernel.name, c.schedule, timer.target, us, c.env)

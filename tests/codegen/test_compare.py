@@ -57,7 +57,7 @@ class Manifests:
 @pytest.fixture
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """mine: exp by cpu/elements; other: by cpu/rows."""
-    monkeypatch.setattr(compare, "Timer", FixedTimes)
+    monkeypatch.setattr(tune, "Timer", FixedTimes)
     monkeypatch.setattr(compare, "Folder", Manifests)
     for name, kernel in (("mine", "cpu/elements"), ("other", "cpu/rows")):
         m = parse(TEXT, OPS)
