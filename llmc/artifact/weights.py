@@ -87,6 +87,13 @@ def _pieces(
     A value that is kept whole is computed while no others are in progress, to limit memory.
     """
     ahead: deque[Future[memoryview]] = deque()
+
+    def rest() -> Iterator[memoryview]:
+        """Yield what is in progress, and release the memory of the values."""
+        while ahead:
+            yield ahead.popleft().result()
+        blocks.forget()
+
     for place in places:
         if place.name.startswith(PAD):
             ahead.append(pool.submit(memoryview, bytes(place.nbytes)))
@@ -94,22 +101,14 @@ def _pieces(
         v = values[place.name]
         is_kept_whole = blocks.caches_large_value(v)
         if is_kept_whole:
-            yield from (f.result() for f in _drain(ahead))
-            blocks.forget()
+            yield from rest()
         for lo, hi in _ranges(v):
             ahead.append(pool.submit(_block, blocks, v, lo, hi))
             while len(ahead) > THREADS:
                 yield ahead.popleft().result()
         if is_kept_whole:
-            yield from (f.result() for f in _drain(ahead))
-            blocks.forget()
-    yield from (f.result() for f in _drain(ahead))
-    blocks.forget()
-
-
-def _drain(ahead: deque[Future[memoryview]]) -> Iterator[Future[memoryview]]:
-    while ahead:
-        yield ahead.popleft()
+            yield from rest()
+    yield from rest()
 
 
 def _ranges(v: Value) -> Iterator[tuple[int, int]]:
