@@ -123,17 +123,17 @@ class ModelSource:
 
     def experts(self) -> Iterator[str]:
         """Yield the stored weights of experts that the checkpoint holds one by one, and the model in stacks."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.ndim == 3 and name in self.values:
-                for value in inputs_of(self.values[name]):
-                    if EXPERT.search(value.name) and value.type.rank == 2:
-                        yield value.name
+        return (v.name for v in self._inputs_of_stacks() if EXPERT.search(v.name) and v.type.rank == 2)
 
     def stacks(self) -> Iterator[str]:
         """Yield the stored stacks [experts, n, k] of weights, which are not quantised."""
+        return (v.name for v in self._inputs_of_stacks() if v.type.rank == 3)
+
+    def _inputs_of_stacks(self) -> Iterator[Value]:
+        """Yield the stored tensors of which the model's stacks are made."""
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 3 and name in self.values:
-                yield from (v.name for v in inputs_of(self.values[name]) if v.type.rank == 3)
+                yield from inputs_of(self.values[name])
 
     def experts_of(self, layer: str) -> Iterator[ExpertWeight]:
         """Yield the stored weights of a layer's experts; not those that stacks do not hold row by row."""
