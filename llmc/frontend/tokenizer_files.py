@@ -39,7 +39,7 @@ def check_tokenizer(folder: Path) -> Tokenizer | None:
     path, tokenizer = folder / TOKENIZER, None
     try:
         if path.exists():
-            tokenizer = _open(path)
+            tokenizer = tokenizer_files.open_backend(path)
         for name in BESIDE:
             path = folder / name
             if path.exists():
@@ -80,16 +80,6 @@ def without_embedding(tokenizer: Tokenizer | None, size: int) -> str:
     return f"{count} from id {first} ({token[:40]!r}) on: the model has no embedding; prompts with them are refused"
 
 
-def _open(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    data = tokenizer_files.plain_bytes(path, tokenizer_files.MAX_BYTES)
-    tokenizer_files.check_charsmaps(data)
-    tokenizer = Tokenizer.from_buffer(data)
-    tokenizer_files.check_growth(tokenizer)
-    return tokenizer
-
-
 def _check(config: Any) -> None:
     if not isinstance(config, dict):
         raise ValueError(f"expected an object, found {type(config).__name__}")
@@ -106,7 +96,5 @@ def check_same_tokens(model: Path, draft: Path, subject: str, remedy: str) -> No
 
 def _tokens(folder: Path) -> Mapping[str, int]:
     """Return the ids of all tokens by text; empty without a tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True) if path.exists() else {}
+    path = folder / TOKENIZER
+    return tokenizer_files.open_backend(path).get_vocab(with_added_tokens=True) if path.exists() else {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmc.diagnostics import Diagnostic
 from llmc.frontend.model_folder import is_regular
-from llmc.frontend.tokenizer_files import TOKENIZER, check_tokenizer, without_tokenizer
+from llmc.frontend.tokenizer_files import check_tokenizer, without_tokenizer
 from llmc.text_lines import SUFFIX, document
 
 MAX_BYTES = 1 << 30
@@ -60,10 +60,7 @@ def windows(texts: list[str], folder: Path, samples: int, length: int, seed: int
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    check_tokenizer(folder)
-    if note := without_tokenizer(folder):
-        raise Diagnostic("E309", note, "calibration needs tokenizer.json")
-    tokenizer: Tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = check_tokenizer(folder)
+    if tokenizer is None:
+        raise Diagnostic("E309", without_tokenizer(folder), "calibration needs tokenizer.json")
     return tokenizer

@@ -11,9 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmc_runtime.format.json_fields import check_unicode, too_much
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MAX_BYTES = 256 << 20  # size of a tokenizer.json; the largest known one has 40 MB
 MAX_CONFIG, MAX_VALUES = 32 << 20, 300_000  # size and number of JSON values of the other files
@@ -62,6 +65,22 @@ def templates(value: Any) -> dict[str, str]:
             raise ValueError(f"its chat_template has an entry {str(name)[:60]!r} that is not a text with a name")
         by_name[name] = text
     return by_name
+
+
+def open_backend(path: Path) -> Tokenizer:
+    """Load a tokenizer.json, without the truncation and padding that it may request.
+
+    Raises OSError or ValueError for a file refused beforehand, and the library's own exceptions for the others.
+    """
+    from tokenizers import Tokenizer
+
+    data = plain_bytes(path, MAX_BYTES)  # the library's own open rejects paths that are not UTF-8
+    check_charsmaps(data)
+    backend = Tokenizer.from_buffer(data)
+    backend.no_truncation()
+    backend.no_padding()
+    check_growth(backend)
+    return backend
 
 
 def check_charsmaps(data: bytes) -> None:

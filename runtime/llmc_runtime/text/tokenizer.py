@@ -252,8 +252,6 @@ def _kept(encoding: Any, sequence: int, keep: int | None) -> Iterable[int]:
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:
     """Load tokenizer.json. Raises LlmcError E150 if the folder has none, E151 if it is malformed or too large."""
-    from tokenizers import Tokenizer as Backend
-
     path = folder / TOKENIZER_FILE
     if not path.exists():
         others = [name for name in _OTHER_FORMATS if (folder / name).exists()]
@@ -265,17 +263,11 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
             " or pass token ids instead of text",
         )
     try:
-        data = files.plain_bytes(path, files.MAX_BYTES)  # the library's own open rejects paths that are not UTF-8
-        files.check_charsmaps(data)
-        backend = Backend.from_buffer(data)
-        backend.no_truncation()
-        backend.no_padding()
-        files.check_growth(backend)
+        return files.open_backend(path)
     except BaseException as e:  # tokenizers raises a bare Exception for malformed files, and panics for some
         if not isinstance(e, Exception) and not files.is_panic(e):
             raise
         raise corrupt(path, e) from e
-    return backend
 
 
 def _special_names(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
