@@ -9,15 +9,13 @@ from typing import Any
 from llmc_runtime.format.program import DRAFT_PREFIX
 
 from llmc.diagnostics import Diagnostic
-from llmc.draft_mtp import MTP, MtpLayer, add_mtp, mtp_of
+from llmc.draft_mtp import MTP, MtpLayer, add_graph, add_mtp, mtp_of, weight_of
 from llmc.frontend.eagle_config import EAGLE, MATCHING_HEAD, HeadConfig, read_head
 from llmc.frontend.tokenizer_files import check_same_tokens
 from llmc.ir.graph import Builder, Graph, Value
 from llmc.ir.ops import OPS
-from llmc.ir.text import show
 from llmc.ir.types import tensor
 from llmc.options import Options
-from llmc.passes.lower.page_attention import DRAFT
 
 _CONVERT = (
     'convert, in an environment you trust: python -c "import torch; from safetensors.torch import save_file; '
@@ -66,7 +64,6 @@ def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
         stack.callback(weights.close)
     traced_head = trace_head(head, facts.dtype, facts.vocab_size, facts.max_positions, job.tokens, job.rows)
     graph: Graph = head_graph(traced_head, facts.vocab_size)
-    graph.name = DRAFT
     shared = "" if weights and weights.embeds else _embedding(traced, graph, EMBEDDING)
     joined, joining = _joined(traced, head, states, bool(weights and weights.biased))
     head_inputs = [v for v in (*joining, *graph.inputs) if v.weight and v.name != shared]
@@ -75,9 +72,7 @@ def add_head(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     for v in head_inputs:
         v.name = DRAFT_PREFIX + v.name
     main.outputs = [logits, joined]
-    traced.module.graphs[DRAFT] = graph
-    job.ir.append(("with-draft", show(traced.module)))
-    job.done("draft", f"EAGLE-3 head, {len(graph.nodes)} nodes, {facts.dtype}")
+    add_graph(job, traced, graph, "EAGLE-3 head")
     return weights
 
 
@@ -111,9 +106,7 @@ def _embedding(traced: Any, graph: Graph, name: str) -> str:
 
     Raises Diagnostic E360 if the model has none of the same shape.
     """
-    module = traced.model.get_input_embeddings()
-    path = next((path for path, m in traced.model.named_modules() if m is module), "")
-    model_name = traced.tied.get(f"{path}.weight", f"{path}.weight")
+    model_name = weight_of(traced, traced.model.get_input_embeddings())
     model_type = next((v.type for v in traced.module.graphs["main"].inputs if v.name == model_name), None)
     (embedding,) = (v for v in graph.inputs if v.name == name)
     if model_type != embedding.type:

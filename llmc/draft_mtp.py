@@ -49,15 +49,20 @@ def add_mtp(job: Any, traced: Any, stack: ExitStack, packed: bool) -> Any:
     head = trace_mtp(traced, job.tokens, job.rows)
     checkpoint = stack.enter_context(job.checkpoint(head.traced)) if packed else None
     graph: Graph = head.traced.module.graphs["main"]
-    graph.name = DRAFT
-    shared = {name: _weight_of(traced, module) for name, module in head.shared}
+    shared = {name: weight_of(traced, module) for name, module in head.shared}
     for v in graph.inputs:
         if v.weight:
             v.name = shared.get(v.name, DRAFT_PREFIX + v.name)
+    add_graph(job, traced, graph, "multi-token-prediction layer")
+    return checkpoint
+
+
+def add_graph(job: Any, traced: Any, graph: Graph, description: str) -> None:
+    """Add the graph of a head to the module of `traced`, as @draft."""
+    graph.name = DRAFT
     traced.module.graphs[DRAFT] = graph
     job.ir.append(("with-draft", show(traced.module)))
-    job.done("draft", f"multi-token-prediction layer, {len(graph.nodes)} nodes, {traced.facts.dtype}")
-    return checkpoint
+    job.done("draft", f"{description}, {len(graph.nodes)} nodes, {traced.facts.dtype}")
 
 
 def _lacks(traced: Any, undeclared: bool) -> str:
@@ -80,7 +85,7 @@ def _stores(traced: Any, tensors: Any) -> bool:
         files.close()
 
 
-def _weight_of(traced: Any, module: Any) -> str:
+def weight_of(traced: Any, module: Any) -> str:
     """Return the name in @main of the weight of a module of the model."""
-    path = next(path for path, m in traced.model.named_modules() if m is module)
+    path = next((path for path, m in traced.model.named_modules() if m is module), "")
     return str(traced.tied.get(f"{path}.weight", f"{path}.weight"))
