@@ -18,7 +18,8 @@ from llmc.frontend.model_folder import Source, adapter_note, open_source
 from llmc.frontend.pooling_files import PooledModel, position_offset, read_pooled, returns_segments, segments_of
 from llmc.frontend.truncate import first_layers
 from llmc.ir.dtype import FLOATS
-from llmc.ir.graph import Module
+from llmc.ir.graph import Graph, Module
+from llmc.ir.token_axes import mixing_of
 from llmc.ir.types import Type
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def trace(
     it may raise. aux_layers: returns, for the number of layers, the numbers of those whose inputs @main returns after
     the logits.
     """
-    from llmc.frontend import check_token_mixing, convert, export
+    from llmc.frontend import convert, export
 
     source = open_source(path)
     pooled = read_pooled(source, task, pooling)
@@ -117,7 +118,7 @@ def trace(
     )
     converted = convert.convert(exported)
     main, architecture = converted.module.graphs["main"], type(exported.model).__name__
-    check_token_mixing.check_tokens(main, architecture)
+    check_tokens(main, architecture)
     facts = Facts(
         architecture=architecture,
         dtype=dtype,
@@ -236,6 +237,22 @@ def _pooling(source: Source, pooled: PooledModel | None, module: Module, text: A
         raise Diagnostic("E313", cause, "correct id2label")
     segments = segments_of(text) if returns_segments(source) else 1
     return replace(pooled.pooling, width=width, segments=segments)
+
+
+def check_tokens(g: Graph, architecture: str) -> None:
+    """Raise Diagnostic E305 for the first node of @main whose result for a token depends on other tokens.
+
+    Prompts are packed into one axis. Depending on the token's index among the packed tokens is an error, too. The
+    attention op and the selection of the `last` tokens are exempt.
+    """
+    for n in g.nodes:
+        if why := mixing_of(n):
+            raise Diagnostic(
+                "E305",
+                f"{architecture} joins tokens outside of transformers' AttentionInterface: {n.op.name} {why}",
+                "only causal attention through that interface, with or without a sliding window, is supported",
+                loc=n.loc,
+            )
 
 
 def _heads(module: Module) -> Iterator[tuple[int, int, int, int]]:

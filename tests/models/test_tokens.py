@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmc.diagnostics import Diagnostic
-from llmc.frontend.check_token_mixing import check_tokens
+from llmc.frontend.trace_model import check_tokens
 from llmc.ir.dim import D
 from llmc.ir.graph import Builder, Graph
 from llmc.ir.ops import OPS
