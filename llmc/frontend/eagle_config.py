@@ -94,8 +94,7 @@ def read_head(folder: Path) -> HeadConfig:
     for key in (*_SIZES, *(key for key in _OPTIONAL_SIZES if decoder.get(key) is not None)):
         if not _is_count(decoder.get(key)):
             raise Diagnostic("E360", f"{folder / 'config.json'}: {key} is {decoder.get(key)!r:.60}", _COUNT)
-    nested = config.get(_NESTED)
-    if isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False:
+    if _nested(config).get("use_aux_hidden_state") is False:
         cause = f"the head {folder} reads one hidden state, as the first versions of EAGLE do"
         raise Diagnostic("E360", cause, MATCHING_HEAD)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -107,8 +106,7 @@ def read_head(folder: Path) -> HeadConfig:
 
 def _flag(folder: Path, config: Mapping[str, Any], key: str) -> bool:
     """Return whether a variant of the architecture is selected, which may also be below eagle_config."""
-    nested = config.get(_NESTED)
-    value = nested[key] if isinstance(nested, Mapping) and key in nested else config.get(key)
+    value = _nested(config).get(key, config.get(key))
     if value is not None and not isinstance(value, bool):
         raise Diagnostic("E360", f"{folder / 'config.json'}: {key} is {value!r:.60}", "use true or false")
     return value is True
@@ -116,8 +114,7 @@ def _flag(folder: Path, config: Mapping[str, Any], key: str) -> bool:
 
 def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the numbers of the layers whose inputs are read. Below eagle_config, layers are named by outputs."""
-    nested = config.get(_NESTED)
-    numbers = nested.get(_KEY) if isinstance(nested, Mapping) else None
+    numbers = _nested(config).get(_KEY)
     shift = 1  # a hidden state is the output of layer i and the input of layer i + 1
     if numbers is None:
         numbers, shift = config.get(_KEY), 0
@@ -126,6 +123,11 @@ def _aux(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(numbers, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
         raise Diagnostic("E360", f"{folder / 'config.json'}: {_KEY} is {numbers!r:.60}", "give three layer numbers")
     return tuple(n + shift for n in numbers)
+
+
+def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get(_NESTED)
+    return nested if isinstance(nested, Mapping) else {}
 
 
 def _is_count(value: Any) -> bool:
