@@ -104,9 +104,7 @@ def _pack(stored: Stored, args: Mapping[str, Any]) -> Codes:
     if not 2 <= bits <= 8:
         raise refuse(METHOD, f"num_bits of {stored.module}", bits, tuple(range(2, 9)))
     words = stored.part("weight_packed", ("i32",), 2)
-    shape = stored.part("weight_shape", ("i64", "i32"), 1)
-    stored.expect(shape, 2)
-    n, k = (int(x) for x in stored.load(shape.name))
+    n, k = stored.rows_and_columns("weight_shape")
     stored.expect(words, n, -(-k * bits // 32))
     code = b.unpack_bits(words, bits=bits, axis=1, size=k)
     index = _groups(stored, args, k)

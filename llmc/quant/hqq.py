@@ -51,9 +51,7 @@ class Hqq(PartNames):
         for key in MUST_BE_FALSE:
             if key in stored.parts and _number(stored, key):
                 raise refuse(METHOD, f"{key} of {stored.module}", True, (False,))
-        shape = stored.part("shape", ("i64", "i32"), 1)
-        stored.expect(shape, 2)
-        n, k = (int(x) for x in stored.load(shape.name))
+        n, k = stored.rows_and_columns("shape")
         axis = _number(stored, "axis")
         size = k if axis == 1 else n
         if "group_size" in stored.parts:
@@ -75,10 +73,7 @@ def hqq(config: Mapping[str, Any]) -> Hqq:
 
 def _number(stored: Stored, part: str) -> int:
     """Return a part that is one number."""
-    value = stored.part(part, ("u8", "i32", "i64"))
-    if int(np.prod(shape_of(value))) != 1:
-        raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
-    return int(stored.load(value.name).reshape(()))
+    return int(stored.load(stored.single(part, ("u8", "i32", "i64")).name).reshape(()))
 
 
 def _text(stored: Stored, part: str) -> str:

@@ -92,12 +92,23 @@ class Stored:
         if shape_of(value) != shape:
             raise Diagnostic("E341", f"{value.name} is {value.type}; its shape should be {list(shape)}", AGAIN)
 
-    def number(self, name: str, dtypes: Sequence[str]) -> Value:
-        """Return a part of one element as f[1, 1]; raises Diagnostic E340 if it is missing, E341 if it has more."""
+    def single(self, name: str, dtypes: Sequence[str]) -> Value:
+        """Return a part of one element; raises Diagnostic E340 if it is missing, E341 if it has more."""
         value = self.part(name, dtypes)
         if int(np.prod(shape_of(value))) != 1:
             raise Diagnostic("E341", f"{value.name} is {value.type}; one number is expected", AGAIN)
-        return self.build.reshape(value, shape=(1, 1))
+        return value
+
+    def number(self, name: str, dtypes: Sequence[str]) -> Value:
+        """Return a part of one element, as `single`, in the shape [1, 1]."""
+        return self.build.reshape(self.single(name, dtypes), shape=(1, 1))
+
+    def rows_and_columns(self, name: str) -> tuple[int, int]:
+        """Return the shape of the weight that a part holds; raises Diagnostic E340 or E341."""
+        part = self.part(name, ("i64", "i32"), 1)
+        self.expect(part, 2)
+        n, k = self.load(part.name)
+        return int(n), int(k)
 
     def check_finite(self, value: Value, used: Callable[[np.ndarray], np.ndarray] = np.asarray) -> None:
         """Raise Diagnostic E342 if a zero point, or another number that is added to a weight, is NaN or infinite.
