@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmc_runtime.format.manifest import kv_of
 from llmc_runtime.format.program import Program
 from llmc_runtime.format.size_text import size_text
 
 from llmc.artifact.cost_report import memory, roofline, weight_bytes
-from llmc.artifact.write import kv_of, states_of
+from llmc.artifact.write import states_of
 from llmc.codegen.build import DryBuild, dry_build
 from llmc.compilation import Compilation
 from llmc.console import Console

@@ -20,13 +20,13 @@ from llmc_runtime.format.manifest import (
     RECURRENT,
     FileInfo,
     KernelFile,
-    Kv,
     Limits,
     Manifest,
     Source,
     State,
     TargetInfo,
     Weights,
+    kv_of,
 )
 from llmc_runtime.format.names import TEMPLATE_DIR
 from llmc_runtime.format.pooling import Pooling
@@ -187,12 +187,6 @@ class _Writer:
 def predictions(parts: Parts) -> dict[str, Any]:
     """Return roofline.json if the target's record is known, else nothing."""
     return {"roofline.json": roofline(parts.programs, parts.machine)} if parts.machine else {}
-
-
-def kv_of(states: Sequence[State], page_size: int) -> Kv:
-    """Return the KV geometry that the states imply; a page's bytes are summed over all layers."""
-    kv = [s for s in states if s.role == "kv"]
-    return Kv(page_size, len(kv), sum(s.nbytes({"P": 1}) for s in kv), kv[0].dtype if kv else "")
 
 
 def _checked(program: Program) -> bytes:

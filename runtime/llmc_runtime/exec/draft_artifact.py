@@ -11,7 +11,7 @@ from llmc_runtime.artifact import TOKENIZER, Artifact, has_tokenizer, open_artif
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.format.folder import Folder
 from llmc_runtime.format.hashing import sha256
-from llmc_runtime.format.manifest import Kv, Manifest
+from llmc_runtime.format.manifest import Manifest, kv_of
 from llmc_runtime.format.names import DRAFT_MODEL, TOKENIZER_FILE
 from llmc_runtime.format.program import method_of
 from llmc_runtime.text.tokenizer import Tokenizer
@@ -112,13 +112,8 @@ def _join(model: Artifact, draft: Artifact) -> Artifact:
     own = replace(model, programs=tuple(p for p in model.programs if not p.role))
     states = (*(s for s in model.manifest.states if not s.of_draft), *draft.manifest.states)
     states = tuple({s.name: s for s in states}.values())
-    pools, kv = [s for s in states if s.role == "kv"], model.manifest.kv
-    manifest = replace(
-        model.manifest,
-        states=states,
-        kv=Kv(kv.page_size, len(pools), sum(s.nbytes({"P": 1}) for s in pools), kv.dtype),
-        digest=_joint(model.manifest, draft.manifest),
-    )
+    kv, digest = kv_of(states, model.manifest.kv.page_size), _joint(model.manifest, draft.manifest)
+    manifest = replace(model.manifest, states=states, kv=kv, digest=digest)
     return replace(own, manifest=manifest, programs=(*own.programs, *draft.programs), joined=(own, draft))
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -209,6 +209,12 @@ class Kv(Record):
     layers: int = stored(Fields.integer, high=_MAX_SIZE)
     bytes_per_page: int = stored(Fields.integer, high=_MAX_SIZE)
     dtype: str = stored(Fields.text)
+
+
+def kv_of(states: Iterable[State], page_size: int) -> Kv:
+    """Return the KV geometry that the states imply."""
+    kv = [s for s in states if s.role == "kv"]
+    return Kv(page_size, len(kv), sum(s.nbytes({"P": 1}) for s in kv), kv[0].dtype if kv else "")
 
 
 def _read_tokenizer(reader: Fields, key: str) -> tuple[str, ...]:
