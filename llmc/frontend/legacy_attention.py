@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -82,8 +81,13 @@ def _method(module: Any, classes: dict[str, Any], method: Method) -> Iterator[No
         out = torch.ops.llmc.attention(q, k, value, 0, scale, window, 0.0, None)
         return [out.transpose(1, 2), None]
 
-    ours = {attention_interface.NAME: classes["eager"]} if classes else {}
-    with patch.dict(classes, ours), patch.object(getattr(module, method.owner), "_attn", attn):
+    owner = getattr(module, method.owner)
+    before = owner._attn
+    with ExitStack() as stack:
+        if classes:
+            stack.enter_context(replaced(classes, attention_interface.NAME, classes["eager"]))
+        owner._attn = attn
+        stack.callback(setattr, owner, "_attn", before)
         yield
 
 
@@ -92,9 +96,11 @@ def _flash(module: Any, classes: dict[str, Any]) -> Iterator[None]:
     """Within this context, the flash class is selected, and it calls our attention."""
     autocast = torch.is_autocast_enabled  # raises for the meta device, on which nothing is autocast
     with (
-        patch.dict(classes, {attention_interface.NAME: classes["flash_attention_2"]}),
-        patch.object(module, CALL, _attention, create=True),  # absent without the package flash_attn
-        patch.object(torch, "is_autocast_enabled", lambda dev=None: dev != "meta" and autocast(dev or "cuda")),
+        replaced(classes, attention_interface.NAME, classes["flash_attention_2"]),
+        replaced(vars(module), CALL, _attention),
+        replaced(
+            vars(torch), "is_autocast_enabled", lambda device=None: device != "meta" and autocast(device or "cuda")
+        ),
         _Slices(),
     ):
         yield
@@ -115,6 +121,21 @@ def _is_one(index: Any) -> bool:
 
 def _span(k: int) -> tuple[int, int | None]:
     return k, None if k == -1 else k + 1
+
+
+@contextmanager
+def replaced(names: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Within this context, an entry of a namespace or table has another value."""
+    absent = object()
+    before = names.get(name, absent)
+    names[name] = value
+    try:
+        yield
+    finally:
+        if before is absent:
+            del names[name]
+        else:
+            names[name] = before
 
 
 def _attention(

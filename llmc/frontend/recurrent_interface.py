@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 from llmc.diagnostics import Diagnostic
+from llmc.frontend.legacy_attention import replaced
 
 EPS = 1e-6  # epsilon of the norms of queries and keys in transformers and flash-linear-attention
 
@@ -107,7 +107,7 @@ def llmc_recurrence(model: torch.nn.Module) -> Iterator[None]:
         for module in {sys.modules[type(m).__module__] for m in model.modules()}:
             for name in FUNCTIONS.keys() & vars(module).keys():
                 ignored = IGNORED | IGNORED_IN.get(module.__name__, frozenset())
-                stack.enter_context(patch.object(module, name, _checked(name, vars(module)[name], ignored)))
+                stack.enter_context(replaced(vars(module), name, _checked(name, vars(module)[name], ignored)))
         yield
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -53,10 +52,14 @@ def interpreting() -> Any:
 @contextmanager
 def _replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Set attributes, as (owner, name, value), and restore their values at the end."""
-    with ExitStack() as stack:
-        for replacement in replacements:
-            stack.enter_context(patch.object(*replacement))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
         yield
+    finally:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
 
 
 def _corrected() -> AbstractContextManager[None]:
@@ -143,7 +146,7 @@ def _patched_once() -> Any:
             done = True
         return self.rewrite()(*args, **kwargs)
 
-    with patch.object(function, "__call__", call):
+    with _replaced([(function, "__call__", call)]):
         yield
 
 
@@ -216,7 +219,11 @@ def _within(spans: Sequence[tuple[int, int]]) -> Any:
         check("store", ptrs, mask)
         return store(self, ptrs, value, mask, *rest, **options)
 
-    with patch.multiple(InterpreterBuilder, create_masked_load=checked_load, create_masked_store=checked_store):
+    replacements = [
+        (InterpreterBuilder, "create_masked_load", checked_load),
+        (InterpreterBuilder, "create_masked_store", checked_store),
+    ]
+    with _replaced(replacements):
         yield
 
 
