@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from llmc.ir.dim import Dim, product
 from llmc.ir.graph import Node
@@ -15,7 +16,16 @@ class ProductNode:
     """A node that multiplies x [*b, k] by a weight of `parts` times n rows, followed by an epilogue."""
 
     node: Node
-    parts: int
+
+    @cached_property
+    def parts(self) -> int:
+        """The number of row blocks of the weight, each of which gives the epilogue a sum."""
+        return int(self.node.attrs.get("parts", 1))
+
+    @property
+    def body(self) -> str:
+        """The expression of the epilogue: of the sums a0 .. a{parts-1}, then of the extras."""
+        return str(self.node.attrs.get("body", "a0"))
 
     @property
     def x(self) -> Type:
@@ -46,6 +56,20 @@ class ProductNode:
     def m(self) -> Dim:
         """The number of tokens: the product of the leading axes of x."""
         return product(self.x.shape[:-1])
+
+
+class ConstantProduct(ProductNode):
+    """A product whose weight has constant sizes."""
+
+    @cached_property
+    def n(self) -> int:
+        """The number of weight rows per part."""
+        return int(self.w.shape[0]) // self.parts
+
+    @cached_property
+    def k(self) -> int:
+        """The number of columns of x and of the weight."""
+        return int(self.x.shape[-1])
 
 
 def sufficient_tile(sizes: Sequence[int], tokens: int) -> int:

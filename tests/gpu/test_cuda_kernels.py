@@ -170,7 +170,7 @@ graph @main(
 
 def over_codes(case: Case, kernel: Kernel, s: Schedule) -> Case:
     """A case of `fragments` by a schedule. With few tokens, sums are scaled, otherwise weights, rounded to bf16."""
-    step, group = TiledProduct.of(case.node).step, case.node.attrs["block"][1]
+    step, group = TiledProduct(case.node).step, case.node.attrs["block"][1]
     rounds = kernel is QUANTIZED_TILES or s["tokens"] > 32 or step > group
     kind = RoundedWeights if rounds else Case
     return kind(f"{case.name} {s}", case.graph, kernel, s, case.inputs, atol=TOLERANCE)

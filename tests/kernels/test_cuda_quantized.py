@@ -25,6 +25,7 @@ from llmc.codegen.cubin import read_entry
 from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Schedule
 from llmc.codegen.launch_plan import check_packed
 from llmc.codegen.pack import Pack
+from llmc.codegen.product import ProductNode
 from llmc.codegen.select import Select
 from llmc.codegen.toolchain import Compiled
 from llmc.diagnostics import Diagnostic
@@ -189,7 +190,7 @@ def test_warpgroups_divide_columns(tokens: int, tmp_path: Path) -> None:
     node, target = residual(tokens), sm_90()
     ways = [way for way in QUANTIZED_WGMMA.schedules(node, target) if slices(way) > 1]
     assert {slices(way) for way in ways} == {2, 4} and {way["split"] for way in ways} == {1, 2}
-    p = TiledProduct.of(node)
+    p = TiledProduct(node)
     assert all(p.shared(way) <= target.limits.shared and p.consumers(way) <= 4 for way in ways)
     way = random.choice([way for way in ways if way["tokens"] == tokens])
     made, code = machine_code(node, way, tmp_path)
@@ -346,7 +347,9 @@ BODIES = (
 @pytest.mark.parametrize("body", BODIES)
 def test_generated_epilogues_compute_their_expression(body: str, tmp_path: Path) -> None:
     """As C++ of this machine: one sum, a bias of one element a column, and a residual."""
-    text = epilogue(body, 1, [tensor("f32", 4), tensor("f32", "T", 4)], tensor("f32", "T", 4))
+    g = Graph("main")
+    operands = [g.input(f"x{i}", tensor("f32", *shape)) for i, shape in enumerate((("T", 8), (4, 8), (4,), ("T", 4)))]
+    text = epilogue(ProductNode(g.add(OPS["linear_map"], operands, {"parts": 1, "body": body})))
     a, bias, residual = (generator().standard_normal(s).astype(np.float32) for s in ((3, 4), (4,), (3, 4)))
     values = "".join(
         f"static const float {name}[] = {{{', '.join(f'{v!r}f' for v in x.ravel().tolist())}}};\n"

@@ -70,7 +70,7 @@ NODES = (
 def test_schedules_cover_the_weight_and_fit(sizes: Sizes) -> None:
     node, target = product(*sizes), sm_90()
     assert SKINNY_SLICES.reject(node, target) is None
-    p, found = SlicedProduct.of(node), SKINNY_SLICES.schedules(node, target)
+    p, found = SlicedProduct(node), SKINNY_SLICES.schedules(node, target)
     assert {s["tokens"] for s in found} == ({8, 16} if sizes[0] == "T" else {8} if int(sizes[0]) <= 8 else {16})
     for s in found:
         assert s["groups"] * s["slices"] <= MAX_WARPS and s["strips"] % p.parts == 0
@@ -89,7 +89,7 @@ def test_a_drawn_schedule_becomes_a_binary_of_sm_90(sizes: Sizes, tmp_path: Path
     s = found[generator().integers(len(found))]
     source = SKINNY_SLICES.emit(node, s, target)
     made = tool.compile([(source, "")], tmp_path)[tool.key(source)]
-    assert made.shared == SlicedProduct.of(node).shared(s) and made.boxes == (((s["tokens"], 64), 3),)
+    assert made.shared == SlicedProduct(node).shared(s) and made.boxes == (((s["tokens"], 64), 3),)
     assert made.threads == s["groups"] * s["slices"] * 32
     assert read_entry(made.binary, source.entry).sizes == (128, *(8,) * (3 + sizes[5]), 4)
     assert source.cluster == ((s["split"], 1, 1) if s["split"] > 1 else ())

@@ -88,7 +88,7 @@ def test_every_block_of_a_cluster_has_columns() -> None:
     for _ in range(300):
         k, parts = 16 * random.randrange(1, 1200), random.randrange(1, 5)
         node = product(text(k, parts, "a0"))
-        p, found = SkinnyProduct.of(node), SKINNY_WGMMA.schedules(node, sm_90())
+        p, found = SkinnyProduct(node), SKINNY_WGMMA.schedules(node, sm_90())
         assert found and SKINNY_WGMMA.reject(node, sm_90()) is None
         for s in found:
             steps = -(-p.steps(s) // s["split"])

@@ -296,6 +296,6 @@ def test_a_late_launch_begins_behind_the_last_load(kernel: Kernel) -> None:
 
 
 def test_the_bytes_of_a_product() -> None:
-    p = Product.of(node_of(14336, 4096, 2))
+    p = Product(node_of(14336, 4096, 2))
     assert p.weight_bytes == 2 * 28672 * 4096
     assert p.bytes({"R": 3}) == p.weight_bytes + 3 * 2 * (4096 + 14336)

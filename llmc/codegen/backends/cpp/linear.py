@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, CppKernel, pointers, product_text, unsupported
 from llmc.codegen.emit import Sizes, indent
@@ -24,21 +24,19 @@ PANEL_BYTES = 256 << 10  # bytes of a panel that stay in the L2 cache while it i
 COPY_BYTES = 512 << 10  # maximum bytes of converted or rounded rows of x
 
 
-@dataclass(frozen=True)
 class Problem(ProductNode):
     """The computation of a product node, whether or not its weight is packed yet."""
 
-    n: Dim
-    k: Dim
-    body: str
+    @cached_property
+    def n(self) -> Dim:
+        """The number of weight rows per part, without padding."""
+        rows = self.w.shape[0]
+        return self.node.attrs.get("n") or rows.divide(self.parts) or rows
 
-    @staticmethod
-    def of(node: Node) -> Problem:
-        """Read the problem from a node."""
-        x, w = node.operands[0].type, node.operands[1].type
-        parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
-        n = node.attrs["n"] if node.op.name == "packed_linear" else (w.shape[0].divide(parts) or w.shape[0])
-        return Problem(node, parts, n, x.shape[-1], body)
+    @property
+    def k(self) -> Dim:
+        """The number of columns of x."""
+        return self.x.shape[-1]
 
     @property
     def pair(self) -> int:
@@ -66,7 +64,7 @@ class PackedProduct(CppKernel):
 
     def problem(self, node: Node) -> Problem:
         """Read the problem from a node."""
-        return Problem.of(node)
+        return Problem(node)
 
     def reject_sizes(self, p: Problem) -> str | None:
         """Return why the sizes or the operands of the epilogue are not supported, or None."""
@@ -123,12 +121,12 @@ class Linear(PackedProduct):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, FLOATS):
             return why
-        p = Problem.of(node)
+        p = Problem(node)
         return self.reject_sizes(p) or self.reject_weight(p, target, p.pair)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the tile sizes to use, derived from the target's registers and caches."""
-        p = Problem.of(node)
+        p = Problem(node)
         rows = self.panel_rows(p, target)
         registers = {64: 24, 32: 12}.get(target.vector, 8)  # accumulators, by the bytes of a vector
         mr = max(1, registers // (rows // (target.vector // 4)))
@@ -142,7 +140,7 @@ class Linear(PackedProduct):
         """Return the packed layout of the weight, unless it is packed already."""
         if node.op.name == "packed_linear":
             return {}
-        p = Problem.of(node)
+        p = Problem(node)
         return {1: f"pack_panel{{rows={schedule['rows']}, pair={p.pair}, parts={p.parts}}}"}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
@@ -150,7 +148,7 @@ class Linear(PackedProduct):
         pack_node(g, node, schedule, ops)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        p, s = Problem.of(node), schedule
+        p, s = Problem(node), schedule
         k = p.k.const or 1
         padded = -(-k // p.pair) * p.pair
         sums = (s["mb"] if k > s["kc"] else 1) * s["mr"] * s["rows"] * 4
@@ -159,7 +157,7 @@ class Linear(PackedProduct):
         return D(sums + (0 if direct else s["mb"] * s["mr"] * padded * item))
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        p, s = Problem.of(node), schedule
+        p, s = Problem(node), schedule
         config = (
             f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.w.dtype]} W;\n"
             f"  static constexpr int64_t K = {p.k}, N = {p.n}, MB = {s['mb']}, KC = {s['kc']};\n"
@@ -208,7 +206,7 @@ def _argument(p: Problem, j: int, stride: int) -> str:
 
 def pack_node(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:
     """Replace a linear or linear_map by packed_linear over pack_panel of its weight, keeping the kernel choice."""
-    p = Problem.of(node)
+    p = Problem(node)
     layout = {"rows": schedule["rows"], "pair": p.pair, "parts": p.parts}
     packed: Value = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result
     attrs = {"n": p.n, "parts": p.parts, "body": p.body, "dtype": node.attrs.get("dtype", "")}

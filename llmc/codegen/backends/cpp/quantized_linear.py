@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import gcd
 
 from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, unsupported
@@ -23,45 +22,39 @@ ZEROS = (*FLOATS, "u8")
 MAX_DEPTH = 1 << 16  # columns whose products have a sum below 2^31
 
 
-@dataclass(frozen=True)
 class QuantizedProblem(Problem):
-    """The computation of a quantised product, whether or not its weight is packed yet.
+    """The computation of a quantised product, whether or not its weight is packed yet."""
 
-    bits: of a stored code, 4 or 8. group, act_block: columns that share a scale of the weight and of x, 0 for all.
-    zero: the zero point of all codes as packed.
-    """
+    @property
+    def bits(self) -> int:
+        """The bits of a stored code: 4 or 8."""
+        return 8 if self.node.attrs["bits"] > 4 else 4
 
-    bits: int
-    group: int
-    zero: int
-    zeros: bool
-    act: str
-    act_block: int
+    @property
+    def group(self) -> int:
+        """Columns that share a scale of the weight, 0 for all."""
+        block = self.node.attrs["block"]
+        return int(block if isinstance(block, int) else block[1])
 
-    @staticmethod
-    def of(node: Node) -> QuantizedProblem:
-        """Read the problem from a node."""
-        x, code, a = node.operands[0].type, node.operands[1].type, node.attrs
-        if node.op.name == "packed_quantized_linear":
-            n, bits, group, zero = a["n"], a["bits"], a["block"], a["zero_point"]
-        else:
-            n = code.shape[0].divide(a["parts"]) or code.shape[0]
-            bits, group, zero = 8 if a["bits"] > 4 else 4, a["block"][1], a["zero_point"]
-            if code.dtype == "u8" and bits == 8:
-                zero -= 128  # `pack_codes` moves them to i8
-        return QuantizedProblem(
-            node,
-            a["parts"],
-            n,
-            x.shape[-1],
-            a["body"],
-            bits=bits,
-            group=group,
-            zero=zero,
-            zeros=a["zeros"],
-            act=a["act"],
-            act_block=a["act_block"],
-        )
+    @property
+    def zero(self) -> int:
+        """The zero point of all codes as packed: `pack_codes` moves those of 8 bits from u8 to i8."""
+        return int(self.node.attrs["zero_point"]) - (128 if self.w.dtype == "u8" and self.bits == 8 else 0)
+
+    @property
+    def zeros(self) -> bool:
+        """Whether there is a zero point for each scale."""
+        return bool(self.node.attrs["zeros"])
+
+    @property
+    def act(self) -> str:
+        """The dtype to which x is rounded; empty if it is not."""
+        return str(self.node.attrs["act"])
+
+    @property
+    def act_block(self) -> int:
+        """Columns that share a scale of x, 0 for all."""
+        return int(self.node.attrs["act_block"])
 
     @property
     def scale(self) -> Type:
@@ -107,10 +100,10 @@ class QuantizedLinear(PackedProduct):
     headers = ("llmc_quantized.h", "llmc_math.h", "llmc_store.h")
 
     def problem(self, node: Node) -> QuantizedProblem:
-        return QuantizedProblem.of(node)
+        return QuantizedProblem(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
-        p = QuantizedProblem.of(node)
+        p = QuantizedProblem(node)
         if why := unsupported(node, (*FLOATS, "i8", "u8")) or self._reject_codes(p) or self._reject_blocks(p):
             return why
         if why := self.reject_sizes(p):
@@ -152,7 +145,7 @@ class QuantizedLinear(PackedProduct):
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         """Return the tile sizes to use, derived from the target's registers and caches."""
-        p, lanes = QuantizedProblem.of(node), target.vector // 4
+        p, lanes = QuantizedProblem(node), target.vector // 4
         rows = self.panel_rows(p, target)
         # Accumulators of a tile, and tiles of a block. With AVX-512, integer products keep a float sum per accumulator
         # in registers. Otherwise, accumulators take half of the registers, and codes, products and scales the others.
@@ -169,7 +162,7 @@ class QuantizedLinear(PackedProduct):
         """Return the packed layouts of codes, scales and zero points, unless they are packed already."""
         if node.op.name == "packed_quantized_linear":
             return {}
-        p = QuantizedProblem.of(node)
+        p = QuantizedProblem(node)
         panel = f"rows={schedule['rows']}, parts={p.parts}"
         entries = dict.fromkeys(range(2, p.first_extra), f"pack_panel{{{panel}, pair=1}}")
         return {1: f"pack_codes{{bits={p.bits}}} pack_panel{{{panel}, pair={QUAD}}}", **entries}
@@ -179,14 +172,14 @@ class QuantizedLinear(PackedProduct):
         pack_quantized(g, node, schedule, ops)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
-        p, s = QuantizedProblem.of(node), schedule
+        p, s = QuantizedProblem(node), schedule
         rows = s["mb"] * s["mr"]
         sums = (rows if (p.k.const or 1) > s["kc"] else s["mr"]) * s["rows"] * 4
         units = -(-p.width // p.unit) * 8 if p.act else 0
         return D(sums + rows * (p.width * p.code_size(target) + units))
 
     def helpers(self, node: Node, schedule: Schedule, target: Target) -> str:
-        p, s = QuantizedProblem.of(node), schedule
+        p, s = QuantizedProblem(node), schedule
         zero = CTYPES[p.zero_points.dtype] if p.zero_points else "uint8_t"
         config = (
             f"struct Shape {{\n  typedef {CTYPES[p.x.dtype]} X;\n  typedef {CTYPES[p.scale.dtype]} S;\n"
@@ -206,7 +199,7 @@ class QuantizedLinear(PackedProduct):
 
 def pack_quantized(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:
     """Replace a quantized_linear by packed_quantized_linear over packed operands, keeping the kernel choice."""
-    p = QuantizedProblem.of(node)
+    p = QuantizedProblem(node)
 
     def panel(v: Value, pair: int) -> Value:
         layout = {"rows": schedule["rows"], "pair": pair, "parts": p.parts}

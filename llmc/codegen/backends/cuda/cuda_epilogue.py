@@ -79,53 +79,51 @@ def operand_macros(operands: Mapping[str, Type], before: Sequence[str] = ()) -> 
     return definitions, arguments
 
 
-def epilogue(body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = ()) -> str:
-    """Generate OTHER_PARAMETERS, OTHERS and the function `epilogue`.
+def epilogue(p: ProductNode, before: Sequence[str] = ()) -> str:
+    """Generate OTHER_PARAMETERS, OTHERS and the function `epilogue` of a product.
 
-    body: of a0 .. a{parts-1} and then the operands. before: parameters that the file uses itself, such as "int* x".
+    before: parameters that the file uses itself, such as "int* x".
     """
-    names = [f"e{i}" for i in range(len(operands))]
-    parameters = [f"const {CTYPES[t.dtype]}* {name}" for t, name in zip(operands, names, strict=True)]
-    values = [f"to_float({name}[{offset_of(t, result)}])" for t, name in zip(operands, names, strict=True)]
-    value = inline(parse_expr(body), [*(f"a[{i}]" for i in range(parts)), *values], FLOAT)
-    passed = "".join(f", {p}" for p in parameters)
+    types = {f"e{i}": t for i, t in enumerate(p.extras)}
+    parameters = [f"const {CTYPES[t.dtype]}* {name}" for name, t in types.items()]
+    values = [f"to_float({name}[{offset_of(t, p.out)}])" for name, t in types.items()]
+    value = inline(parse_expr(p.body), [*(f"a[{i}]" for i in range(p.parts)), *values], FLOAT)
+    arguments = "".join(f", {x}" for x in parameters)
     return (
-        f"#define OTHER_PARAMETERS {''.join(f'{p}, ' for p in (*before, *parameters))}\n"
-        f"#define OTHERS {''.join(f', {name}' for name in names)}\n"
-        f"__device__ inline float epilogue(const float (&a)[{parts}], int token, int column{passed}) {{\n"
+        f"#define OTHER_PARAMETERS {''.join(f'{x}, ' for x in (*before, *parameters))}\n"
+        f"#define OTHERS {''.join(f', {name}' for name in types)}\n"
+        f"__device__ inline float epilogue(const float (&a)[{p.parts}], int token, int column{arguments}) {{\n"
         f"  return {value};\n}}"
     )
 
 
-def pair_epilogue(
-    body: str, parts: int, operands: Sequence[Type], result: Type, before: Sequence[str] = (), staged: int | None = None
-) -> str:
+def pair_epilogue(p: ProductNode, before: Sequence[str] = (), staged: int | None = None) -> str:
     """Generate OTHER_PARAMETERS, OTHER_ARGUMENTS, OTHERS, and an epilogue of two neighbouring columns in two functions.
 
     `load_others(loaded, token, column OTHERS)` loads the other operands, for an even column, into a `Loaded`;
     `epilogue(y, sums, loaded)` computes y[2] from sums[parts][2]. They need pairs.cuh. before: as of `epilogue`.
     staged: the index of an operand that `load_others` leaves out, as the kernel loads it.
     """
-    types = {f"e{i}": t for i, t in enumerate(operands)}
+    types = {f"e{i}": t for i, t in enumerate(p.extras)}
     macros, arguments = operand_macros(types, before)
     loads = []
     for i, (name, t) in enumerate(types.items()):
         if i == staged:
             continue
-        offset = offset_of(t, result) or "0"
+        offset = offset_of(t, p.out) or "0"
         if "column" in offset:
             loads.append(f"load_pair(to.{name}, {name} + ({offset}));")
         else:
             loads.append(f"to.{name}[0] = to.{name}[1] = to_float({name}[{offset}]);")
-    values = [*(f"a[{p}][i]" for p in range(parts)), *(f"x.{name}[i]" for name in types)]
-    value = inline(parse_expr(body), values, PAIR)
+    values = [*(f"a[{part}][i]" for part in range(p.parts)), *(f"x.{name}[i]" for name in types)]
+    value = inline(parse_expr(p.body), values, PAIR)
     members = "".join(f" float {name}[2];" for name in types)
     declared = f"Loaded& to, int token, int column{arguments}"
     return (
         f"{macros}"
         f"struct Loaded {{{members} }};\n"
         f"__device__ inline void load_others({declared}) {{ {' '.join(loads)} }}\n"
-        f"__device__ inline void epilogue(float (&y)[2], const float (&a)[{parts}][2], const Loaded& x) {{\n"
+        f"__device__ inline void epilogue(float (&y)[2], const float (&a)[{p.parts}][2], const Loaded& x) {{\n"
         f"#pragma unroll\n"
         f"  for (int i = 0; i < 2; i++) y[i] = {value};\n}}"
     )

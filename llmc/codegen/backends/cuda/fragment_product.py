@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Self
 
 from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import lacks_wgmma
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.packed_product import pack_product, product_layouts, tables
-from llmc.codegen.product import ProductNode
+from llmc.codegen.product import ConstantProduct
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.packed_fragments import BLOCK
@@ -27,18 +27,8 @@ MAX_PARTS = 2
 SCALES = ("bf16", "f16")
 
 
-@dataclass(frozen=True)
-class FragmentProduct(ProductNode):
-    """A product over 4-bit codes, packed or not, with `n` rows of the weight per part and `k` columns."""
-
-    n: int
-    k: int
-
-    @classmethod
-    def of(cls, node: Node) -> Self:
-        """Read the problem from a node with constant sizes."""
-        x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
-        return cls(node, parts, int(code.shape[0]) // parts, int(x.shape[-1]))
+class FragmentProduct(ConstantProduct):
+    """A product over 4-bit codes, packed or not."""
 
     @property
     def first_extra(self) -> int:
@@ -50,10 +40,10 @@ class FragmentProduct(ProductNode):
         """Whether the tokens are normed first, by a gain that follows the scales."""
         return self.node.op.name in (NORMED, NORMED_PACKED)
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Columns that share a scale."""
-        return self.node.attrs["block"][1] or self.k
+        return int(self.node.attrs["block"][1]) or self.k
 
     @property
     def scale(self) -> str:
@@ -73,9 +63,7 @@ class FragmentProduct(ProductNode):
         if self.node.attrs["zeros"]:
             parameters["zeros"] = "const unsigned char* zeros"
         defines = [f"#define {name.upper()} {name if name in parameters else 'nullptr'}" for name in ("gain", "zeros")]
-        before = tuple(parameters.values())
-        text = generate(self.node.attrs["body"], self.parts, self.extras, self.node.result.type, before)
-        return "\n".join([*defines, text])
+        return "\n".join([*defines, generate(self, tuple(parameters.values()))])
 
     @property
     def weight_bytes(self) -> int:
@@ -128,12 +116,12 @@ def _reject_sizes(node: Node) -> str | None:
         return f"{parts} parts of {code.shape[0]} x {x.shape[-1]}; sizes must be constant multiples of {BLOCK}"
     if not 1 <= parts <= MAX_PARTS:
         return f"{parts} parts; the maximum is {MAX_PARTS}"
-    p = FragmentProduct.of(node)
+    p = FragmentProduct(node)
     if node.attrs["block"][0] != 1 or p.k % p.group or p.group % 16:
         return f"blocks of {list(node.attrs['block'])}; multiples of 16 columns of a row are supported"
     return reject_operands(p.extras, node.result.type)
 
 
 def _reject_weights(node: Node) -> str | None:
-    inputs = [v for v in node.operands[1 : FragmentProduct.of(node).first_extra] if origin(v) is Origin.INPUTS]
+    inputs = [v for v in node.operands[1 : FragmentProduct(node).first_extra] if origin(v) is Origin.INPUTS]
     return "the codes, scales, zero points or the gain are not known at compile time" if inputs else None

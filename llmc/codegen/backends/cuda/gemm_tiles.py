@@ -39,7 +39,7 @@ class GemmTiles(OptionalCudaKernel):
             return why
         if (out := node.results[0].type.dtype) not in TWO_BYTES:
             return f"a result of {out}"
-        steps = WgmmaProduct.of(node).steps
+        steps = WgmmaProduct(node).steps
         return f"{steps} steps of {STEP} columns; the minimum is {MIN_STEPS}" if steps < MIN_STEPS else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
@@ -47,14 +47,14 @@ class GemmTiles(OptionalCudaKernel):
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: rounds of tiles on all multiprocessors, of which the last one may be in halves."""
-        p, units = WgmmaProduct.of(node), target.limits.units
+        p, units = WgmmaProduct(node), target.limits.units
         rounds = -(-2 * -(-int(p.m.subs(env)) // TOKENS) * p.columns(schedule["rows"]) // units) / 2
         tile = 2.0 * TOKENS * schedule["rows"] * p.k * units / (target.peaks["bf16"] * _SHARE) * 1e6 + _TILE_US
         moved = int(node_cost(node)[1].subs(env)) / target.bandwidth * 1e6
         return max(rounds * tile, moved) + _START_US + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, rows, m, n = WgmmaProduct.of(node), schedule["rows"], schedule["along_m"], schedule["along_n"]
+        p, rows, m, n = WgmmaProduct(node), schedule["rows"], schedule["along_m"], schedule["along_n"]
         first, count = staged_operand(p), stages(rows, target)
         return Binding(
             grid=(target.limits.units // (m * n) * (m * n),),
@@ -75,7 +75,7 @@ class GemmTiles(OptionalCudaKernel):
             text="\n\n".join(
                 (
                     *(multiply(columns) for columns in (rows // 4, rows // 2, rows)),
-                    pair_epilogue(node.attrs.get("body", "a0"), p.parts, p.extras, node.result.type, staged=first),
+                    pair_epilogue(p, staged=first),
                     _set_first(p, first),
                 )
             ),

@@ -9,7 +9,7 @@ from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_produ
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
-from llmc.codegen.product import ProductNode
+from llmc.codegen.product import ConstantProduct, ProductNode
 from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
@@ -34,18 +34,8 @@ _SHARE, _READS = 0.86, 0.8  # shares of the peak and of the bandwidth that are r
 _TILE_US, _START_US, _CLUSTER_US = 1.6, 3.5, 1.5  # times of a tile's epilogue, a launch, and sums over a cluster
 
 
-@dataclass(frozen=True)
-class WgmmaProduct(ProductNode):
+class WgmmaProduct(ConstantProduct):
     """y[m, n] = epilogue(x @ w_0.T, x @ w_1.T, others) of k columns."""
-
-    n: int
-    k: int
-
-    @staticmethod
-    def of(node: Node) -> WgmmaProduct:
-        """Read the problem from a node whose weight has constant sizes."""
-        parts, w = node.attrs.get("parts", 1), node.operands[1].type
-        return WgmmaProduct(node, parts, int(w.shape[0]) // parts, int(w.shape[1]))
 
     def columns(self, bn: int) -> int:
         """Return the number of tiles along the columns, if a tile has `bn` rows of w."""
@@ -64,7 +54,7 @@ def reject_bf16(node: Node, target: Target) -> str | None:
     for v in node.operands[:2]:
         if v.type.format is not None or v.type.dtype != "bf16":
             return f"operand type {v.type} is not bf16"
-    return reject_product(ProductNode(node, node.attrs.get("parts", 1)), MAX_PARTS)
+    return reject_product(ProductNode(node), MAX_PARTS)
 
 
 @dataclass(frozen=True)
@@ -77,11 +67,11 @@ class GemmWgmma(OptionalCudaKernel):
         return reject_bf16(node, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return list(_schedules(WgmmaProduct.of(node), target))
+        return list(_schedules(WgmmaProduct(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: whole rounds of tiles on all multiprocessors, or the bytes of the operands."""
-        p, s, units = WgmmaProduct.of(node), schedule, target.limits.units
+        p, s, units = WgmmaProduct(node), schedule, target.limits.units
         blocks = int(_tiles(p, s).subs(env)) * cluster(s)
         rounds = -(-blocks // units)
         flops = 2.0 * s["bm"] * max(128, s["bn"]) * p.k / s["split"]  # narrow tiles are bound by shared memory
@@ -91,7 +81,7 @@ class GemmWgmma(OptionalCudaKernel):
         return max(rounds * tile, moved) + _START_US + (_CLUSTER_US if cluster(s) > 1 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, bm, bn, split = WgmmaProduct.of(node), schedule["bm"], schedule["bn"], schedule["split"]
+        p, bm, bn, split = WgmmaProduct(node), schedule["bm"], schedule["bn"], schedule["split"]
         half = Map(1, (D(p.parts * p.n), D(p.k)), (bn // 2, TILE_K), SWIZZLE)
         along_m, along_n, blocks = schedule.get("along_m", 1), schedule.get("along_n", 1), cluster(schedule)
         return Binding(
@@ -108,7 +98,7 @@ class GemmWgmma(OptionalCudaKernel):
             maps=(Map(0, (p.m, D(p.k)), (bm // along_n, TILE_K), SWIZZLE), half),
             cluster=(blocks, 1, 1) if blocks > 1 else (),
             text="\n\n".join(
-                (multiply(bn), pair_epilogue(node.attrs.get("body", "a0"), p.parts, p.extras, node.result.type))
+                (multiply(bn), pair_epilogue(p))
             ),
         )  # fmt: skip
 

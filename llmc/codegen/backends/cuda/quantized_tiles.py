@@ -31,7 +31,6 @@ _CLUSTER_US = 1.0  # further time of clusters of two blocks
 _HALVED_ROUND = 0.85  # time of a round of halved tiles, relative to a round of whole tiles
 
 
-@dataclass(frozen=True)
 class TiledProduct(FragmentProduct):
     """A product in tiles of tokens and columns."""
 
@@ -79,7 +78,7 @@ class QuantizedTiles(FragmentKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
-        p = TiledProduct.of(node)
+        p = TiledProduct(node)
         if BLOCK % p.group and p.group % (2 * BLOCK):
             return f"{p.group} columns that share a scale; divisors of {BLOCK}, multiples of {2 * BLOCK} are supported"
         if p.k % (2 * BLOCK) or not list(_schedules(p)):
@@ -90,11 +89,11 @@ class QuantizedTiles(FragmentKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return list(_schedules(TiledProduct.of(node)))
+        return list(_schedules(TiledProduct(node)))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: rounds of tiles on all multiprocessors, the last of which may be halved."""
-        p, s, units = TiledProduct.of(node), schedule, target.limits.units
+        p, s, units = TiledProduct(node), schedule, target.limits.units
         tiles = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // p.columns(s))
         rounds, left = divmod(tiles, units)
         if left:
@@ -105,7 +104,7 @@ class QuantizedTiles(FragmentKernel):
         return rounds * tile + _START_US + (_CLUSTER_US if s["along_n"] > 1 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, s = TiledProduct.of(node), schedule
+        p, s = TiledProduct(node), schedule
         stages, blocks = p.stages(s, target), s["along_n"]
         return Binding(
             grid=(target.limits.units // blocks * blocks,),

@@ -51,7 +51,6 @@ def slices(s: Schedule) -> int:
     return int(s.get("slices", 1))
 
 
-@dataclass(frozen=True)
 class TiledProduct(FragmentProduct):
     """A product in tiles of tokens and columns."""
 
@@ -93,18 +92,18 @@ class QuantizedWgmma(FragmentKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
-        p = TiledProduct.of(node)
+        p = TiledProduct(node)
         if p.step % p.group and p.group % p.step:
             return f"{p.group} columns that share a scale; divisors and multiples of {p.step} are supported"
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = TiledProduct.of(node)
+        p = TiledProduct(node)
         return list(_schedules(p, target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: rounds of resident blocks, whose steps are bound by latency or by a shared resource."""
-        p, s, units = TiledProduct.of(node), schedule, target.limits.units
+        p, s, units = TiledProduct(node), schedule, target.limits.units
         blocks = -(-int(p.m.subs(env)) // s["tokens"]) * (p.n // s["rows"]) * s["split"]
         seats = int(units * _LARGE_CLUSTERS) if s["split"] > 2 else units
         last_is_halved = s.get("halves") and 0 < 2 * (blocks % units) <= units
@@ -120,7 +119,7 @@ class QuantizedWgmma(FragmentKernel):
         return us * (_WIDE_SLICES if slices(s) > 1 and s["rows"] > BLOCK else 1.0)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, s = TiledProduct.of(node), schedule
+        p, s = TiledProduct(node), schedule
         return Binding(
             grid=(_blocks(p.m.ceildiv(s["tokens"]) * (p.n // s["rows"]), halved(s, target)) * s["split"],),
             threads=p.consumers(s) * WARPGROUP + p.producer(s),

@@ -52,7 +52,7 @@ class SkinnyGemm(FragmentKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
-        p = FragmentProduct.of(node)
+        p = FragmentProduct(node)
         max_tokens = max(self.tiles)
         if p.m.const is not None and p.m.const > max_tokens:
             return f"{p.m} tokens; at most {max_tokens} are supported"
@@ -66,13 +66,13 @@ class SkinnyGemm(FragmentKernel):
         return FIXED if self.fixed else BF16
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = FragmentProduct.of(node)
+        p = FragmentProduct(node)
         schedules = _schedules(p, self.tiles)
         return [s for s in schedules if (self._shared(p, s, target) + RESERVED) * _resident(s) <= target.limits.shared]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the copies of all blocks in whole rounds, plus a constant per number of tokens."""
-        p, s = FragmentProduct.of(node), schedule
+        p, s = FragmentProduct(node), schedule
         tokens = s["tokens"]
         columns = s["warps"] * s["chunks"] * s["split"] * BLOCK
         copied = _units(p, s, target) * _clusters(s, target) * STRIP * columns
@@ -82,7 +82,7 @@ class SkinnyGemm(FragmentKernel):
         return us + _FURTHER_BLOCK_US * (_resident(s) - 1)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, s = FragmentProduct.of(node), schedule
+        p, s = FragmentProduct(node), schedule
         clusters, tokens = _clusters(s, target), s["tokens"]
         return Binding(
             grid=(p.m.ceildiv(tokens) * (clusters * s["split"]),),

@@ -47,7 +47,6 @@ _START_US = 1.5  # a launch
 _CLUSTER_US = 0.5  # a cluster of more than two blocks
 
 
-@dataclass(frozen=True)
 class SlicedProduct(FragmentProduct):
     """A product whose columns are divided among the warps of a block and the blocks of a cluster."""
 
@@ -102,17 +101,17 @@ class SkinnySlices(FragmentKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
-        p = SlicedProduct.of(node)
+        p = SlicedProduct(node)
         if p.m.const is not None and p.m.const > TOKENS[-1]:
             return f"{p.m} tokens; at most {TOKENS[-1]} are supported"
         return None if self.schedules(node, target) else f"{p.k} columns with {p.group} for each scale"
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return list(_schedules(SlicedProduct.of(node), target))
+        return list(_schedules(SlicedProduct(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: reading the weights overlaps in part with multiplying them."""
-        p, s, units = SlicedProduct.of(node), schedule, target.limits.units
+        p, s, units = SlicedProduct(node), schedule, target.limits.units
         blocks = -(-p.n // p.rows(s)) * s["split"]
         resident = max(1, min(max_resident(p, s), target.limits.shared // (p.shared(s) + ALIGN)))
         rounds = -(-blocks // (units * resident))
@@ -129,7 +128,7 @@ class SkinnySlices(FragmentKernel):
         return tiles * rounds * us + _START_US + (_CLUSTER_US if s["split"] > 2 else 0.0) + target.launch_us
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, s = SlicedProduct.of(node), schedule
+        p, s = SlicedProduct(node), schedule
         return Binding(
             grid=(p.m.ceildiv(s["tokens"]) * (-(-p.n // p.rows(s)) * s["split"]),),
             threads=s["groups"] * s["slices"] * 32,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from llmc.codegen.backends.cuda.cuda_epilogue import pair_epilogue, reject_product
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, Binding, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import ALIGN, INSTRUCTIONS, SWIZZLE, WARPGROUP, lacks_wgmma, multiply
 from llmc.codegen.kernel import Map, Schedule
-from llmc.codegen.product import ProductNode, tiles_to_try
+from llmc.codegen.product import ConstantProduct, ProductNode, tiles_to_try
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
@@ -42,19 +43,13 @@ _TALL_US = 0.7  # further time of tiles of more than HEIGHT rows
 _CLUSTERS_OF_4 = 0.9  # share of the multiprocessors that clusters of four blocks can use
 
 
-@dataclass(frozen=True)
-class SkinnyProduct(ProductNode):
-    """y[m, n] = epilogue(x @ w_0.T, x @ w_1.T, .., others) of k columns. item: bytes of an element of x and w."""
+class SkinnyProduct(ConstantProduct):
+    """y[m, n] = epilogue(x @ w_0.T, x @ w_1.T, .., others) of k columns."""
 
-    n: int
-    k: int
-    item: int
-
-    @staticmethod
-    def of(node: Node) -> SkinnyProduct:
-        """Read the problem from a node whose weight has constant sizes."""
-        parts, w = node.attrs.get("parts", 1), node.operands[1].type
-        return SkinnyProduct(node, parts, int(w.shape[0]) // parts, int(w.shape[1]), DTYPES[w.dtype].bits // 8)
+    @cached_property
+    def item(self) -> int:
+        """The bytes of an element of x and of the weight."""
+        return DTYPES[self.w.dtype].bits // 8
 
     @property
     def columns(self) -> int:
@@ -91,7 +86,7 @@ class SkinnyWgmma(OptionalCudaKernel):
         x, w = (v.type for v in node.operands[:2])
         if x.dtype != w.dtype or x.dtype not in self.dtypes or w.format is not None:
             return f"factors of {x} and {w}; two of {' or of '.join(self.dtypes)} are supported"
-        p = ProductNode(node, node.attrs.get("parts", 1))
+        p = ProductNode(node)
         if why := reject_product(p, MAX_PARTS, ALIGNED * 8 // DTYPES[w.dtype].bits):
             return why
         if origin(node.operands[1]) is Origin.INPUTS:
@@ -101,11 +96,11 @@ class SkinnyWgmma(OptionalCudaKernel):
         return None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        return list(_schedules(SkinnyProduct.of(node), target))
+        return list(_schedules(SkinnyProduct(node), target))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: reading the weights, which bytes in flight bound, and what each step and round adds."""
-        p, s, units = SkinnyProduct.of(node), schedule, target.limits.units
+        p, s, units = SkinnyProduct(node), schedule, target.limits.units
         tiles = -(-int(p.m.subs(env)) // s["tokens"])
         rows = p.parts * s["rows"]
         steps = -(-p.steps(s) // s["split"])
@@ -120,8 +115,7 @@ class SkinnyWgmma(OptionalCudaKernel):
         return us + _TOKEN_US * s["tokens"] + _CLUSTER_US * (s["split"] - 1) + (_TALL_US if s["rows"] > HEIGHT else 0.0)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, s, dtype = SkinnyProduct.of(node), schedule, node.operands[1].type.dtype
-        body = node.attrs.get("body", "a0")
+        p, s, dtype = SkinnyProduct(node), schedule, node.operands[1].type.dtype
         return Binding(
             grid=(p.m.ceildiv(s["tokens"]) * (p.tiles(s) * s["split"]),),
             threads=p.parts * s["rows"] // HEIGHT * WARPGROUP + PRODUCER,
@@ -138,7 +132,7 @@ class SkinnyWgmma(OptionalCudaKernel):
             ),
             cluster=(s["split"], 1, 1) if s["split"] > 1 else (),
             text="\n\n".join(
-                (multiply(s["tokens"], dtype), pair_epilogue(body, p.parts, p.extras, node.result.type))
+                (multiply(s["tokens"], dtype), pair_epilogue(p))
             ),
         )  # fmt: skip
 

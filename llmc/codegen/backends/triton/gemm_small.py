@@ -67,7 +67,7 @@ class Gemm(TritonKernel):
         return reject_product(node, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = Product.of(node)
+        p = Product(node)
         # Instructions of 8-bit floats have at least 16 columns, and so have those of warpgroups, by which
         # deterministic kernels multiply any number of tokens.
         min_tokens = MATRIX if p.dot in FLOAT8 or target.deterministic else 0
@@ -97,7 +97,7 @@ class Gemm(TritonKernel):
             yield GemmTile(bm, bn // next_power_of_2(p.parts), depth, warps, stages)
 
     def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
-        p, s = Product.of(node), schedule
+        p, s = Product(node), schedule
         tokens, columns = s["bm"], s["bn"] * (2 if self.joined(p, s) else 1)
         if s["split"] > 1 or p.splits:  # each step adds columns of several slices; graphs may differ in `splits`
             return None
@@ -109,13 +109,13 @@ class Gemm(TritonKernel):
         return self.swap and joins(p, s["bn"], s["split"])
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, s = Product.of(node), schedule
+        p, s = Product(node), schedule
         measured = self.swap and target.family == "cuda"
         us = product_us(p.unsplit, s, target, env, self.swap)
         return us * (penalty(p, s, env) if measured else 1.0) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, s = Product.of(u.node), u.schedule
+        p, s = Product(u.node), u.schedule
         rows = p.m.ceildiv(s["bm"])
         columns = -(-p.n // s["bn"])
         grid: tuple[Dim, ...] = (rows, D(columns)) if self.swap else (rows * columns,)

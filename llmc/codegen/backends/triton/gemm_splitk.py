@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 
 from llmc.codegen.backends.triton.gemm_small import Gemm
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output
@@ -19,15 +19,13 @@ MAX_BLOCK = 1024  # preferred maximum of columns per program
 _WARPS = 4
 
 
-@dataclass(frozen=True)
 class PartialSums(Product):
     """The epilogue of linear_combine, whose accumulator is the sum of the partial products."""
 
-    @staticmethod
-    def of(node: Node) -> PartialSums:
-        """Read the problem from a linear_combine node."""
-        shape = node.operands[0].type.shape
-        return PartialSums(node, 1, int(shape[-1]), 0, node.attrs.get("body", "a0"))
+    @cached_property
+    def n(self) -> int:
+        """The number of columns."""
+        return int(self.x.shape[-1])
 
     @property
     def m(self) -> Dim:
@@ -58,12 +56,12 @@ class SplitKCombine(TritonKernel):
         return [{"block": b, "warps": w} for b, w in self._shapes(node)]
 
     def _shapes(self, node: Node) -> Iterator[tuple[int, int]]:
-        wide = 1 << (PartialSums.of(node).n - 1).bit_length()
+        wide = 1 << (PartialSums(node).n - 1).bit_length()
         for block in (MAX_BLOCK, MAX_BLOCK // 2, 2 * MAX_BLOCK):
             yield max(16, min(block, wide)), _WARPS
 
     def code(self, u: Unit) -> Code:
-        p, block = PartialSums.of(u.node), u.schedule["block"]
+        p, block = PartialSums(u.node), u.schedule["block"]
         return u.launch(
             Template("splitk_combine", "splitk_combine"),
             (p.m, D(-(-p.n // block))),

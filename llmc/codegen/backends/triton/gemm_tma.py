@@ -41,7 +41,7 @@ def has_maps(target: Target) -> bool:
 
 def gain(node: Node, env: Mapping[str, int]) -> float:
     """Return the speed-up over the same tiles with pointers; 1 for few tokens, for which it was not measured."""
-    return _GAIN if Product.of(node).tokens(env) > WARPGROUP else 1.0
+    return _GAIN if Product(node).tokens(env) > WARPGROUP else 1.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GemmTma(Gemm):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
-        p = Product.of(node)
+        p = Product(node)
         if not has_maps(target):
             return f"{target.name} does not support TMA"
         if p.x.dtype != p.w.dtype or p.dot == "f32":
@@ -77,12 +77,12 @@ class GemmTma(Gemm):
             yield GemmTile(bm, bn // p.parts, STEP_BYTES // p.factor_bytes, warps, stages)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p = Product.of(node)
+        p = Product(node)
         us = product_us(p.unsplit, schedule, target, env, False) * (1.0 if p.splits else slowdown(p, schedule))
         return us / gain(node, env) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, s = Product.of(u.node), u.schedule
+        p, s = Product(u.node), u.schedule
         weight = (s["bn"], s["bk"]) if p.parts == 1 else (p.parts, s["bn"], s["bk"])
         sizes = (D(p.n), D(p.k)) if p.parts == 1 else (D(p.parts), D(p.n), D(p.k))
         return replace(super().code(u), maps=(Map(0, (p.m, D(p.k)), (s["bm"], s["bk"])), Map(1, sizes, weight)))

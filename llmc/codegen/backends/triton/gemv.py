@@ -96,18 +96,18 @@ class Gemv(TritonKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := reject_product(node, target):
             return why
-        m = Product.of(node).m.const
+        m = Product(node).m.const
         return f"{m} tokens; the maximum is {MAX_TOKENS}" if m is not None and m > MAX_TOKENS else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = Product.of(node)
+        p = Product(node)
         best = nearest(p, self.measured)
         near = sorted((m.tile for m in self.measured), key=lambda t: _distance(t, best))
         tiles = list(dict.fromkeys(_fit(p, t) for t in near))
         return by_tokens(p.m.const, tiles, lambda tile, rows: _fits_registers(p, tile, rows))
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, s = Product.of(node), schedule
+        p, s = Product(node), schedule
         m = p.tokens(env)
         passes = -(-m // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _BANDWIDTH_SHARE
@@ -121,7 +121,7 @@ class Gemv(TritonKernel):
         return math.hypot(moved, arithmetic) * 1e6 * slower + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, s = Product.of(u.node), u.schedule
+        p, s = Product(u.node), u.schedule
         rows, m = s["rows"], p.m.const
         sums = rows * p.parts
         joint = sums > 1 and not u.interpret  # the interpreter would reduce them element by element

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from llmc.codegen.backends.triton.template import function, literal, record
 from llmc.codegen.backends.triton.tiling import masked
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import CODES, Unit, unsupported
-from llmc.codegen.product import ProductNode
+from llmc.codegen.product import ConstantProduct
 from llmc.ir.dim import D
 from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
@@ -22,20 +22,8 @@ from llmc.targets.target import Target
 MAX_PARTS = 4
 
 
-@dataclass(frozen=True)
-class Product(ProductNode):
+class Product(ConstantProduct):
     """The computation of a product node: y[m, n] = body(x @ w_0.T, .., x @ w_{parts-1}.T, extras)."""
-
-    n: int
-    k: int
-    body: str
-
-    @staticmethod
-    def of(node: Node) -> Product:
-        """Read the problem from a product node."""
-        x, w = node.operands[0].type, node.operands[1].type
-        parts, body = node.attrs.get("parts", 1), node.attrs.get("body", "a0")
-        return Product(node, parts, int(w.shape[0]) // parts, int(x.shape[-1]), body)
 
     @property
     def first_extra(self) -> int:
@@ -55,7 +43,7 @@ class Product(ProductNode):
     @property
     def unsplit(self) -> Product:
         """The product that costs as much as all parts of the depth: one part, with more columns."""
-        return replace(self, n=self.n * self.splits, k=self.k // self.splits) if self.splits else self
+        return _UnsplitProduct(self.node) if self.splits else self
 
     def tokens(self, env: Mapping[str, int]) -> int:
         """Return the number of tokens at the sizes `env`."""
@@ -85,6 +73,16 @@ class Product(ProductNode):
         return "tl.int32" if self.dot == "i8" and not float32_factors else "tl.float32"
 
 
+class _UnsplitProduct(Product):
+    @cached_property
+    def n(self) -> int:
+        return int(self.w.shape[0]) * self.splits
+
+    @cached_property
+    def k(self) -> int:
+        return int(self.x.shape[-1]) // self.splits
+
+
 def reject_weight(node: Node) -> str | None:
     """Return why the sizes [rows, columns of x] or the parts of a product's weight are not supported, or None."""
     rows = node.operands[1].type.shape[0]
@@ -101,7 +99,7 @@ def reject_product(node: Node, target: Target) -> str | None:
         return why
     if why := reject_weight(node):
         return why
-    p = Product.of(node)
+    p = Product(node)
     if {p.x.dtype, p.w.dtype} & {*CODES} and p.w.dtype != p.x.dtype:
         return f"factors of {p.x.dtype} and {p.w.dtype}"
     if any(t.dtype not in FLOATS for t in [p.out, *p.extras]):

@@ -47,14 +47,14 @@ class QuantizedGemm(QuantizedKernel):
     """quantized_linear by tl.dot of converted codes; the weight is the left factor."""
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = QuantizedProduct.of(node)
+        p = QuantizedProduct(node)
         tiles = dict.fromkeys(_fit(p, t, target) for t in _tiles(p))
         fitting = [t for t in tiles if _fits(p, t, target)]
         return [t._asdict() for t in fitting or [_fit(p, SMALL, target)]]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict the larger of reading and computing, in whole waves of tiles, plus half of the smaller."""
-        p, s, units = QuantizedProduct.of(node), schedule, target.limits.units
+        p, s, units = QuantizedProduct(node), schedule, target.limits.units
         rows = -(-p.tokens(env) // s["bm"])
         columns = -(-p.n // s["bn"])
         blocks, area = rows * columns, s["bm"] * s["bn"] * p.parts
@@ -71,7 +71,7 @@ class QuantizedGemm(QuantizedKernel):
         return (max(reading, computing) + 0.5 * min(reading, computing)) * 1e6 + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, s = QuantizedProduct.of(u.node), u.schedule
+        p, s = QuantizedProduct(u.node), u.schedule
         rows = p.m.ceildiv(s["bm"])
         lines = previous_power_of_2(max(1, s["bk"] // LINE_BYTES))
         return u.launch(

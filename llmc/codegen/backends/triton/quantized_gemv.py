@@ -43,11 +43,11 @@ class QuantizedGemv(QuantizedKernel):
     def reject(self, node: Node, target: Target) -> str | None:
         if why := super().reject(node, target):
             return why
-        m = QuantizedProduct.of(node).m.const
+        m = QuantizedProduct(node).m.const
         return f"{m} tokens; the maximum is {MAX_TOKENS}" if m is not None and m > MAX_TOKENS else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = QuantizedProduct.of(node)
+        p = QuantizedProduct(node)
         row_bytes = next_power_of_2(p.k // (2 if p.half else 1))
         tiles: dict[CodeTile, None] = {}  # without duplicates, in order
         for rows_of_parts, nbytes, warps in _TILES:
@@ -63,7 +63,7 @@ class QuantizedGemv(QuantizedKernel):
         return rows == 1 or (factors <= _TILE and rows * factors <= _STEP)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, s = QuantizedProduct.of(node), schedule
+        p, s = QuantizedProduct(node), schedule
         passes = -(-p.tokens(env) // s["rows"])
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _READ
         steps = _CONVERSION + s["rows"] * (1.5 + 1.6 / (s["bn"] * p.parts))
@@ -71,7 +71,7 @@ class QuantizedGemv(QuantizedKernel):
         return math.hypot(moved, arithmetic) * 1e6 + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, s = QuantizedProduct.of(u.node), u.schedule
+        p, s = QuantizedProduct(u.node), u.schedule
         sums = s["rows"] * p.parts
         joint = sums > 1 and not u.interpret  # the interpreter would reduce them element by element
         return u.launch(

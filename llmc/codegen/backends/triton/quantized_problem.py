@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 
 from llmc.codegen.backends.triton.linear_problem import Product, reject_weight
 from llmc.codegen.backends.triton.template import record
@@ -22,28 +22,20 @@ FEW_TOKENS = 32  # tokens of a tile up to which sums are scaled, if codes have 4
 HALVES = (64, 32, 16)  # columns between the two codes of a byte; tl.dot needs 16
 
 
-@dataclass(frozen=True)
 class QuantizedProduct(Product):
-    """The computation of quantized_linear or packed_nibbles_linear.
+    """The computation of quantized_linear or packed_nibbles_linear."""
 
-    group: columns that share a scale. half: columns between the two codes of a byte; 0 if a byte is one code, or if the
-    columns cannot be packed.
-    """
+    @cached_property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return min(self.node.attrs["block"][1] or self.k, self.k)
 
-    group: int
-    half: int
-
-    @staticmethod
-    def of(node: Node) -> QuantizedProduct:
-        """Read the problem from a node with constant sizes."""
-        x, code, parts = node.operands[0].type, node.operands[1].type, node.attrs["parts"]
-        k = int(x.shape[-1])
-        group = min(node.attrs["block"][1] or k, k)
-        if node.op.name == PACKED:
-            half = node.attrs["half"]
-        else:
-            half = halves(k, group) if node.attrs["bits"] <= 4 else 0
-        return QuantizedProduct(node, parts, int(code.shape[0]) // parts, k, node.attrs["body"], group, half)
+    @cached_property
+    def half(self) -> int:
+        """Columns between the two codes of a byte; 0 if a byte is one code, or if the columns cannot be packed."""
+        if self.node.op.name == PACKED:
+            return int(self.node.attrs["half"])
+        return halves(self.k, self.group) if self.node.attrs["bits"] <= 4 else 0
 
     @property
     def first_extra(self) -> int:
@@ -95,19 +87,19 @@ class QuantizedKernel(TritonKernel):
             return f"activations rounded to {node.attrs['act']}"
         if why := unsupported(node, (*FLOATS, "i8", "u8")) or _reject_sizes(node):
             return why
-        p = QuantizedProduct.of(node)
+        p = QuantizedProduct(node)
         if any(t.dtype not in FLOATS for t in [p.x, p.scale, p.out, *p.extras]):
             return "the scales or an operand of the epilogue are not of a float dtype"
         return _reject_bytes(p) if p.w.dtype == "i8" else _reject_nibbles(p)
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
-        half = QuantizedProduct.of(node).half
+        half = QuantizedProduct(node).half
         if not half or node.op.name == PACKED:
             return {}
         return product_layouts(node, f"pack_nibbles{{half={half}}}")
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        half = QuantizedProduct.of(node).half
+        half = QuantizedProduct(node).half
         pack_product(g, node, ops["pack_nibbles"], {"half": half}, ops[PACKED], ops)
 
 

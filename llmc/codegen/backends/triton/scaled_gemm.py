@@ -41,18 +41,18 @@ _MAX_SUMS = 64  # maximum float32 sums per thread in each of the two accumulator
 _RESCALE_OPERATIONS = 4  # operations per sum and group
 
 
-@dataclass(frozen=True)
 class ScaledProduct(Product):
-    """The computation of block_scaled_linear. group, rows: columns and rows of the weight that share a scale."""
+    """The computation of block_scaled_linear."""
 
-    group: int
-    rows: int
+    @property
+    def group(self) -> int:
+        """Columns of the weight that share a scale."""
+        return int(self.node.attrs["block"][1])
 
-    @staticmethod
-    def of(node: Node) -> ScaledProduct:
-        """Read the problem from a node with constant sizes."""
-        p, (rows, group) = Product.of(node), node.attrs["block"]
-        return ScaledProduct(node, p.parts, p.n, p.k, p.body, group, rows or p.parts * p.n)
+    @property
+    def rows(self) -> int:
+        """Rows of the weight that share a scale."""
+        return int(self.node.attrs["block"][0]) or self.parts * self.n
 
     @property
     def first_extra(self) -> int:
@@ -85,20 +85,20 @@ class ScaledGemm(TritonKernel):
             return why
         if x.dtype != code.dtype or x.dtype not in FLOAT8:
             return f"codes of {x.dtype} and {code.dtype} in blocks; two of one dtype of 8-bit floats are supported"
-        p = ScaledProduct.of(node)
+        p = ScaledProduct(node)
         if any(t.dtype not in FLOATS for t in p.extras):
             return "an operand of the epilogue is not of a float dtype"
         return f"groups of {p.group} columns are not a multiple of {DEPTH}" if p.group % DEPTH else None
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
-        p = ScaledProduct.of(node)
+        p = ScaledProduct(node)
         tiles = dict.fromkeys(_narrow(p) if self.swap else _large(p))
         fitting = [t for t in tiles if fits(p, t, target, _MAX_SUMS)] or [GemmTile(16, 16, p.step, 4, 2)]
         schedules: list[Schedule] = [t._asdict() for t in fitting]
         return schedules + [{**s, "group": g} for g in GROUPS for s in schedules[:1] if self.mapped]
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
-        p, s = ScaledProduct.of(node), schedule
+        p, s = ScaledProduct(node), schedule
         sums = -(-p.tokens(env) // s["bm"]) * s["bm"] * p.parts * p.n
         scaling = sums * (p.k / p.step) * _RESCALE_OPERATIONS / target.peaks["f32"] * 1e6
         us = product_us(p, s, target, env, self.swap) * (penalty(p, s, env) if self.swap else 1.0)
@@ -106,7 +106,7 @@ class ScaledGemm(TritonKernel):
         return us + scaling / 2 + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, s = ScaledProduct.of(u.node), u.schedule
+        p, s = ScaledProduct(u.node), u.schedule
         template = Template("scaled_gemm", "scaled_gemm")
         grid = (p.m.ceildiv(s["bm"]) * -(-p.n // s["bn"]),)
         code = u.launch(template, grid, s["warps"], s["stages"], (epilogue(u, p),), **self.arguments(u, p))
