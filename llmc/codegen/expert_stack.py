@@ -68,9 +68,19 @@ class Stack:
         return self.node.operands[CODE].type
 
     @property
+    def experts(self) -> int:
+        """The number of experts."""
+        return int(self.code.shape[0])
+
+    @property
     def rows(self) -> int:
         """The number of weight rows of an expert."""
         return int(self.code.shape[1])
+
+    @property
+    def n(self) -> int:
+        """The number of weight rows of each part."""
+        return self.rows // self.parts
 
     @property
     def k(self) -> int:

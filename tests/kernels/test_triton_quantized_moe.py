@@ -222,5 +222,5 @@ def test_rejected_nodes() -> None:
 def test_the_problem_of_packed_and_of_unpacked_codes_is_one() -> None:
     s = STACKS["group128"][0]
     packed, plain = (next(iter(x.graph(True, "T", 2, 3, 6, 256).nodes)) for x in (s, replace(s, half=0)))
-    a, b = map(QuantizedExperts.of, (packed, plain))
+    a, b = map(QuantizedExperts, (packed, plain))
     assert (a.half, a.group, a.k, a.n, a.expert_bytes) == (b.half, b.group, b.k, b.n, b.expert_bytes)

@@ -82,25 +82,8 @@ class CodesRing(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class CodesProblem:
+class CodesProblem(Stack):
     """A grouped product over codes of 4 bits, packed or not."""
-
-    node: Node
-
-    @property
-    def stack(self) -> Stack:
-        return Stack(self.node)
-
-    @property
-    def experts(self) -> int:
-        """The number of experts."""
-        return int(self.stack.code.shape[0])
-
-    @property
-    def k(self) -> int:
-        """The number of weight columns."""
-        return self.stack.k
 
     @property
     def group(self) -> int:
@@ -116,7 +99,7 @@ class CodesProblem:
     def weight_bytes(self) -> float:
         """The bytes of an expert's codes, scales and zero points."""
         entry = 2 + self.zeros
-        return self.stack.rows * (self.k / 2 + self.k // self.group * entry)
+        return self.rows * (self.k / 2 + self.k // self.group * entry)
 
     def ring(self, s: Schedule, target: Target) -> CodesRing:
         """Return the ring that fits into shared memory. Buffers have two blocks of columns if enough of them fit."""
@@ -180,7 +163,7 @@ class GroupedCodes(OptionalCudaKernel):
         pairs = int(node.operands[1].type.shape[0].subs(env))
         blocks = s["consumers"] * s["blocks"]  # blocks of 64 rows of the weight per tile
         floats = bool(node.attrs["values"])
-        tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.stack.rows // (BLOCK * blocks))
+        tiles = row_blocks(pairs, p.experts, s["tokens"]) * -(-p.rows // (BLOCK * blocks))
         columns = _mean_columns(pairs, p.experts, s["tokens"], _narrowest(s["tokens"], floats))
         resident = min(s["resident"], math.ceil(tiles / units))
         unit_us = max(_CONVERT_FLOATS_US if floats else _CONVERT_INTEGERS_US, _COLUMN_US * columns)
@@ -197,32 +180,32 @@ class GroupedCodes(OptionalCudaKernel):
         return STARTS, CODE, *_tables(node)
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
-        p, s, stack = CodesProblem(node), schedule, Stack(node)
+        p, s = CodesProblem(node), schedule
         ring = p.ring(s, target)
         narrowest = _narrowest(s["tokens"], bool(node.attrs["values"]))
         threads = (s["consumers"] + 1) * WARPGROUP
         producer_registers, consumer_registers = _registers(s)
         widths = range(narrowest, s["tokens"] + 1, narrowest)
-        scale = stack.type("scale")
+        scale = p.type("scale")
         assert scale is not None
         return Binding(
             grid=(target.limits.units * s["resident"],),
             threads=threads,
             constants={
                 "WARPGROUP": WARPGROUP, "BLOCK": BLOCK, "CHUNKS": ring.chunks, "STEP": ring.chunks * BLOCK,
-                "THREADS": threads, "EXPERTS": p.experts, "N": stack.rows // stack.parts, "K": p.k,
-                "PARTS": stack.parts, "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
+                "THREADS": threads, "EXPERTS": p.experts, "N": p.n, "K": p.k,
+                "PARTS": p.parts, "GROUP": p.group, "ZERO_POINT": -1 if p.zeros else node.attrs["zero_point"],
                 "E2M1": int(node.attrs["values"] == "e2m1"), "TILE_M": s["tokens"], "NARROWEST": narrowest,
                 "CONSUMERS": s["consumers"], "BLOCKS": s["blocks"], "RESIDENT": s["resident"], "STAGES": ring.stages,
                 "STAGE_BYTES": ring.nbytes, "OVERLAP": int(_overlaps(s)),
                 "PRODUCER_REGISTERS": producer_registers, "CONSUMER_REGISTERS": consumer_registers,
                 "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s), "GROUP_SIZE_M": GROUP_SIZE_M,
-                "CHOICES": node.attrs["k"] if stack.up else 0, "SCATTER": int(not stack.up),
+                "CHOICES": node.attrs["k"] if p.up else 0, "SCATTER": int(not p.up),
                 "SCALE": CTYPES[scale.dtype], "OUT": CTYPES[node.result.type.dtype],
             },
             shared=ring.stages * ring.nbytes + ALIGN,
             text="\n\n".join((
-                "using Ring = BufferRing<STAGES, STAGE_BYTES>;", *map(multiply_registers, widths), epilogue(stack),
+                "using Ring = BufferRing<STAGES, STAGE_BYTES>;", *map(multiply_registers, widths), epilogue(p),
             )),
         )  # fmt: skip
 
@@ -304,15 +287,14 @@ def _reject_types(node: Node) -> str | None:
 
 
 def _reject_sizes(node: Node) -> str | None:
-    stack = Stack(node)
-    experts, rows, k = (d.const for d in (*stack.code.shape[:2], node.operands[0].type.shape[1]))
+    p = CodesProblem(node)
+    experts, rows, k = (d.const for d in (*p.code.shape[:2], node.operands[0].type.shape[1]))
     if not experts or not rows or not k or rows % BLOCK or k % BLOCK:
-        return f"the experts' sizes {stack.code} are not constant multiples of {BLOCK}"
-    if stack.up and stack.parts == 1:
+        return f"the experts' sizes {p.code} are not constant multiples of {BLOCK}"
+    if p.up and p.parts == 1:
         return "experts without a gate"
     if experts > MAX_EXPERTS:
         return f"{experts} experts; the maximum is {MAX_EXPERTS}"
-    p = CodesProblem(node)
     aligned = p.k % p.group == 0 and p.group % 16 == 0 and (BLOCK % p.group == 0 or p.group % BLOCK == 0)
     if node.attrs["block"][0] != 1 or not aligned:
         return f"blocks of {list(node.attrs['block'])}; 16, 32 and multiples of {BLOCK} columns are supported"

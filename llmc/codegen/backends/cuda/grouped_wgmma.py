@@ -64,14 +64,13 @@ class GroupedWgmma(OptionalCudaKernel):
         Measured on an H200 (bench.gpu.experts).
         """
         p, s, units = Stack(node), schedule, target.limits.units
-        experts = int(p.code.shape[0])
         pairs = int(node.operands[1].type.shape[0].subs(env))
-        tiles = row_blocks(pairs, experts, s["bm"]) * -(-p.rows // s["bn"])
+        tiles = row_blocks(pairs, p.experts, s["bm"]) * -(-p.rows // s["bn"])
         column = 2.0 * s["bm"] * s["bn"] * units / target.peaks["bf16"] / _SHARE * 1e6
         copied = 2 * (s["bm"] + s["bn"]) / _L2_BYTES_US
         tile = p.k * max(column, copied, _COLUMN_US[s["bm"]]) + _TILE_US + _ELEMENT_US * s["bm"] * s["bn"]
         busy = min(1.0, tiles / units) ** _BUSY
-        read = chosen_experts(pairs, experts) * p.rows * p.k * 2 / target.bandwidth / _READS / busy * 1e6
+        read = chosen_experts(pairs, p.experts) * p.rows * p.k * 2 / target.bandwidth / _READS / busy * 1e6
         start = _START_US + (_UP_US if p.up else 0.0) + target.launch_us
         return overlapped(read, max(1, math.ceil(tiles / units)) * tile) + start
 
@@ -80,20 +79,19 @@ class GroupedWgmma(OptionalCudaKernel):
 
     def bind(self, node: Node, schedule: Schedule, target: Target) -> Binding:
         p, s = Stack(node), schedule
-        experts, n = int(p.code.shape[0]), p.rows // p.parts
-        count = stages(s, experts, target)
+        count = stages(s, p.experts, target)
         return Binding(
             grid=(target.limits.units,),
             threads=s["bm"] // 64 * WARPGROUP + WARPGROUP,
             constants={
-                "EXPERTS": experts, "N": n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
+                "EXPERTS": p.experts, "N": p.n, "K": p.k, "PARTS": p.parts, "TILE_M": s["bm"], "TILE_N": s["bn"],
                 "STAGES": count, "GROUP_SIZE_M": GROUP_SIZE_M * 128 // s["bm"],
                 "CHOICES": node.attrs["k"] if p.up else 0, "SCATTER": int(not p.up),
                 "READ_BEFORE_WAIT": int(READ_BEFORE_WAIT in s),
                 "OUT": CTYPES[node.result.type.dtype],
             },
             shared=count * stage_bytes(s) + ALIGN,
-            maps=(Map(CODE, (D(experts * p.rows), D(p.k)), (s["bn"] // 2, TILE_K), SWIZZLE),),
+            maps=(Map(CODE, (D(p.experts * p.rows), D(p.k)), (s["bn"] // 2, TILE_K), SWIZZLE),),
             text="\n\n".join((multiply(s["bn"]), epilogue(p))),
         )  # fmt: skip
 

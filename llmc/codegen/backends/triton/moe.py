@@ -6,7 +6,6 @@ The kernels are in `kernels/moe.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from llmc.codegen.backends.triton.dot_order import dot_order
@@ -93,37 +92,13 @@ class Route(TritonKernel):
         )
 
 
-@dataclass(frozen=True)
-class Experts:
-    """One grouped product: rows of `left` times the weights of their expert, which have `parts` row blocks."""
-
-    node: Node
-    parts: int
-
-    @property
-    def w(self) -> Type:
-        """The type of the weights [experts, rows, columns]."""
-        return self.node.operands[3].type
+class Experts(Stack):
+    """One grouped product: rows of `left` times the weights of their expert."""
 
     @property
     def left(self) -> Type:
         """The type of the left operand."""
         return self.node.operands[0].type
-
-    @property
-    def count(self) -> int:
-        """The number of experts."""
-        return int(self.w.shape[0])
-
-    @property
-    def n(self) -> int:
-        """The number of weight rows per part."""
-        return int(self.w.shape[1]) // self.parts
-
-    @property
-    def k(self) -> int:
-        """The number of weight columns."""
-        return int(self.w.shape[2])
 
     @property
     def pairs(self) -> Dim:
@@ -133,7 +108,7 @@ class Experts:
     @property
     def expert_bytes(self) -> float:
         """The bytes of an expert's weights."""
-        return self.n * self.parts * self.k * DTYPES[self.w.dtype].bits / 8
+        return self.rows * self.k * DTYPES[self.code.dtype].bits / 8
 
     @property
     def conversion(self) -> float:
@@ -143,11 +118,11 @@ class Experts:
     @property
     def dot(self) -> str:
         """The dtype of both factors in tl.dot: their own if equal, else float32."""
-        return self.left.dtype if self.left.dtype == self.w.dtype else "f32"
+        return self.left.dtype if self.left.dtype == self.code.dtype else "f32"
 
     def blocks(self, bm: int) -> Dim:
         """Return the number of row blocks for the worst routing: every expert may have a block that is not full."""
-        limit = self.pairs.ceildiv(bm) + self.count
+        limit = self.pairs.ceildiv(bm) + self.experts
         return limit if self.pairs.const is None else D(min(self.pairs.const, int(limit)))
 
 
@@ -205,7 +180,7 @@ class Grouped(TritonKernel):
         """
         p, s = self.experts(node), schedule
         pairs = int(p.pairs.subs(env))
-        chosen = min(pairs, p.count)
+        chosen = min(pairs, p.experts)
         passes = -(-pairs // (chosen * s["bm"]))
         weights = chosen * p.expert_bytes
         columns = -(-p.n // s["bn"])
@@ -220,18 +195,18 @@ class Grouped(TritonKernel):
 
     def grouped(self, u: Unit, template: Template, /, **arguments: Argument) -> Code:
         """Return the code of a call of a template, with its `ExpertProduct` and its epilogue added to the arguments."""
-        p, stack, s = self.experts(u.node), Stack(u.node), u.schedule
+        p, s = self.experts(u.node), u.schedule
         product = record(
             "ExpertProduct",
             x_ptr="x0",
             order_ptr="x1",
             starts_ptr="x2",
-            weights_ptr=pointer(stack, "weights"),
-            bias_ptr=pointer(stack, "bias"),
+            weights_ptr=pointer(p, "weights"),
+            bias_ptr=pointer(p, "bias"),
             out_ptr="y0",
-            CHOICES=u.node.attrs["k"] if stack.up else 0,
-            EXPERTS=p.count,
-            EXPERTS_PADDED=next_power_of_2(p.count),
+            CHOICES=u.node.attrs["k"] if p.up else 0,
+            EXPERTS=p.experts,
+            EXPERTS_PADDED=next_power_of_2(p.experts),
             N=p.n,
             K=p.k,
             PARTS=p.parts,
@@ -268,7 +243,7 @@ class FloatGrouped(Grouped):
     """moe_up and moe_down: products whose weights are factors as they are stored."""
 
     def experts(self, node: Node) -> Experts:
-        return Experts(node, Stack(node).parts)
+        return Experts(node)
 
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         """Predict microseconds: the time of reading the chosen experts and that of the arithmetic, which overlap.
@@ -280,7 +255,7 @@ class FloatGrouped(Grouped):
             return super().cost_us(node, schedule, target, env)
         pairs = int(p.pairs.subs(env))
         columns = -(-p.n // s["bn"])
-        chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
+        chosen, blocks = chosen_experts(pairs, p.experts), row_blocks(pairs, p.experts, s["bm"])
         again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
         read = chosen * p.expert_bytes * (1 + 0.25 * again) / target.bandwidth
         programs = blocks * columns
@@ -298,7 +273,7 @@ class FloatGrouped(Grouped):
 
     def code(self, u: Unit) -> Code:
         p = self.experts(u.node)
-        wide = u.interpret or p.left.dtype != p.w.dtype
+        wide = u.interpret or p.left.dtype != p.code.dtype
         return self.grouped(
             u,
             Template("moe", "moe_product"),
@@ -314,9 +289,9 @@ class FloatGrouped(Grouped):
         Before it, short launches choose the experts while the memory is idle; before the second product, the first one
         reads its weights.
         """
-        if not (u.pdl and Stack(u.node).up):
+        if not (u.pdl and p.up):
             return record("Prefetch", PROGRAMS=0, LINE=1, LINES=0)
-        line, s, limits = LINE_BYTES * 8 // DTYPES[p.w.dtype].bits, u.schedule, u.target.limits
+        line, s, limits = LINE_BYTES * 8 // DTYPES[p.code.dtype].bits, u.schedule, u.target.limits
         programs = limits.units * (limits.shared // self.shared_bytes(p, s, u.target))
         most = PREFETCHED // (programs * s["bn"] * p.parts * LINE_BYTES)
         lines = previous_power_of_2(max(1, min(most, p.k // line)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 
 from llmc.codegen.backends.triton.moe import NARROW, ROWS, Experts, ExpertTile, Grouped, pointer
 from llmc.codegen.backends.triton.quantized_problem import halves, has_assembly, scales_factors
@@ -27,27 +27,13 @@ _BANDWIDTH_SHARE = 0.41
 _BUSY = 0.31  # exponent of the share of multiprocessors with a program
 
 
-@dataclass(frozen=True)
 class QuantizedExperts(Experts):
-    """One grouped product over codes.
+    """One grouped product over codes."""
 
-    half: columns between the two codes of a byte, packed or to be packed; 0 if a byte is one code.
-    """
-
-    half: int
-
-    @staticmethod
-    def of(node: Node) -> QuantizedExperts:
-        """Read the problem from a node with constant sizes."""
-        stack, a = Stack(node), node.attrs
-        group = min(a["block"][1] or stack.k, stack.k)
-        half = a["half"] or (halves(stack.k, group) if stack.narrow else 0)
-        return QuantizedExperts(node, stack.parts, half)
-
-    @property
-    def k(self) -> int:
-        """The number of weight columns."""
-        return int(self.left.shape[1])
+    @cached_property
+    def half(self) -> int:
+        """Columns between the two codes of a byte, packed or to be packed; 0 if a byte is one code."""
+        return int(self.node.attrs["half"]) or (halves(self.k, self.group) if self.narrow else 0)
 
     @property
     def group(self) -> int:
@@ -57,8 +43,7 @@ class QuantizedExperts(Experts):
     @property
     def block_rows(self) -> int:
         """Rows that share a scale."""
-        rows = self.parts * self.n
-        return min(self.node.attrs["block"][0] or rows, rows)
+        return min(self.node.attrs["block"][0] or self.rows, self.rows)
 
     @property
     def dot(self) -> str:
@@ -74,8 +59,8 @@ class QuantizedExperts(Experts):
     def expert_bytes(self) -> float:
         """The bytes of an expert's codes, as packed, and scales."""
         scale = self.node.operands[4].type
-        codes = self.parts * self.n * self.k / (2 if self.half else 1)
-        return codes + int(scale.nbytes) / self.count
+        codes = self.rows * self.k / (2 if self.half else 1)
+        return codes + int(scale.nbytes) / self.experts
 
     @property
     def conversion(self) -> float:
@@ -87,18 +72,19 @@ class QuantizedGrouped(Grouped):
     """quantized_moe_up and quantized_moe_down; codes of 4 bits are packed at compile time."""
 
     def experts(self, node: Node) -> QuantizedExperts:
-        return QuantizedExperts.of(node)
+        return QuantizedExperts(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
         if node.attrs["act"]:
             return f"activations rounded to {node.attrs['act']}"
         if why := unsupported(node, (*FLOATS, *INTS, *FLOAT8), target):
             return why
-        return self.reject_sizes(node) or _reject_codes(self.experts(node)) or _reject_others(Stack(node))
+        p = self.experts(node)
+        return self.reject_sizes(node) or _reject_codes(p) or _reject_others(p)
 
     def layouts(self, node: Node, schedule: Schedule, target: Target) -> dict[int, str]:
         p = self.experts(node)
-        return Stack(node).layouts(p.half) if p.half and not node.attrs["half"] else {}
+        return p.layouts(p.half) if p.half and not node.attrs["half"] else {}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
         pack_stack(g, node, self.experts(node).half, list(self.layouts(node, schedule, target)), ops)
@@ -127,7 +113,7 @@ class QuantizedGrouped(Grouped):
             return super().cost_us(node, schedule, target, env)
         pairs = int(p.pairs.subs(env))
         area = s["bm"] * s["bn"] * p.parts
-        chosen, blocks = chosen_experts(pairs, p.count), row_blocks(pairs, p.count, s["bm"])
+        chosen, blocks = chosen_experts(pairs, p.experts), row_blocks(pairs, p.experts, s["bm"])
         programs = blocks * -(-p.n // s["bn"])
         again = min(2.0, blocks / chosen - 1)  # times that a weight is read again, partly from the L2 cache
         busy = min(1.0, programs / target.limits.units) ** _BUSY
@@ -138,15 +124,15 @@ class QuantizedGrouped(Grouped):
         return max(overlapped(read * 1e6, products * 1e6), latency) + target.launch_us
 
     def code(self, u: Unit) -> Code:
-        p, stack, a = self.experts(u.node), Stack(u.node), u.node.attrs
-        scale_rows, groups = -(-p.parts * p.n // p.block_rows), -(-p.k // p.group)  # shape of an expert's scales
-        scale = stack.type("scale")
+        p, a = self.experts(u.node), u.node.attrs
+        scale_rows, groups = -(-p.rows // p.block_rows), -(-p.k // p.group)  # shape of an expert's scales
+        scale = p.type("scale")
         assert scale is not None
         codes = record(
-            "ExpertCodes", code_ptr="x3", scale_ptr=pointer(stack, "scale"), zero_ptr=pointer(stack, "zero"),
+            "ExpertCodes", code_ptr="x3", scale_ptr=pointer(p, "scale"), zero_ptr=pointer(p, "zero"),
             HALF=p.half, BLOCK_ROWS=p.block_rows, GROUP=p.group, ENTRIES=scale_rows * groups,
             ROW_STRIDE=1 if p.half else groups, GROUP_STRIDE=scale_rows if p.half else 1,
-            ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.w.dtype in FLOAT8,
+            ZERO_POINT=a["zero_point"], E2M1=a["values"] == "e2m1", E4M3=p.code.dtype in FLOAT8,
             SCALED=scales_factors(p.half, u.schedule["bm"], scale.dtype, p.left.dtype),
             FACTOR="tl.float32" if u.interpret else element(p.left),
             ASSEMBLY=has_assembly(u, p.left),
@@ -157,7 +143,7 @@ class QuantizedGrouped(Grouped):
 def _reject_codes(p: QuantizedExperts) -> str | None:
     """Return why the codes or their blocks are not supported, or None."""
     a = p.node.attrs
-    if p.w.dtype == "u8":
+    if p.code.dtype == "u8":
         if a["bits"] > 4 or not 0 <= a["zero_point"] < 16:
             return f"codes of {a['bits']} bits in dtype u8 with the zero point {a['zero_point']}; 4 bits are supported"
         if p.block_rows != 1:
@@ -165,10 +151,10 @@ def _reject_codes(p: QuantizedExperts) -> str | None:
         if not p.half:
             return f"{p.k} columns in blocks of {p.group}; both must be multiples of 32, and codes known when compiled"
         return None
-    if p.w.dtype not in CODES:
-        return f"codes of dtype {p.w.dtype}"
+    if p.code.dtype not in CODES:
+        return f"codes of dtype {p.code.dtype}"
     if a["zeros"] or a["zero_point"]:
-        return f"codes of dtype {p.w.dtype} with zero points"
+        return f"codes of dtype {p.code.dtype} with zero points"
     if p.late or p.group % STEP == 0:
         return None
     return f"blocks of {p.group} columns; multiples of {STEP} are supported"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from llmc.codegen.backends.triton.moe import ROWS, Experts, ExpertTile, Grouped
 from llmc.codegen.backends.triton.template import Template
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import CODES, Code, Unit, unsupported
-from llmc.codegen.expert_stack import Stack
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dtype import DTYPES, FLOATS, INTS
 from llmc.ir.graph import Node
@@ -22,18 +20,18 @@ MAX_SUMS = 64  # maximum float32 sums per thread with separate sums per group; h
 RESCALE_OPERATIONS = 4  # operations per sum and group
 
 
-@dataclass(frozen=True)
 class ScaledExperts(Experts):
-    """A grouped product of quantised factors. group, block_rows: columns and rows of the weight that share a scale."""
+    """A grouped product of quantised factors."""
 
-    group: int
-    block_rows: int
+    @property
+    def group(self) -> int:
+        """Columns of the weight that share a scale."""
+        return int(self.node.attrs["block"][1]) or self.k
 
-    @staticmethod
-    def of(node: Node) -> ScaledExperts:
-        """Read the problem from a node with constant sizes."""
-        stack, (rows, columns) = Stack(node), node.attrs["block"]
-        return ScaledExperts(node, stack.parts, columns or stack.k, rows or stack.rows)
+    @property
+    def block_rows(self) -> int:
+        """Rows of the weight that share a scale."""
+        return int(self.node.attrs["block"][0]) or self.rows
 
     @property
     def scales_at_end(self) -> bool:
@@ -43,25 +41,27 @@ class ScaledExperts(Experts):
     @property
     def expert_bytes(self) -> float:
         """The bytes of an expert's codes and scales."""
-        return super().expert_bytes + int(self.node.operands[4].type.nbytes) / self.count
+        return super().expert_bytes + int(self.node.operands[4].type.nbytes) / self.experts
 
 
 class ScaledGrouped(Grouped):
     """scaled_moe_up and scaled_moe_down."""
 
     def experts(self, node: Node) -> ScaledExperts:
-        return ScaledExperts.of(node)
+        return ScaledExperts(node)
 
     def reject(self, node: Node, target: Target) -> str | None:
         if why := unsupported(node, (*FLOATS, *CODES, *INTS), target):
             return why
         if why := self.reject_sizes(node):
             return why
-        p, stack = self.experts(node), Stack(node)
-        if p.left.dtype != p.w.dtype or p.w.dtype not in CODES:
-            return f"codes of {p.left.dtype} and {p.w.dtype}; two of i8 or of one dtype of 8-bit floats are supported"
+        p = self.experts(node)
+        if p.left.dtype != p.code.dtype or p.code.dtype not in CODES:
+            return (
+                f"codes of {p.left.dtype} and {p.code.dtype}; two of i8 or of one dtype of 8-bit floats are supported"
+            )
         for name in ("scale", "weights", "bias"):
-            t = stack.type(name)
+            t = p.type(name)
             if t is not None and t.dtype not in FLOATS:
                 return f"{name} of dtype {t.dtype}"
         if p.scales_at_end or p.group % STEPS[-1] == 0:
@@ -83,13 +83,13 @@ class ScaledGrouped(Grouped):
     def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
         p, s = self.experts(node), schedule
         blocks = min(int(p.blocks(s["bm"]).subs(env)), int(p.pairs.subs(env)))
-        sums = blocks * s["bm"] * p.parts * p.n
+        sums = blocks * s["bm"] * p.rows
         scaling = sums * (p.k / p.group) * RESCALE_OPERATIONS / target.peaks["f32"] * 1e6
         return super().cost_us(node, schedule, target, env) + scaling / 2
 
     def code(self, u: Unit) -> Code:
         p = self.experts(u.node)
-        integers = DTYPES[p.w.dtype].kind == "i" and not u.interpret
+        integers = DTYPES[p.code.dtype].kind == "i" and not u.interpret
         return self.grouped(
             u, Template("scaled_moe", "scaled_moe"), code_ptr="x3", scale_ptr="x4", x_scale_ptr="x5",
             BLOCK_ROWS=p.block_rows, GROUP=p.group, SUM="tl.int32" if integers else "tl.float32",
