@@ -16,9 +16,8 @@ from pathlib import Path
 
 from bench.gpu.attention import Bench, Card, compile_all, entry_path, floor_us, read_entry
 from bench.gpu.attention_ways import CASES, Heads, Launch, Setting, Way, node_of
-from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
-from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
-from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
+from llmc.codegen.backends.triton.decode_attention import SINGLE_TOKEN_ATTENTION
+from llmc.codegen.backends.triton.prefill_attention import MIXED_ATTENTION, PREFILL_ATTENTION
 from llmc.codegen.backends.triton.triton_kernel import TritonKernel
 from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.extension import load

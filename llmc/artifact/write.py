@@ -37,7 +37,7 @@ from llmc.artifact.files import Files, Hook, no_hook
 from llmc.artifact.publish import PART, check_free, locked, publish, sweep, temporary
 from llmc.artifact.rank_weights import write_rank_weights
 from llmc.artifact.weights import Progress
-from llmc.codegen.binary import Binary
+from llmc.codegen.build import Binary
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Graph, Module
 from llmc.ir.weight_eval import WeightSource

@@ -4,7 +4,7 @@ programs without compiling kernels."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,34 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import launch_plan, memory
-from llmc.codegen.binary import Binary, unique_sources
-from llmc.codegen.kernel import Kernel, Source
+from llmc.codegen.kernel import Box, Kernel, Source
+from llmc.codegen.launch_plan import Placed
 from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
 _NO_KEY = "0" * 32  # placeholder for the key of a binary that does not exist
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled unit: key, source text, binary, entry point, and launch parameters.
+
+    `abi` is the calling convention, `boxes` are the boxes of its tensor maps. `suffix` and `language` are the
+    extensions of its two files. `license`: see Source.
+    """
+
+    hash: str
+    source: str
+    binary: bytes
+    entry: str
+    threads: int = 0
+    shared: int = 0
+    suffix: str = "so"
+    language: str = "cpp"
+    abi: str = "cpu-1"
+    boxes: tuple[Box, ...] = ()
+    license: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,14 +105,24 @@ def _launch_info(b: Binary) -> launch_plan.LaunchInfo:
     return launch_plan.LaunchInfo(b.hash, b.threads, b.shared, b.boxes)
 
 
-def place_graphs(m: Module, target: Target, kernels: Mapping[str, Kernel]) -> list[launch_plan.Placed]:
+def unique_sources(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, str]]:
+    """Return the sources by key, each with the path of a module that uses it, or ""."""
+    sources: dict[str, tuple[Source, str]] = {}
+    for p in placed:
+        for n, s in zip(p.emitted.nodes, p.emitted.sources):
+            source, loc = sources.get(key(s), (s, ""))
+            sources[key(s)] = source, loc or n.loc
+    return sources
+
+
+def place_graphs(m: Module, target: Target, kernels: Mapping[str, Kernel]) -> list[Placed]:
     """Emit every launched graph and lay out its buffers; narrowest graphs first."""
     done: dict[Any, Source] = {}
     emitted = [launch_plan.emit_graph(g, m.bounds(g), kernels, target, done) for g in m.launched]
     return sorted((launch_plan.place(e, m) for e in emitted), key=lambda p: _width(p, m))
 
 
-def _width(p: launch_plan.Placed, m: Module) -> tuple[bool, int]:
+def _width(p: Placed, m: Module) -> tuple[bool, int]:
     """Sort key: programs of one token per row first, then by the maximum number of tokens."""
     serves = launch_plan.serves_of(p.emitted.graph, m)
     return "uniform" not in serves, serves.get("T", [0, 0])[1]

@@ -15,7 +15,7 @@ from llmc_runtime.format.manifest import Limits, Source, State, TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
 
 from llmc.artifact.write import PackedWeights, Parts
-from llmc.codegen.binary import Binary
+from llmc.codegen.build import Binary
 from llmc.ir.graph import Graph
 from llmc.ir.types import tensor
 

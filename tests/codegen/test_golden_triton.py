@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmc.codegen.backends.triton.gathered_moe import MOE_GATHER_DOWN, MOE_GATHER_UP
-from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL
-from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
+from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL, GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA
 from llmc.codegen.backends.triton.gemv import GEMV, NORM_GEMV
 from llmc.codegen.backends.triton.matmul import MATMUL

@@ -13,9 +13,8 @@ from gpu.test_kernels import failures
 from kernels.harness import Case
 from kernels.test_triton_attention import F8, Paged
 
-from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION
+from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION, SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
-from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
 from llmc.codegen.backends.triton.triton_toolchain import TritonToolchain
 from llmc.targets.gpu_targets import sm_90
 

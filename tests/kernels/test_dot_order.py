@@ -8,8 +8,8 @@ from draw import SEED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL, Gemm
+from llmc.codegen.backends.triton.tiling import dot_order
 from llmc.codegen.backends.triton.triton_toolchain import load_entry
 from llmc.codegen.kernel import Schedule, Source
 from llmc.ir.graph import Graph, Node

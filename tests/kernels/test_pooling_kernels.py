@@ -13,8 +13,7 @@ from kernels.harness import Case
 from kernels.test_triton_state import drawn_rows
 
 from llmc.codegen.backends.cpp.state import POOLING
-from llmc.codegen.backends.triton.pooling import ROW_MEAN
-from llmc.codegen.backends.triton.row_state import ROW_ADVANCE, ROW_FIRST, ROW_REACH
+from llmc.codegen.backends.triton.row_state import ROW_ADVANCE, ROW_FIRST, ROW_MEAN, ROW_REACH
 from llmc.extension import load
 from llmc.ir.example import example_graph
 from llmc.ir.ops import OPS

@@ -14,11 +14,14 @@ from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, ONE_TARGET, TARGETS, compile_for, run_case
 from kernels.triton_order import memory_order
 
-from llmc.codegen.backends.triton.attention_parts import ATTENTION_PARTS, JOIN_PARTS
-from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION
-from llmc.codegen.backends.triton.mixed_attention import MIXED_ATTENTION
-from llmc.codegen.backends.triton.prefill_attention import PACKED_ATTENTION, PREFILL_ATTENTION
-from llmc.codegen.backends.triton.single_token_attention import SINGLE_TOKEN_ATTENTION
+from llmc.codegen.backends.triton.decode_attention import ATTENTION_COMBINE, DECODE_ATTENTION, SINGLE_TOKEN_ATTENTION
+from llmc.codegen.backends.triton.prefill_attention import (
+    ATTENTION_PARTS,
+    JOIN_PARTS,
+    MIXED_ATTENTION,
+    PACKED_ATTENTION,
+    PREFILL_ATTENTION,
+)
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, TritonKernel, float8
 from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.ir.dim import D
@@ -30,9 +33,7 @@ from llmc.targets.target import Target
 
 pytestmark = pytest.mark.drawn
 # h, g, d
-SHAPES = (
-    (4, 4, 64), (14, 2, 64), (8, 1, 80), (6, 2, 96), (10, 2, 128), (4, 2, 256), (3, 1, 40), (12, 2, 72),
-)  # fmt: skip
+SHAPES = ((4, 4, 64), (14, 2, 64), (8, 1, 80), (6, 2, 96), (10, 2, 128), (4, 2, 256), (3, 1, 40), (12, 2, 72))
 F8 = "f8e4m3"
 DETERMINISTIC = replace(INTERPRETED, deterministic=True)
 # A bfloat16 softmax; Triton's interpreter cuts where others round.

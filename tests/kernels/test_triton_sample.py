@@ -12,10 +12,10 @@ from draw import generator
 from kernels.harness import Case
 from kernels.triton_harness import INTERPRETED, interpret, interpreting, run_case, some
 
-from llmc.codegen.backends.triton.logprobs import ROW_LOGPROBS
 from llmc.codegen.backends.triton.sample import (
     ROW_BLOCK_MAX,
     ROW_FINISH,
+    ROW_LOGPROBS,
     ROW_MASK,
     ROW_PENALIZE,
     ROW_SAMPLE,

@@ -11,7 +11,7 @@ from kernels.harness import Case
 from kernels.test_triton_linear import draw
 from kernels.triton_harness import run_case
 
-from llmc.codegen.backends.triton.gemm_splitk import GEMM_SPLITK, SPLITK_COMBINE
+from llmc.codegen.backends.triton.gemm_small import GEMM_SPLITK, SPLITK_COMBINE
 from llmc.codegen.backends.triton.gemm_tma import GEMM_TMA_SPLITK
 from llmc.ir.graph import Graph
 from llmc.ir.ops import OPS

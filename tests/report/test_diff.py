@@ -17,7 +17,7 @@ from report.conftest import Made
 
 from llmc.artifact.write import PackedWeights, write_artifact
 from llmc.cli import main
-from llmc.codegen.binary import Binary
+from llmc.codegen.build import Binary
 from llmc.report.diff import diff, render
 from llmc.report.graph_diff import compare_graphs
 from llmc.report.ir_lines import stage

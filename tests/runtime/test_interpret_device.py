@@ -16,7 +16,7 @@ from llmc_runtime.format.program import Launch
 from llmc_runtime.sched.step import RowInit, RowParams, Step, Work
 
 from llmc.artifact.write import write_artifact
-from llmc.codegen.binary import Binary
+from llmc.codegen.build import Binary
 
 pytest.importorskip("triton")
 

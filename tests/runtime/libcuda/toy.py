@@ -15,7 +15,7 @@ from llmc_runtime.format.manifest import TargetInfo
 from llmc_runtime.format.program import Buffer, Launch, Program
 
 from llmc.artifact.write import Parts
-from llmc.codegen.binary import Binary
+from llmc.codegen.build import Binary
 
 _BODY = tiny.KERNEL[tiny.KERNEL.index("  const int32_t *rows") : tiny.KERNEL.rindex("}")]
 _ROW = "int32_t r = rows[i], len = length[r];"

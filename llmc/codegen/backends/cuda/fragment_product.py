@@ -11,8 +11,7 @@ from llmc.codegen.backends.cuda.cuda_epilogue import epilogue, reject_operands
 from llmc.codegen.backends.cuda.cuda_kernel import CTYPES, FLOATS, OptionalCudaKernel
 from llmc.codegen.backends.cuda.wgmma import lacks_wgmma
 from llmc.codegen.kernel import Schedule
-from llmc.codegen.packed_product import pack_product, product_layouts, tables
-from llmc.codegen.product import ConstantProduct
+from llmc.codegen.product import ConstantProduct, pack_product, product_layouts, tables
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops.packed_fragments import BLOCK

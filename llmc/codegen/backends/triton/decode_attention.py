@@ -1,6 +1,6 @@
-"""Decode attention over KV pages in Triton, whole or in splits, and the combination of the splits.
+"""Decode attention over KV pages in Triton: whole, in splits with their combination, or beside rows of prompts.
 
-The kernels are in `kernels/decode_attention.py`.
+The kernels are in `kernels/decode_attention.py` and `kernels/single_token_attention.py`.
 """
 
 from __future__ import annotations
@@ -183,6 +183,44 @@ class DecodeAttention(TritonKernel):
         )
 
 
+class SingleTokenAttention(DecodeAttention):
+    """Writes the outputs of rows of one token to y, which contains those that another kernel computed for longer rows.
+
+    If the result does not share memory with y, those are copied.
+    """
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return reject_attention(node, target)
+
+    def reads_before_wait(self, node: Node) -> tuple[int, ...]:
+        """Return all inputs but the outputs of the longer rows and the sinks."""
+        scales = node.operand("scales")
+        return (0, 1, 2, 3, 4, 5, *(i for i, v in enumerate(node.operands) if v is scales))
+
+    def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        return ((6, 0),)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict the time of decode attention with one token per row."""
+        rows = node.operands[3].type.shape[0].subs(env).const or 1
+        tokens = node.operands[0].type.shape[0]
+        return super().cost_us(node, schedule, target, {**env, **({str(tokens): rows} if tokens.const is None else {})})
+
+    def code(self, u: Unit) -> Code:
+        n, p = u.node, AttentionProblem.of(u.node)
+        return u.launch(
+            Template("single_token_attention", "single_token_attention"),
+            (n.operands[3].type.shape[0], p.kv_heads),
+            attention=paged_attention(u),
+            longer_ptr=u.pointer("y"),
+            out_ptr="y0",
+            token_count=u.sizes(n.operands[0].type.shape[0]),
+            QUERY_ROWS=self.rows(p),
+            KEYS_PER_TILE=u.schedule["keys"],
+            INPUTS_SETTLED=u.reads_before_wait,
+        )
+
+
 class AttentionCombine(TritonKernel):
     """The weighted mean of the splits, one head of one token per program."""
 
@@ -230,3 +268,4 @@ class AttentionCombine(TritonKernel):
 
 DECODE_ATTENTION = DecodeAttention("triton/decode_attention", ("paged_attention", "paged_attention_split"))
 ATTENTION_COMBINE = AttentionCombine("triton/attention_combine", ("attention_combine",), can_trigger_before_wait=True)
+SINGLE_TOKEN_ATTENTION = SingleTokenAttention("triton/single_token_attention", ("paged_attention_single",))

@@ -1,5 +1,7 @@
 """Products on tensor cores: weight tiles times a few tokens (GEMM_SMALL), and large square tiles for prompts (GEMM).
 
+GEMM_SPLITK divides the depth, and SPLITK_COMBINE adds the partial products and computes the epilogue.
+
 GEMM_SMALL uses weight rows as the rows of its tiles and tokens as their columns, because tensor-core instructions have
 many rows but may have few columns. GEMM uses tokens as rows, and orders its tiles in groups that stay in the L2 cache.
 """
@@ -8,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.linear_problem import Product, epilogue, output, peak, reject_product
 from llmc.codegen.backends.triton.template import Argument, Template
-from llmc.codegen.backends.triton.tiling import GemmTile, next_power_of_2, previous_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit
+from llmc.codegen.backends.triton.tiling import GemmTile, dot_order, next_power_of_2, previous_power_of_2
+from llmc.codegen.backends.triton.triton_kernel import FLOAT8, Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.product import tiles_to_try
-from llmc.ir.dim import D, Dim
-from llmc.ir.dtype import DTYPES
+from llmc.ir.dim import D, Dim, product
+from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -48,6 +50,7 @@ LARGE_AMD_TILES = (
 LARGE_FLOAT_TILES = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = GemmTile(16, 16, 32, 4, 2)  # fits every target
 _MAX_SUMS = 128  # maximum float32 sums per thread
+COMBINED, COMBINE_WARPS = 1024, 4  # preferred columns of a program of linear_combine, and its warps
 WARPGROUP = 64  # rows of a warpgroup's instruction
 MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NVIDIA's of 8-bit floats
 
@@ -260,5 +263,60 @@ def _peak_share(p: Product, s: Schedule, swap: bool) -> float:
     return 0.72 if elements < 32768 else 0.77
 
 
+class PartialSums(Product):
+    """The epilogue of linear_combine, whose accumulator is the sum of the partial products."""
+
+    @cached_property
+    def n(self) -> int:
+        """The number of columns."""
+        return int(self.x.shape[-1])
+
+    @property
+    def m(self) -> Dim:
+        """The number of tokens: the product of the leading axes of the result."""
+        return product(self.out.shape[:-1])
+
+    @property
+    def first_extra(self) -> int:
+        """The index of the first epilogue operand."""
+        return 1
+
+    @property
+    def dot(self) -> str:
+        """The dtype of the partial products."""
+        return "f32"
+
+
+class SplitKCombine(TritonKernel):
+    """linear_combine: a program computes one block of columns of one token."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := unsupported(node, FLOATS):
+            return why
+        splits, columns = (node.operands[0].type.shape[i].const for i in (0, -1))
+        return "the number of parts or columns is not constant" if splits is None or columns is None else None
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        wide = next_power_of_2(PartialSums(node).n)
+        blocks = (max(16, min(block, wide)) for block in (COMBINED, COMBINED // 2, 2 * COMBINED))
+        return [{"block": block, "warps": COMBINE_WARPS} for block in blocks]
+
+    def code(self, u: Unit) -> Code:
+        p, block = PartialSums(u.node), u.schedule["block"]
+        return u.launch(
+            Template("splitk_combine", "splitk_combine"),
+            (p.m, D(-(-p.n // block))),
+            u.schedule["warps"],
+            0,
+            (epilogue(u, p),),
+            **u.pointers("partial_ptr", ""),
+            output=output(u, p, 1),
+            SPLITS=int(u.node.operands[0].type.shape[0]),
+            BLOCK=block,
+        )
+
+
 GEMM_SMALL = Gemm("triton/gemm_small", ("linear", "linear_map"), swap=True)
 GEMM = Gemm("triton/gemm", ("linear", "linear_map"))
+GEMM_SPLITK = Gemm("triton/gemm_splitk", ("linear_split",))
+SPLITK_COMBINE = SplitKCombine("triton/splitk_combine", ("linear_combine",))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.template import Template
+from llmc.codegen.backends.triton.tiling import dot_order
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import Schedule
 from llmc.ir.cost import node_cost

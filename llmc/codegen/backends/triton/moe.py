@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from llmc.codegen.backends.triton.dot_order import dot_order
 from llmc.codegen.backends.triton.gemm_small import LINE_BYTES
 from llmc.codegen.backends.triton.template import Argument, Template, function, record
-from llmc.codegen.backends.triton.tiling import next_power_of_2, previous_power_of_2
+from llmc.codegen.backends.triton.tiling import dot_order, next_power_of_2, previous_power_of_2
 from llmc.codegen.backends.triton.triton_expr import helpers, inline
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
 from llmc.codegen.emit import unsupported_dtype

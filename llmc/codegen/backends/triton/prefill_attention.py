@@ -1,7 +1,8 @@
 """Attention of many tokens in Triton: chunks of prompts and single tokens mixed over KV pages, and packed prompts.
 
-Each kernel also serves the op whose logits have a bias by distance (ALiBi). The kernels are in
-`kernels/prefill_attention.py` and `kernels/packed_attention.py`.
+PREFILL_ATTENTION and PACKED_ATTENTION also serve the op whose logits have a bias by distance (ALiBi). ATTENTION_PARTS
+and JOIN_PARTS decode for deterministic targets, with the order of sums of PREFILL_ATTENTION. The kernels are in
+`kernels/prefill_attention.py`, `packed_attention.py`, `mixed_attention.py` and `attention_parts.py`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from llmc.codegen.backends.triton.decode_attention import CONTEXT, AttentionProblem, paged_attention, reject_attention
-from llmc.codegen.backends.triton.dot_order import dot_order
-from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.decode_attention import (
+    CONTEXT,
+    AttentionCombine,
+    AttentionProblem,
+    paged_attention,
+    reject_attention,
+    reject_unskipped,
+)
+from llmc.codegen.backends.triton.template import Argument, Template
+from llmc.codegen.backends.triton.tiling import dot_order, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
-from llmc.codegen.kernel import BY_SCHEDULE, Schedule
+from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Node
 from llmc.passes.split.split_kv import fixed_part
+from llmc.passes.split.split_single import in_one_launch
 from llmc.targets.target import PDL, Target
 
 FAR = 1 << 30
 WARP_ROWS = 16  # rows of a tile that a warp of a warpgroup multiplies
+LARGE_ROWS, SINGLE_KEYS = 64, 64  # rows of a large tile of MIXED_ATTENTION; keys of a tile of a single token
+JOIN_US = 0.05  # time of combining one part with the others
 # (rows, keys, warps, stages), used if they fit; the last one always fits.
 TILES = (
     (128, 128, 8, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2),
@@ -181,5 +191,112 @@ class PackedAttention(TritonKernel):
         )
 
 
+class MixedAttention(TritonKernel):
+    """Paged attention in which a row of one token has a program with few queries, and longer rows have tiles."""
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        return reject_unskipped(node, target)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        p = AttentionProblem.of(node)
+        wide, min_rows = p.dot_dtype == "tl.float32", next_power_of_2(p.group)
+        schedules = tiles(p.padded_dim, max(2, p.item), wide, min_rows, target)
+        # Programs of 4 warps and tiles of 32 keys use 168 registers, so that three of them share a multiprocessor.
+        small = [s for s in schedules if s["warps"] <= 4 and s["keys"] <= 32]
+        return [{**s, "keys": max(s["keys"], p.min_keys), "single": self._single_keys(p, s, target)} for s in small]
+
+    def _single_keys(self, p: AttentionProblem, tile: Schedule, target: Target) -> int:
+        """Return the keys of the tiles of a single token: SINGLE_KEYS where a large tile of a prompt fits."""
+        if tile["rows"] < LARGE_ROWS:
+            return max(tile["keys"], p.min_keys)
+        nbytes = shared(WARP_ROWS, SINGLE_KEYS, tile["stages"], p.padded_dim, max(2, p.item), target)
+        return SINGLE_KEYS if nbytes <= target.limits.shared else max(tile["keys"], p.min_keys)
+
+    def leads(self, node: Node, target: Target, env: Mapping[str, int]) -> bool:
+        """Whether `split-single` does not apply to the node. `bench.gpu.pairs` compares it with two launches."""
+        tokens = node.operands[0].type.shape[0].subs(env).const or 0
+        return target.has(PDL) and not target.deterministic and in_one_launch(node, tokens)
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict the time of prefill attention with the same tiles."""
+        return PREFILL_ATTENTION.cost_us(node, schedule, target, env)
+
+    def code(self, u: Unit) -> Code:
+        n, p, s = u.node, AttentionProblem.of(u.node), u.schedule
+        tokens = n.operands[0].type.shape[0]
+        count = n.operands[3].type.shape[0]
+        return u.launch(
+            Template("mixed_attention", "mixed_attention"),
+            (p.kv_heads, tokens.ceildiv(s["rows"] // p.group) + count + 1),
+            attention=paged_attention(u),
+            out_ptr="y0",
+            token_count=u.sizes(tokens),
+            QUERY_ROWS=s["rows"],
+            KEYS_PER_TILE=s["keys"],
+            SINGLE_ROWS=max(16, next_power_of_2(p.group)),
+            SINGLE_KEYS=s["single"],
+        )
+
+
+class AttentionParts(PrefillAttention):
+    """Decoding in parts of a fixed number of keys: one of a token and key head per program.
+
+    It has the tiles of PREFILL_ATTENTION, and its order of sums.
+    """
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if why := super().reject(node, target):
+            return why
+        return None if self.schedules(node, target) else f"no tile of keys divides a part of {node.attrs['part']} keys"
+
+    def reduction_order(self, node: Node, schedule: Schedule, target: Target) -> str | None:
+        return PREFILL_ATTENTION.reduction_order(node, schedule, target)
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        """Return the schedules whose tiles of keys divide a part: a tile is not masked at the end of a part."""
+        return [s for s in super().schedules(node, target) if node.attrs["part"] % s["keys"] == 0]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        p, part = AttentionProblem.of(node), node.attrs["part"]
+        tokens = node.operands[0].type.shape[0].subs(env).const or 1
+        seen = min(CONTEXT, p.window or FAR)
+        blocks = tokens * p.kv_heads * math.ceil(seen / part)
+        return blocks_us(node, schedule, target, blocks, min(part, seen)) + target.launch_us
+
+    def code(self, u: Unit) -> Code:
+        n, p = u.node, AttentionProblem.of(u.node)
+        return u.launch(
+            Template("attention_parts", "attention_parts"),
+            (n.operands[0].type.shape[0], p.kv_heads, n.attrs["splits"]),
+            attention=paged_attention(u),
+            partial_ptr="y0",
+            lse_ptr="y1",
+            PART=n.attrs["part"],
+            PARTS=n.attrs["splits"],
+            QUERY_ROWS=u.schedule["rows"],
+            KEYS_PER_TILE=u.schedule["keys"],
+        )
+
+
+class JoinParts(AttentionCombine):
+    """Adds the parts of a token and head one after another, in the order in which PREFILL_ATTENTION adds them."""
+
+    constant_reduction_order = EXACT
+    template = Template("attention_parts", "join_parts")
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"warps": 1}]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict microseconds: those of adding all parts at once, and a step for each part."""
+        return super().cost_us(node, schedule, target, env) + JOIN_US * int(node.operands[0].type.shape[2])
+
+    def part_arguments(self, u: Unit, parts: int) -> dict[str, Argument]:
+        return {"PARTS": parts}
+
+
 PREFILL_ATTENTION = PrefillAttention("triton/prefill_attention", ("paged_attention", "paged_alibi_attention"))
 PACKED_ATTENTION = PackedAttention("triton/packed_attention", ("attention", "alibi_attention"))
+MIXED_ATTENTION = MixedAttention("triton/mixed_attention", ("paged_attention",), opt_in=True)
+ATTENTION_PARTS = AttentionParts("triton/attention_parts", ("paged_attention_parts",))
+JOIN_PARTS = JoinParts("triton/join_parts", ("attention_combine",))

@@ -9,7 +9,7 @@ from llmc.codegen.backends.triton.linear_problem import Product, reject_weight
 from llmc.codegen.backends.triton.template import record
 from llmc.codegen.backends.triton.triton_kernel import TritonKernel, Unit, unsupported
 from llmc.codegen.kernel import BY_SCHEDULE, Schedule
-from llmc.codegen.packed_product import pack_product, product_layouts
+from llmc.codegen.product import pack_product, product_layouts
 from llmc.ir.dtype import DTYPES, FLOATS
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef

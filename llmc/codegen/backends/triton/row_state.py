@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llmc.codegen.backends.triton.template import Template
-from llmc.codegen.backends.triton.tiling import next_power_of_2
+from llmc.codegen.backends.triton.tiling import cost_us, next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit
 from llmc.codegen.kernel import EXACT, Schedule
 from llmc.ir.dim import Dim
+from llmc.ir.dtype import FLOATS
 from llmc.ir.graph import Node
 from llmc.targets.target import Target
 
@@ -23,6 +24,8 @@ TOKENS = 32  # tokens of a program that searches all entries for them
 ENTRIES = 256  # entries that such a program reads at once
 BLOCK = 1024  # tokens of a history that are searched at once
 DRAFT_LANES = 32  # drafts that are written at once
+MEAN_TOKENS = 16  # tokens that a program of row_mean adds at once
+MEAN_COLUMNS, MEAN_WARPS = 128, 4  # columns and warps of such a program
 LATENCY_US = 0.6  # microseconds of a load whose address depends on another load
 
 
@@ -62,6 +65,27 @@ class RowKernel(TritonKernel):
             (Dim.of(self.items).subs(known).ceildiv(self.per_program),),
             **u.pointers(self.operands, self.results),
             **{name: u.sizes(size) for name, size in sizes.items()},
+        )
+
+
+class Mean(TritonKernel):
+    """row_mean: a program adds the tokens of one entry, for a block of columns."""
+
+    dtypes = (*FLOATS, "i32")
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        entries, columns = node.result.type.shape
+        return cost_us(node, target, env, entries * columns.ceildiv(MEAN_COLUMNS), MEAN_WARPS)
+
+    def code(self, u: Unit) -> Code:
+        entries, columns = u.node.result.type.shape
+        return u.launch(
+            Template("pooling", "row_mean"),
+            (entries, columns.ceildiv(MEAN_COLUMNS)),
+            **u.pointers("x_ptr starts_ptr", "out_ptr"),
+            columns=u.sizes(columns),
+            TOKENS_PER_TILE=MEAN_TOKENS,
+            COLUMNS_PER_PROGRAM=MEAN_COLUMNS,
         )
 
 
@@ -130,3 +154,4 @@ ROW_SLOTS = RowKernel(
     "triton/row_slots", ("row_slots",), operands="page_table_ptr token_row_ptr positions_ptr", items="t",
     arguments={"table_width": "l", "token_count": "t", "PAGE": "page", "LANES": LANES},
 )  # fmt: skip
+ROW_MEAN = Mean("triton/row_mean", ("row_mean",), "triton")

@@ -1,6 +1,6 @@
-"""Sampling kernels: biases, penalties, masks and the random draw.
+"""Sampling kernels: biases, penalties, masks, the random draw and log-probabilities.
 
-The kernels are in `kernels/sample.py` and `kernels/row_logits.py`.
+The kernels are in `kernels/sample.py`, `kernels/row_logits.py` and `kernels/logprobs.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from llmc.codegen.backends.triton.logprobs import RESULTS, results, too_few
 from llmc.codegen.backends.triton.template import Argument, Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
 from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, unsupported
@@ -24,6 +23,7 @@ TABLES = (
     "logits_ptr rows_ptr starts_ptr positions_ptr floats_ptr ints_ptr stops_ptr seen_ptr counts_ptr bias_ids_ptr "
     "biases_ptr allowed_ptr"
 )
+RESULTS = "logprob_ptr rank_ptr ids_ptr logprobs_ptr"  # of row_logprobs
 
 
 def vocabulary(node: Node) -> int:
@@ -42,6 +42,18 @@ def tables(u: Unit, **changed: Argument) -> str:
     sizes = {"VOCAB": vocabulary(n), "WORDS": words, "MASKS": width(n, 11) // words}
     sizes |= {"STOPS": width(n, 6), "BIASES": width(n, 9)}
     return record("RowTables", **{**u.pointers(TABLES, ""), **changed}, **sizes)
+
+
+def results(u: Unit, names: str) -> str:
+    """Return the argument for the results of the template; `names` are those of the node's results, see `pointers`."""
+    k = int(u.node.attrs["k"])
+    return record("LogprobResults", **u.pointers("", names), COUNT=k, COUNT_PADDED=next_power_of_2(k))
+
+
+def too_few(node: Node) -> str | None:
+    """Return why the row is too short for k likeliest ids, or None."""
+    v, k = node.operands[0].type.shape[1], node.attrs["k"]
+    return f"the {k} likeliest of {v} ids" if v.const is None or v.const < k else None
 
 
 class Sampling(TritonKernel):
@@ -242,9 +254,46 @@ class Sample(Draws):
         )
 
 
+class Logprobs(TritonKernel):
+    """row_logprobs, one program per entry; without the operand `rows`, all entries are computed.
+
+    Rows that did not request log-probabilities return at once.
+    """
+
+    constant_reduction_order = BY_SCHEDULE
+
+    def reject(self, node: Node, target: Target) -> str | None:
+        if len(node.operands) == 3:
+            return "the operand iparams is missing"
+        return too_few(node) or unsupported(node, (*FLOATS, "i32"))
+
+    def schedules(self, node: Node, target: Target) -> list[Schedule]:
+        return [{"tile": 8192, "warps": 16}, {"tile": 4096, "warps": 8}]
+
+    def cost_us(self, node: Node, schedule: Schedule, target: Target, env: Mapping[str, int]) -> float:
+        """Predict the time of rows without log-probabilities; wider tiles, faster for the others, rank first."""
+        return target.launch_us + 1.0 + 0.1 * 8192 / schedule["tile"]
+
+    def code(self, u: Unit) -> Code:
+        rows, columns = u.node.operands[0].type.shape
+        v = int(columns)
+        tile = min(int(u.schedule.get("tile", 8192)), next_power_of_2(v))
+        return u.launch(
+            Template("logprobs", "row_logprobs"),
+            (rows,),
+            u.schedule.get("warps", 16),
+            **u.pointers("logits_ptr drawn_ptr rows_ptr ints_ptr", ""),
+            results=results(u, RESULTS),
+            VOCAB=v,
+            TILE=tile,
+            TILES_PADDED=next_power_of_2(-(-v // tile)),
+        )
+
+
 ROW_PENALIZE = Penalize("triton/row_penalize", ("row_penalize",), "triton")
 ROW_MASK = Mask("triton/row_mask", ("row_mask",), "triton")
 ROW_BLOCK_MAX = BlockMax("triton/row_block_max", ("row_block_max",), "triton")
 ROW_SAMPLE_BLOCKS = SampleBlocks("triton/row_sample_blocks", ("row_sample_blocks",), "triton")
 ROW_FINISH = Finish("triton/row_finish", ("row_finish",), "triton")
 ROW_SAMPLE = Sample("triton/row_sample", ("row_sample",), "triton")
+ROW_LOGPROBS = Logprobs("triton/row_logprobs", ("row_logprobs",), "triton")

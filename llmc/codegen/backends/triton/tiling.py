@@ -15,6 +15,7 @@ from llmc.targets.target import Target
 
 BLOCK_THREADS = 1024  # maximum threads per block, on every GPU
 MAX_ELEMENTS = 16384  # maximum elements that one program keeps in registers
+GROUP_ROWS, GROUP_COLUMNS, GROUP_WARPS = 64, 16, 4  # a tile of whole multiples is multiplied by warpgroups
 _START_US = 0.9  # latency of a program, from its first load to its last store
 _WARP_US = 0.01  # barriers of a program, per warp
 _RESIDENT_WARPS = 48  # warps that one multiprocessor runs at once
@@ -129,3 +130,16 @@ def masked(*conditions: str, other: str = "") -> str:
         return ""
     mask = f", mask={' & '.join(present)}"
     return f"{mask}, other={other}" if other else mask
+
+
+def dot_order(target: Target, dtype: str, rows: int, columns: int, warps: int) -> str:
+    """Return the order of the sums of tl.dot, [rows, columns] of factors of `dtype`, in one chain over the depth.
+
+    It depends on the matrix instruction that Triton chooses for a tile. All instructions of a kind add the same number
+    of columns at a time, from the first to the last: tiles of other sizes give an element the same bits. Warpgroups
+    have their own instruction (wgmma), whose sums may be rounded otherwise.
+    """
+    if dtype in ("f32", "tl.float32"):
+        return "fma"  # float32 is multiplied without matrix instructions, one column after another
+    whole = rows % GROUP_ROWS == columns % GROUP_COLUMNS == warps % GROUP_WARPS == 0
+    return f"{'wgmma' if target.arch == 'sm_90' and whole else 'mma'} {dtype}"
