@@ -47,26 +47,21 @@ def run(
 
 
 def run_node(n: Node, operands: list[np.ndarray], sizes: Mapping[str, int], exact: bool = False) -> list[np.ndarray]:
-    """Evaluate one node on arrays in interpreter form (see `round_to_type`)."""
+    """Evaluate one node on arrays in interpreter form (see `round_to_type`).
+
+    Raises ValueError if the reference returns other shapes than the type rule gives.
+    """
     attrs = {k: concrete(v, sizes) for k, v in n.attrs.items()}
     with extension_code(f"the reference of the op {n.op.name!r}", n.op.ref, n):
-        return _evaluate(n, operands, attrs, sizes, exact)
-
-
-def _evaluate(
-    n: Node, operands: list[np.ndarray], attrs: Mapping[str, Any], sizes: Mapping[str, int], exact: bool
-) -> list[np.ndarray]:
-    """Call the reference; raises ValueError if its results have other shapes than the type rule gives."""
-    out = n.op.evaluate([v.type for v in n.operands], operands, attrs)
-    parts = out if isinstance(out, tuple) else (out,)
-    results = [round_to_type(x, r.type, exact) for x, r in zip(parts, n.results, strict=True)]
-    for x, r in zip(results, n.results, strict=True):
-        expected = tuple(concrete(d, sizes) for d in r.type.shape)
-        if x.shape != expected:
-            raise ValueError(
-                f"{n.op.name} ({n.loc or 'no loc'}): the reference returned shape {x.shape}, the type rule {expected}"
-            )
-    return results
+        out = n.op.evaluate([v.type for v in n.operands], operands, attrs)
+        parts = out if isinstance(out, tuple) else (out,)
+        results = [round_to_type(x, r.type, exact) for x, r in zip(parts, n.results, strict=True)]
+        for x, r in zip(results, n.results, strict=True):
+            expected = tuple(concrete(d, sizes) for d in r.type.shape)
+            if x.shape != expected:
+                found = f"the reference returned shape {x.shape}, the type rule {expected}"
+                raise ValueError(f"{n.op.name} ({n.loc or 'no loc'}): {found}")
+        return results
 
 
 def last_uses(g: Graph) -> dict[int, list[Value]]:

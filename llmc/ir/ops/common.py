@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmc.ir.dim import Dim
-from llmc.ir.dtype import promote
+from llmc.ir.dtype import DTYPES, promote
 from llmc.ir.scalar import E
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -58,7 +58,7 @@ def broadcast_shapes(shapes: Sequence[Sequence[Dim]]) -> tuple[Dim, ...]:
 
 def promoted(types: Sequence[Type]) -> str:
     """Promote dtypes as torch does: among operands of the highest kind, those with axes override scalars."""
-    kinds = {t.dtype: "bif".index(_kind(t.dtype)) for t in types}
+    kinds = {t.dtype: "bif".index(DTYPES[t.dtype].kind) for t in types}
     top = max(kinds.values())
     best = [t for t in types if kinds[t.dtype] == top]
     ranked = [t for t in best if t.rank] or best
@@ -66,12 +66,6 @@ def promoted(types: Sequence[Type]) -> str:
     for t in ranked[1:]:
         dtype = promote(dtype, t.dtype)
     return dtype
-
-
-def _kind(dtype: str) -> str:
-    from llmc.ir.dtype import DTYPES
-
-    return DTYPES[dtype].kind
 
 
 def axis_of(rank: int, axis: int) -> int:

@@ -15,12 +15,11 @@ import numpy as np
 
 from llmc.ir.contents import integers, positive, probability
 from llmc.ir.opdef import op
-from llmc.ir.ops.moe import down_type, drawn_order, drawn_starts, up_type
+from llmc.ir.ops.moe import checked, down_type, drawn_order, drawn_starts, up_type
 from llmc.ir.ops.packed_fragments import BLOCK, unpack_fragments
 from llmc.ir.ops.quantize import VALUES, check_scales
 from llmc.ir.ops.quantized_moe import check_extras, draw_stack_extras, quantized_moe_down, quantized_moe_up
 from llmc.ir.signature import Mismatch
-from llmc.ir.types import Type
 
 EIGHT = 8  # rows of a part that follow each other in the first product's stack
 OF_CODES = ("half", "bits", "act", "act_block")  # attributes of quantized_moe_up that these ops do not have
@@ -39,16 +38,6 @@ def _check_stack(env: dict[str, Any], attrs: Mapping[str, Any], columns: Any) ->
     check_extras(code, scale, extras, attrs["zeros"])
 
 
-def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    _check_stack(env, attrs, env["d"])
-    return up_type(env, attrs)
-
-
-def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    _check_stack(env, attrs, env["i"])
-    return down_type(env, attrs)
-
-
 def _operands(code: Any, scale: Any, extras: tuple[Any, ...], zeros: int, parts: int) -> list[Any]:
     """The operands of the product over codes that are not packed."""
     tables = [np.swapaxes(t, 1, 2) for t in (scale, *extras[:zeros])]
@@ -63,7 +52,7 @@ def separate(x: Any, parts: int) -> Any:
 
 @op(
     "(x: f[t, d], order: i[p], starts: i[s], code: u8[e, m, c], scale: f[e, g, m], extras*: t[...]) -> x[...]",
-    infer=_up_type, flops="2*p*m*d", attrs_of=quantized_moe_up, without=OF_CODES,
+    infer=checked(_check_stack, up_type, "d"), flops="2*p*m*d", attrs_of=quantized_moe_up, without=OF_CODES,
     holds={
         "order": drawn_order, "starts": drawn_starts, "code": integers(0, 256), "scale": positive,
         "extras": draw_stack_extras,
@@ -87,7 +76,7 @@ def fragments_moe_up(
 @op(
     "(h: f[p, i], order: i[p], starts: i[s], code: u8[e, d, c], scale: f[e, g, d], weights: f[t, k], extras*: t[...])"
     " -> h[...]",
-    infer=_down_type, flops="2*p*d*i", attrs_of=quantized_moe_down, without=OF_CODES,
+    infer=checked(_check_stack, down_type, "i"), flops="2*p*d*i", attrs_of=quantized_moe_down, without=OF_CODES,
     holds={
         "order": drawn_order, "starts": drawn_starts, "code": integers(0, 256), "scale": positive,
         "weights": probability, "extras": draw_stack_extras,

@@ -9,7 +9,7 @@ either both products have one or neither.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,16 @@ def up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
             f"pairs must be {attrs['k']} per token, starts one more than experts"
         )
     return [env["x"].with_shape(env["p"], inner)]
+
+
+def checked(check: Callable[[dict[str, Any], Mapping[str, Any], Dim], None], rule: Any, columns: str) -> Any:
+    """Return the type rule `rule` with a check of the stack; `columns` names the size of a row of it."""
+
+    def infer(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
+        check(env, attrs, env[columns])
+        return list(rule(env, attrs))
+
+    return infer
 
 
 def _routed(d: Drawing) -> tuple[Any, Any]:

@@ -116,27 +116,13 @@ where = pointwise(
 )  # fmt: skip
 
 
-def _known_dtype(attrs: Mapping[str, Any]) -> str:
-    if attrs["dtype"] not in DTYPES:
-        raise Mismatch(f"{attrs['dtype']!r} is not a dtype")
-    return str(attrs["dtype"])
-
-
-def _constant_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    return [Type(_known_dtype(attrs), ())]
-
-
-def _cast_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    return [Type(_known_dtype(attrs), env["x"].shape)]
-
-
-@op("() -> dtype[]", infer=_constant_type, example={"value": 2.5, "dtype": "f32"})
+@op("() -> dtype[]", example={"value": 2.5, "dtype": "f32"})
 def constant(*, value: float, dtype: str) -> Any:
     """A rank-0 constant."""
     return np.asarray(value)
 
 
-@op("(x: t[*s]) -> dtype[*s]", infer=_cast_type, elementwise=True, example={"*s": (3, 5), "dtype": "i32"})
+@op("(x: t[*s]) -> dtype[*s]", elementwise=True, example={"*s": (3, 5), "dtype": "i32"})
 def cast(x: Any, *, dtype: str) -> Any:
     """Convert x to another dtype: floats round to nearest even, float to integer truncates."""
     kind = DTYPES[dtype].kind
@@ -155,10 +141,10 @@ def _fused_types(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
     shapes = [t.shape for t in env["xs"]]
     if len(attrs["body"]) != len(attrs["dtypes"]):
         raise Mismatch(f"{len(attrs['body'])} bodies but {len(attrs['dtypes'])} dtypes")
-    return [
-        Type(_known_dtype({"dtype": dt}), expr_shape(parse_expr(b), shapes))
-        for b, dt in zip(attrs["body"], attrs["dtypes"], strict=True)
-    ]
+    if unknown := [dtype for dtype in attrs["dtypes"] if dtype not in DTYPES]:
+        raise Mismatch(f"{unknown[0]!r} is not a dtype")
+    bodies = zip(attrs["body"], attrs["dtypes"], strict=True)
+    return [Type(dtype, expr_shape(parse_expr(body), shapes)) for body, dtype in bodies]
 
 
 @op(

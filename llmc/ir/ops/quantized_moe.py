@@ -16,7 +16,7 @@ from llmc.ir.contents import Drawing, Shape, integers, positive, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
-from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
+from llmc.ir.ops.moe import SWIGLU, checked, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.packed_codes import nibble_bytes, unpack_nibbles
 from llmc.ir.ops.quantize import VALUES, check_scales, dequantize
 from llmc.ir.ops.quantized_linear import ACTIVATIONS, rounded
@@ -57,16 +57,6 @@ def check_extras(code: Type, scale: Type, extras: list[Type], zeros: bool) -> No
         raise Mismatch(f"{', '.join(map(str, bias))}: a bias has a float for each row of {code}")
 
 
-def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    _check_stack(env, attrs, env["d"])
-    return up_type(env, attrs)
-
-
-def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    _check_stack(env, attrs, env["i"])
-    return down_type(env, attrs)
-
-
 def _codes(d: Drawing, shape: Shape) -> Any:
     """Draw codes of `bits` bits, bytes with two codes, or small floats."""
     if DTYPES[d.dtypes["code"]].kind == "f":
@@ -92,7 +82,7 @@ def _stack(code: Any, scale: Any, extras: tuple[Any, ...], attrs: Mapping[str, A
 
 @op(
     "(x: f[t, d], order: i[p], starts: i[s], code: t[e, m, c], scale: f[e, r, g], extras*: t[...]) -> x[...]",
-    infer=_up_type, flops="2*p*m*d",
+    infer=checked(_check_stack, up_type, "d"), flops="2*p*m*d",
     holds={
         "order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "extras": draw_stack_extras,
     },
@@ -121,7 +111,7 @@ def quantized_moe_up(
 @op(
     "(h: f[p, i], order: i[p], starts: i[s], code: t[e, d, c], scale: f[e, r, g], weights: f[t, k], extras*: t[...])"
     " -> h[...]",
-    infer=_down_type, flops="2*p*d*i", attrs_of=quantized_moe_up, without=("k", "body"),
+    infer=checked(_check_stack, down_type, "i"), flops="2*p*d*i", attrs_of=quantized_moe_up, without=("k", "body"),
     holds={
         "order": drawn_order, "starts": drawn_starts, "code": _codes, "scale": positive, "weights": probability,
         "extras": draw_stack_extras,

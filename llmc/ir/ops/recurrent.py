@@ -9,7 +9,7 @@ state holds. Sources: Yang et al. 2024, Gated Delta Networks (arXiv 2412.06464);
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -104,6 +104,32 @@ def recur(state: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any) -> Any:
     return out
 
 
+def recurrence(
+    q: Any, k: Any, v: Any, decay: Any, memory: Any, rows: Any, starts: Any, positions: Any, beta: Any,
+    past: tuple[Any, Any] | None = None, advance: Callable[[Any, slice], Any] | None = None, least: int = 0,
+) -> Any:  # fmt: skip
+    """Return the results [t, h, e] of row_recurrence and of its variants, and the next version of the memory.
+
+    past: the base and the log of row_recurrence_draft. advance(state, tokens): updates the state of a run of `least`
+    tokens or more by tokens that are not rejected, and returns their results; by default they are computed in turn.
+    """
+    out, memory = np.zeros_like(v), memory.copy()
+    for row, span, first in runs(rows, starts, positions):
+        state, cut = memory[row].copy() if first else np.zeros_like(memory[row]), span.stop
+        if past:
+            base, log = past[0][row] if first else 0, past[1][row]
+            cut = span.start + kept_positions(first, span, len(log)) - first
+            recur(state, *_unlogged(log[np.arange(base, first) % len(log)], k, v, beta is not None))
+        certain, rejectable = np.s_[span.start : cut], np.s_[cut : span.stop]
+        if advance and span.stop - span.start >= least:
+            out[certain] = advance(state, certain)
+        else:
+            out[certain] = recur(state, *tokens_of(certain, q, k, v, decay, beta))
+        memory[row] = state
+        out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
+    return out, memory
+
+
 @op(
     "(x: f[t, c], weight: x[c, w], pos: i[t], bias?: x[c]) -> x[t, c]", flops="2*t*c*w", holds=HOLDS,
     example={"t": 9, "c": 5, "w": 4, "layer": 0},
@@ -178,12 +204,7 @@ def row_recurrence(
 
     The result is zero for padding. The cost assumes that every entry is a run.
     """
-    out, memory = np.zeros_like(v), memory.copy()
-    for row, span, first in runs(rows, starts, positions):
-        state = memory[row].copy() if first else np.zeros_like(memory[row])
-        out[span] = recur(state, *tokens_of(span, q, k, v, decay, beta))
-        memory[row] = state
-    return out, memory
+    return recurrence(q, k, v, decay, memory, rows, starts, positions, beta)
 
 
 @op(
@@ -206,18 +227,7 @@ def row_recurrence_draft(
     the positions below its end, those below max(first + 1, end - n) become part of the memory. The next run of the row
     begins after `first`, at `end` or earlier.
     """
-    out, memory = np.zeros_like(v), memory.copy()
-    n = log.shape[1]
-    for row, span, first in runs(rows, starts, positions):
-        cut = span.start + kept_positions(first, span, n) - first
-        state = memory[row].copy() if first else np.zeros_like(memory[row])
-        replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        certain = np.s_[span.start : cut]
-        rejectable = np.s_[cut : span.stop]
-        out[certain] = recur(state, *tokens_of(certain, q, k, v, decay, beta))
-        memory[row] = state
-        out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
-    return out, memory
+    return recurrence(q, k, v, decay, memory, rows, starts, positions, beta, (base, log))
 
 
 @op(
@@ -247,11 +257,6 @@ def row_log(
 def kept_positions(first: int, span: slice, n: int) -> int:
     """Return the number of positions of a row whose tokens can no longer be rejected, of up to n that may be."""
     return max(first + 1, first + span.stop - span.start - n)
-
-
-def replay(state: Any, base: int, first: int, log: Any, k: Any, v: Any, delta: bool) -> None:
-    """Update the state [h, d, e] in place by the positions base .. first - 1 of a row with the log [n, width]."""
-    recur(state, *_unlogged(log[np.arange(base, first) % len(log)], k, v, delta))
 
 
 def _unlogged(log: Any, k: Any, v: Any, delta: bool) -> tuple[Any, ...]:

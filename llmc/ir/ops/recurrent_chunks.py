@@ -9,6 +9,7 @@ only products for each chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from llmc.ir.contents import Content, Drawing, Shape
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import op
 from llmc.ir.ops.recurrent import HOLDS as STEP
-from llmc.ir.ops.recurrent import kept_positions, recur, replay, runs, tokens_of
+from llmc.ir.ops.recurrent import recurrence, runs
 from llmc.ir.types import Type
 
 
@@ -73,7 +74,7 @@ def chunk_factors(
     return out
 
 
-def _advance(state: Any, span: slice, q: Any, k: Any, v: Any, decay: Any, factors: Any) -> Any:
+def _advance(q: Any, k: Any, v: Any, decay: Any, factors: Any, state: Any, span: slice) -> Any:
     """Update the state [h, d, e] in place by a run's tokens, in chunks -> [tokens, h, e]."""
     share = v.shape[1] // k.shape[1]
     q, k = (np.repeat(x, share, 1) for x in (q, k))
@@ -104,15 +105,8 @@ def chunk_recurrence(
     beta: Any = None, *, least: int,
 ) -> Any:  # fmt: skip
     """row_recurrence, but runs of at least `least` tokens are computed in chunks with the results of chunk_factors."""
-    out, memory = np.zeros_like(v), memory.copy()
-    for row, span, first in runs(rows, starts, positions):
-        state = memory[row].copy() if first else np.zeros_like(memory[row])
-        if span.stop - span.start >= least:
-            out[span] = _advance(state, span, q, k, v, decay, factors)
-        else:
-            out[span] = recur(state, *tokens_of(span, q, k, v, decay, beta))
-        memory[row] = state
-    return out, memory
+    advance = partial(_advance, q, k, v, decay, factors)
+    return recurrence(q, k, v, decay, memory, rows, starts, positions, beta, None, advance, least)
 
 
 @op(
@@ -131,18 +125,5 @@ def chunk_recurrence_draft(
 
     The tokens of such a run that do not become part of the memory are computed one after another.
     """
-    out, memory = np.zeros_like(v), memory.copy()
-    n = log.shape[1]
-    for row, span, first in runs(rows, starts, positions):
-        cut = span.start + kept_positions(first, span, n) - first
-        state = memory[row].copy() if first else np.zeros_like(memory[row])
-        replay(state, base[row] if first else 0, first, log[row], k, v, beta is not None)
-        certain = np.s_[span.start : cut]
-        rejectable = np.s_[cut : span.stop]
-        if span.stop - span.start >= least:
-            out[certain] = _advance(state, certain, q, k, v, decay, factors)
-        else:
-            out[certain] = recur(state, *tokens_of(certain, q, k, v, decay, beta))
-        memory[row] = state
-        out[rejectable] = recur(state, *tokens_of(rejectable, q, k, v, decay, beta))
-    return out, memory
+    advance = partial(_advance, q, k, v, decay, factors)
+    return recurrence(q, k, v, decay, memory, rows, starts, positions, beta, (base, log), advance, least)

@@ -17,7 +17,7 @@ from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.block_scaled import small_scales
-from llmc.ir.ops.moe import SWIGLU, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
+from llmc.ir.ops.moe import SWIGLU, checked, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.quantize import check_scales, dequantize
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
@@ -34,15 +34,9 @@ def _check_scales(env: dict[str, Any], attrs: Mapping[str, Any], columns: Dim) -
 
 
 def _up_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    _check_scales(env, attrs, env["d"])
     if DTYPES[attrs["dtype"]].kind != "f":
         raise Mismatch(f"dtype={attrs['dtype']!r} is not a float")
     return [Type(attrs["dtype"], t.shape) for t in up_type(env, attrs)]
-
-
-def _down_type(env: dict[str, Any], attrs: Mapping[str, Any]) -> list[Type]:
-    _check_scales(env, attrs, env["i"])
-    return down_type(env, attrs)
 
 
 def _values(x: Any, x_scale: Any, block: tuple[int, ...]) -> Any:
@@ -53,7 +47,7 @@ def _values(x: Any, x_scale: Any, block: tuple[int, ...]) -> Any:
 @op(
     "(x: t[t, d], order: i[p], starts: i[s], code: t[e, m, d], scale: f[e, r, g], x_scale: f32[t, h], bias?: f[e, m])"
     " -> dtype[...]",
-    infer=_up_type, flops="2*p*m*d",
+    infer=checked(_check_scales, _up_type, "d"), flops="2*p*m*d",
     holds={
         "x": factor("x"), "order": drawn_order, "starts": drawn_starts, "code": factor("code"), "scale": small_scales,
         "x_scale": small_scales,
@@ -79,7 +73,7 @@ def scaled_moe_up(
 @op(
     "(h: t[p, i], order: i[p], starts: i[s], code: t[e, d, i], scale: f[e, r, g], x_scale: f32[p, c], weights: f[t, k],"
     " bias?: f[e, d]) -> weights[...]",
-    infer=_down_type, flops="2*p*d*i",
+    infer=checked(_check_scales, down_type, "i"), flops="2*p*d*i",
     holds={
         "h": factor("h"), "order": drawn_order, "starts": drawn_starts, "code": factor("code"), "scale": small_scales,
         "x_scale": small_scales, "weights": probability,
