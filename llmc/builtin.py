@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from llmc.codegen.backends.cpp.kernel_table import KERNELS as CPU
-from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA
-from llmc.codegen.backends.cute.kernel_table import KERNELS as CUTE
-from llmc.codegen.backends.flashinfer.kernel_table import KERNELS as FLASHINFER
-from llmc.codegen.backends.nccl.kernel_table import KERNELS as NCCL
-from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON
+from llmc.codegen.kernel_table import CPU, CUDA, CUTE, FLASHINFER, NCCL, TRITON
 from llmc.extension import Extension
 from llmc.targets.cpu_targets import PIPELINE
 

@@ -65,7 +65,10 @@ class Dim:
         a, b = self.const, o.const
         if a is not None and b is not None:
             return _const(a + b)
-        return _norm(_merge(self.terms, o.terms))
+        out = dict(self.terms)
+        for key, c in o.terms:
+            out[key] = out.get(key, 0) + c
+        return _norm(out)
 
     def __mul__(self, other: DimLike) -> Dim:
         o = Dim.of(other)
@@ -211,14 +214,6 @@ def _atom_bounds(a: Atom, symbols: Bounds) -> tuple[int, int]:
         lo, hi = a.num.bounds(symbols)
         return -(-lo // a.den), -(-hi // a.den)
     return symbols[a]
-
-
-def _merge(*term_lists: tuple[Term, ...]) -> dict[tuple[Atom, ...], int]:
-    out: dict[tuple[Atom, ...], int] = {}
-    for terms in term_lists:
-        for key, c in terms:
-            out[key] = out.get(key, 0) + c
-    return out
 
 
 def _norm(d: dict[tuple[Atom, ...], int]) -> Dim:

@@ -82,13 +82,9 @@ class Blocks:
     def rows(self, v: Value, lo: int, hi: int) -> np.ndarray:
         """Return rows [lo, hi) of axis 0 in storage form; Diagnostic E124 if the source contradicts the graph."""
         if v.node is None:
-            return self._read(v, lo, hi)
-        rule = _RULES.get(v.node.op.name)
-        if rule is None and v.node.op.scalar is not None:
-            rule = _pointwise
-        if rule is None or v.type.rank == 0 or (rule is _pointwise and not _by_rows(v.node)):
-            return self.whole(v)[lo:hi]
-        return rule(self, v, lo, hi)
+            return self._read(v, slice(lo, hi))
+        rule = _rule_of(v.node, v)
+        return rule(self, v, lo, hi) if rule else self.whole(v)[lo:hi]
 
     def whole(self, v: Value) -> np.ndarray:
         """Return the whole value in storage form, computing it on the first call."""
@@ -128,9 +124,9 @@ class Blocks:
                 continue
             seen.add(u)
             todo += u.node.operands
-            moves = u.node.op.name in _RULES or (u.node.op.scalar is not None and _by_rows(u.node))
             turns = u.node.op.name == "transpose" and u.node.attrs["perm"][0] != 0
-            if (turns or not moves) and any((o.type.nbytes.const or 0) > SMALL for o in [*u.node.operands, u]):
+            by_rows = _rule_of(u.node, u) and not turns
+            if not by_rows and any((o.type.nbytes.const or 0) > SMALL for o in [*u.node.operands, u]):
                 return True
         return False
 
@@ -138,28 +134,28 @@ class Blocks:
         """Evaluate a whole value, by its row rule if it has one, otherwise with the op's reference."""
         node = v.node
         if node is None:
-            return self._read(v, 0, shape_of(v)[0]) if v.type.rank else self._read_scalar(v)
-        rule = _RULES.get(node.op.name)
-        if v.type.rank and (rule or (node.op.scalar is not None and _by_rows(node))):
-            return (rule or _pointwise)(self, v, 0, shape_of(v)[0])
+            return self._read(v, slice(0, shape_of(v)[0]) if v.type.rank else slice(None))
+        if rule := _rule_of(node, v):
+            return rule(self, v, 0, shape_of(v)[0])
         operands = [widen(self.whole(o), o.type.dtype) for o in node.operands]
         result = run_node(node, operands, {})[node.results.index(v)]
         return narrow(result, v.type.dtype)
 
-    def _read(self, v: Value, lo: int, hi: int) -> np.ndarray:
-        shape = (hi - lo, *shape_of(v)[1:])
-        return self._storage(v, self.source.read(v.name, slice(lo, hi)), shape)
-
-    def _read_scalar(self, v: Value) -> np.ndarray:
-        return self._storage(v, self.source.read(v.name, slice(None)), ())
-
-    @staticmethod
-    def _storage(v: Value, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        want = DTYPES[v.type.dtype].np
+    def _read(self, v: Value, rows: slice) -> np.ndarray:
+        """Return rows of an input in storage form; `rows` is slice(None) for a scalar."""
+        shape = (rows.stop - rows.start, *shape_of(v)[1:]) if v.type.rank else ()
+        x, want = self.source.read(v.name, rows), DTYPES[v.type.dtype].np
         if x.shape != shape or x.dtype != want:
             cause = f"weight %{v.name} reads as {x.dtype}{list(x.shape)}, the graph declares {want}{list(shape)}"
             raise Diagnostic("E124", cause, "check that the checkpoint belongs to this config.json")
         return x.view(words(v.type.dtype))
+
+
+def _rule_of(node: Node, v: Value) -> Rule | None:
+    """Return the rule that computes rows of a node's result; None if they need the whole operands."""
+    if not v.type.rank:
+        return None
+    return _RULES.get(node.op.name) or (_pointwise if node.op.scalar is not None and _by_rows(node) else None)
 
 
 def _by_rows(node: Node) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kernels.real_sizes import REAL
 
-from llmc.codegen.backends.triton.kernel_table import KERNELS
+from llmc.codegen.kernel_table import TRITON
 from llmc.extension import resolve
 from llmc.targets.gpu_targets import sm_90
 
@@ -33,7 +33,7 @@ NAMES = (
 
 def sources(name: str) -> dict[str, str]:
     """Op -> the kernel's text for the first of its nodes in REAL that has this op, on its first schedule."""
-    kernel, target = resolve(KERNELS[f"triton/{name}"]), sm_90()
+    kernel, target = resolve(TRITON[f"triton/{name}"]), sm_90()
     out: dict[str, str] = {}
     for text in REAL[f"triton/{name}"]:
         (node,) = text.graph().nodes

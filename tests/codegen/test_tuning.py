@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench import cost_rule
-from llmc.codegen.backends.cuda.kernel_table import KERNELS as CUDA_KERNELS
-from llmc.codegen.backends.triton.kernel_table import KERNELS as TRITON_KERNELS
 from llmc.codegen.candidates import candidates
+from llmc.codegen.kernel_table import CUDA, TRITON
 from llmc.codegen.tuning_records import Tuning, machine, node_text, read, record, save, sizes_of
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -124,7 +123,7 @@ def test_shipped_records_are_readable_and_only_for_their_target() -> None:
 def test_no_line_that_ships_is_of_an_op_or_a_kernel_as_it_was() -> None:
     """A node is found by its text: an attribute more, and its measurements would be silently lost."""
     found = read(cost_rule.SHIPPED)
-    assert {r.kernel for r in found} <= {*CUDA_KERNELS, *TRITON_KERNELS}
+    assert {r.kernel for r in found} <= {*CUDA, *TRITON}
     for node in {r.node for r in found}:
         attributes = re.search(r"\) \{(.*)\} -> ", node)
         written = re.findall(r"(\w+)=", re.sub(r'"[^"]*"', '""', attributes[1])) if attributes else []

@@ -30,10 +30,10 @@ from kernels.cases import of_ops, of_random, of_texts  # noqa: E402
 from kernels.harness import Case  # noqa: E402
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps  # noqa: E402
-from llmc.codegen.backends.triton.kernel_table import KERNELS  # noqa: E402
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8  # noqa: E402
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, TritonToolchain  # noqa: E402
 from llmc.codegen.kernel import READ_BEFORE_WAIT, TRIGGER_AFTER_LOADS, TRIGGER_BEFORE_WAIT, Kernel, Schedule, Source  # noqa: E402
+from llmc.codegen.kernel_table import TRITON  # noqa: E402
 from llmc.diagnostics import Diagnostic  # noqa: E402
 from llmc.extension import load, resolve  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
@@ -57,7 +57,7 @@ class Job:
 
 def triton_kernels() -> Mapping[str, Kernel]:
     """Return the built-in Triton kernels by name."""
-    return {name: resolve(where) for name, where in KERNELS.items()}
+    return {name: resolve(where) for name, where in TRITON.items()}
 
 
 def all_cases(target: Target) -> Iterator[Case]:

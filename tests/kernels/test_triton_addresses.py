@@ -21,7 +21,7 @@ from kernels.cases import COLLECTIVES, Text
 from kernels.real_sizes import REAL
 from kernels.triton_harness import INTERPRETED, TORCH_DTYPES, descriptor, interpret
 
-from llmc.codegen.backends.triton.kernel_table import KERNELS
+from llmc.codegen.kernel_table import TRITON
 from llmc.extension import resolve
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
@@ -127,7 +127,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_addresses(corners: Any, name: str, text: Text) -> None:
-    kernel = resolve(KERNELS[name])
+    kernel = resolve(TRITON[name])
     (node,) = large(text).graph().nodes
     sizes = step_of(node)
     assert kernel.reject(node, INTERPRETED) is None

@@ -31,11 +31,11 @@ from kernels.triton_harness import TARGETS
 from kernels.triton_order import memory_order, ttir
 
 from llmc.codegen.backends.triton.gemm_tma import has_maps
-from llmc.codegen.backends.triton.kernel_table import KERNELS
 from llmc.codegen.backends.triton.triton_kernel import float8
 from llmc.codegen.backends.triton.triton_toolchain import Compiled, Job, compile_one
 from llmc.codegen.code_object import read_kernel
 from llmc.codegen.kernel import TRIGGER_BEFORE_WAIT, Source
+from llmc.codegen.kernel_table import TRITON
 from llmc.extension import resolve
 from llmc.targets.target import PDL, Target
 
@@ -61,7 +61,7 @@ def own(text: Text, target: Target) -> Text:
 
 def sources(name: str, target: Target, another: Random | None = None) -> Iterator[tuple[str, Source]]:
     """(what, text) of a kernel's nodes on the schedules that costs prefer; of the first on one that is drawn, too."""
-    kernel = resolve(KERNELS[name])
+    kernel = resolve(TRITON[name])
     for text in (own(text, target) for text in REAL[name]):
         (node,) = text.graph().nodes
         why = kernel.reject(node, target)
@@ -111,15 +111,15 @@ def excess(target: Target, entry: str, found: Compiled) -> str:
 
 
 def test_no_kernel_is_left_out() -> None:
-    assert set(REAL) == set(KERNELS)
+    assert set(REAL) == set(TRITON)
 
 
 @pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TRITON)
 def test_kernels_that_wait_first_do(name: str) -> None:
     """Otherwise a later launch could read data that a launch before this one still writes."""
-    assert resolve(KERNELS[name]).waits_first
+    assert resolve(TRITON[name]).waits_first
     target = next(t for t in TARGETS if t.has(PDL) and t in NEWER.get(name, TARGETS))
     text = ttir(next(source for _, source in sources(name, target)), target)
     assert 0 <= text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
@@ -128,7 +128,7 @@ def test_kernels_that_wait_first_do(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["triton/rows", "triton/attention_combine", "triton/topk_map", "triton/moe_route"])
 def test_eager_kernels_wait_before_they_touch_operands(name: str) -> None:
-    kernel, target = resolve(KERNELS[name]), next(t for t in TARGETS if t.has(PDL))
+    kernel, target = resolve(TRITON[name]), next(t for t in TARGETS if t.has(PDL))
     assert kernel.can_trigger_before_wait
     (node,) = REAL[name][0].graph().nodes
     schedule = {**kernel.schedules(node, target)[0], TRIGGER_BEFORE_WAIT: 1}
@@ -145,7 +145,7 @@ def test_kernels_compile() -> None:
     print(f"SEED={SEED}")
     rng = Random(SEED)
     drawn = list(work(rng.sample(list(REAL), len(REAL) // 2), 0.0, rng))
-    assert len(drawn) >= len(KERNELS) // 2
+    assert len(drawn) >= len(TRITON) // 2
     failed = list(failures(drawn))
     assert not failed, f"{len(failed)} of {len(drawn)}:\n" + "\n".join(failed)
 
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=1.0, metavar="X", help="of the targets of each kernel")
     share = parser.parse_args().share
     jobs = list(work(list(REAL), share, Random(SEED)))
-    assert len(jobs) > len(KERNELS) * len(TARGETS) * share * 0.9
+    assert len(jobs) > len(TRITON) * len(TARGETS) * share * 0.9
     failed = list(failures(jobs))
     summary = f"{len(jobs)} binaries for {len(TARGETS)} targets, {len(failed)} failed"
     print("\n".join([f"SEED={SEED}", *failed, summary]))

@@ -1,1 +1,1 @@
-"""The CPU back end: kernels as generated C++, listed in `llmc.codegen.backends.cpp.kernel_table`."""
+"""The CPU back end: kernels as generated C++, listed in `llmc.codegen.kernel_table`."""
