@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from llmc_runtime.format.launch_param import TYPES
 
+from llmc.ir.cost import node_cost
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
@@ -217,8 +218,6 @@ class Kernel:
 
 def roofline_us(node: Node, target: Target, env: Mapping[str, int]) -> float:
     """Return max(flops / peak, bytes / bandwidth) plus the target's launch overhead, in microseconds."""
-    from llmc.ir.cost import node_cost
-
     flops, nbytes = (d.subs(env).const or 0 for d in node_cost(node))
     dtype = next((v.type.dtype for v in node.operands if v.type.dtype in target.peaks), "f32")
     return max(flops / target.peaks[dtype], nbytes / target.bandwidth) * 1e6 + target.launch_us

@@ -38,7 +38,7 @@ def check_parameters(source: Source, sizes: Sequence[int], loc: str, scratch: in
     """
     expected = passed(source)
     if tuple(sizes) not in (expected, expected + (_POINTER,) * scratch):
-        text = f"launches pass parameters of {_list(expected)} bytes, the binary takes {_list(sizes)}"
+        text = f"launches pass parameters of {list(expected)} bytes, the binary takes {list(sizes)}"
         raise differs(source, text, loc)
 
 
@@ -52,10 +52,6 @@ def differs(source: Source, why: str, loc: str) -> Diagnostic:
     """Return the error for launches that do not match the binary."""
     cause = f"kernel {source.entry} does not match its launches: {why}"
     return Diagnostic("E505", cause, "correct the kernel's parameters, maps, sizes, threads or cluster", loc=loc)
-
-
-def _list(sizes: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, sizes))}]"
 
 
 def sections(binary: bytes) -> Iterator[tuple[str, bytes]]:

@@ -30,10 +30,6 @@ class Slot:
     last: int
     loc: str
 
-    def data(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
-        return dict(self.__dict__)
-
 
 class Storage:
     """The sharing of memory among values: the root of every value, and the kind of every root.
@@ -195,7 +191,7 @@ def report(m: Module) -> dict[str, Any]:
         slots = read_slots(g, m.bounds(g))
         total = max((s.offset + s.nbytes for s in slots), default=0)
         ranked = sorted(slots, key=lambda s: (-s.nbytes, s.offset, s.first))
-        out[g.name] = {"arena_bytes": total, "values": len(slots), "slots": [s.data() for s in ranked]}
+        out[g.name] = {"arena_bytes": total, "values": len(slots), "slots": [dict(vars(s)) for s in ranked]}
     return out
 
 

@@ -126,18 +126,14 @@ def read_ir(path: str | Path) -> str:
         raise Diagnostic("E401", f"{where} is not UTF-8 text: {e.reason} at byte {e.start}", _FORM) from None
 
 
-def _clean(lines: list[str]) -> list[tuple[int, str]]:
-    out = ((i + 1, line.strip()) for i, line in enumerate(lines))
-    return [(i, line) for i, line in out if line and not line.startswith("//")]
-
-
 class _Reader:
     """Line-based parser of modules. Node and graph syntax is described in docs/ir.md."""
 
     def __init__(self, text: str, ops: Mapping[str, OpDef], line: str):
         self.ops = ops
         self.line = line  # the words before a line number in errors
-        self.lines = _clean(text.splitlines())
+        lines = enumerate(map(str.strip, text.splitlines()), 1)
+        self.lines = [(number, line) for number, line in lines if line and not line.startswith("//")]
         self.pos = 0
         self.m = Module()
         self.formats: dict[str, QFormat] = {}

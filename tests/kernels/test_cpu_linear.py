@@ -11,7 +11,7 @@ import pytest
 from kernels.harness import Case, compile_cases, run_case
 
 from llmc.codegen.backends.cpp.cpp_kernel import without_headers
-from llmc.codegen.backends.cpp.linear import LINEAR, pack_node
+from llmc.codegen.backends.cpp.linear import LINEAR
 from llmc.extension import load
 from llmc.ir.graph import Graph, Module
 from llmc.ir.ops import OPS
@@ -67,8 +67,10 @@ def build(s: Shape, target: Target) -> Graph:
     node = g.add(OPS["linear_map"], [x, w, *extras], attrs)
     g.outputs = [node.result]
     assert LINEAR.reject(node, target) is None
-    new = pack_node(g, node, LINEAR.schedules(node, target)[0], OPS)
+    LINEAR.pack(g, node, LINEAR.schedules(node, target)[0], target, OPS)
     verify(Module({"test": g}, {"T": (1, 512)}))
+    new = g.outputs[0].node
+    assert new is not None
     packed = new.operands[1]
     assert packed.node is not None
     alone = Graph("test")

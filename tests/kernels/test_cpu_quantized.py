@@ -15,7 +15,7 @@ from kernels.harness import Buffer, Case, Ctx, batch, compile_cases, run_case
 from kernels.test_cpu_linear import SILU, target_here
 
 from llmc.codegen.backends.cpp.cpp_toolchain import CppToolchain
-from llmc.codegen.backends.cpp.quantized_linear import QUANTIZED_LINEAR, pack_quantized
+from llmc.codegen.backends.cpp.quantized_linear import QUANTIZED_LINEAR
 from llmc.codegen.kernel import Source
 from llmc.extension import load
 from llmc.ir.dtype import DTYPES
@@ -103,8 +103,10 @@ def pack(g: Graph, target: Target) -> Node:
     """Replace the node of `product` by one over packed operands."""
     (node,) = g.nodes
     assert QUANTIZED_LINEAR.reject(node, target) is None
-    new = pack_quantized(g, node, QUANTIZED_LINEAR.schedules(node, target)[0], OPS)
+    QUANTIZED_LINEAR.pack(g, node, QUANTIZED_LINEAR.schedules(node, target)[0], target, OPS)
     verify(Module({"test": g}, {"T": (1, 512)}))
+    new = g.outputs[0].node
+    assert new is not None
     return new
 
 

@@ -15,7 +15,7 @@ from llmc.ir.contents import Drawing, Shape, positive
 from llmc.ir.dim import Dim
 from llmc.ir.opdef import op
 from llmc.ir.ops.packed import panel_shape, unpack_panel
-from llmc.ir.ops.quantized_linear import quantized_linear, result_type
+from llmc.ir.ops.quantized_linear import quantized_linear, result_type, zeros_and_others
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -90,15 +90,10 @@ def _packed_codes(d: Drawing, shape: Shape) -> Any:
     return d.rng.integers(*((0, 256) if d.attrs["bits"] == 4 else (-127, 128)), shape)
 
 
-def _packed_extras(d: Drawing, shape: Shape) -> Any:
-    """Zero points, or any operands of the epilogue."""
-    return d.rng.integers(0, 16, shape) if len(shape) == 4 else d.rng.standard_normal(shape)
-
-
 @op(
     "(x: f[*b, k], wp: i[panels, depth, rows, quad], sp: f[panels, c, rows, one], extras*: t[...]) -> x[...]",
     infer=_type, flops="2*b*k*n*parts",
-    holds={"wp": _packed_codes, "sp": positive, "extras": _packed_extras},
+    holds={"wp": _packed_codes, "sp": positive, "extras": zeros_and_others(4)},
     attrs_of=quantized_linear, without=("block", "bits"),
     example={
         "*b": (3,), "k": 41, "panels": 2, "depth": 8, "rows": 8, "quad": 4, "c": 2, "one": 1, "wp": "u8",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.contents import Drawing, Shape, integers, positive
+from llmc.ir.contents import Content, integers, positive
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
@@ -87,9 +87,12 @@ def result_type(env: dict[str, Any], attrs: Mapping[str, Any], extras: list[Type
     return epilogue_type(attrs["parts"], extras, attrs["body"], Type(attrs["dtype"] or env["x"].dtype, (*env["*b"], n)))
 
 
-def draw_extras(d: Drawing, shape: Shape) -> Any:
-    """Draw zero points, or any operands of the epilogue."""
-    return d.rng.integers(0, 16, shape) if len(shape) == 2 else d.rng.standard_normal(shape)
+def zeros_and_others(rank: int) -> Content:
+    """Declare the extras of a quantised product: zero points, which have this rank, and any other operands."""
+    return lambda d, shape: d.rng.integers(0, 16, shape) if len(shape) == rank else d.rng.standard_normal(shape)
+
+
+draw_extras = zeros_and_others(2)
 
 
 @op(

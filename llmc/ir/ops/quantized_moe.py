@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from llmc.ir.contents import Drawing, Shape, integers, positive, probability
+from llmc.ir.contents import Drawing, Shape, positive, probability
 from llmc.ir.dim import Dim
 from llmc.ir.dtype import DTYPES
 from llmc.ir.opdef import Ints, op
 from llmc.ir.ops.moe import SWIGLU, checked, down_type, drawn_order, drawn_starts, moe_down, moe_up, up_type
 from llmc.ir.ops.packed_codes import nibble_bytes, unpack_nibbles
 from llmc.ir.ops.quantize import VALUES, check_scales, dequantize
-from llmc.ir.ops.quantized_linear import ACTIVATIONS, rounded
+from llmc.ir.ops.quantized_linear import ACTIVATIONS, rounded, zeros_and_others
 from llmc.ir.signature import Mismatch
 from llmc.ir.types import Type
 
@@ -66,9 +66,7 @@ def _codes(d: Drawing, shape: Shape) -> Any:
     return d.rng.integers(0, 256 if d.attrs["half"] else 1 << d.attrs["bits"], shape)
 
 
-def draw_stack_extras(d: Drawing, shape: Shape) -> Any:
-    """Zero points, which have the rank of a stack, or a bias."""
-    return integers(0, 16)(d, shape) if len(shape) == 3 else d.rng.standard_normal(shape)
+draw_stack_extras = zeros_and_others(3)
 
 
 def _stack(code: Any, scale: Any, extras: tuple[Any, ...], attrs: Mapping[str, Any]) -> tuple[Any, Any]:

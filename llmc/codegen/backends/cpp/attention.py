@@ -16,12 +16,6 @@ MAX_HEAD = 512
 MAX_LATENT = 1024
 
 
-def heads(node: Node) -> tuple[int | None, ...]:
-    """Return (query heads, key heads, tokens per page, elements of a key, of a value); None for sizes that vary."""
-    q, kv = node.operands[0].type, node.operands[1].type
-    return tuple(d.const for d in (q.shape[1], kv.shape[2], kv.shape[3], q.shape[2], q.shape[2]))
-
-
 class PagedAttention(CppKernel):
     """Flash attention for any mix of prompt chunks and decoding rows, processing the heads of a group together."""
 
@@ -31,8 +25,9 @@ class PagedAttention(CppKernel):
     alibi: ClassVar[bool] = False  # the last operand is the slopes of a bias by distance, not sinks
 
     def heads(self, node: Node) -> tuple[int | None, ...]:
-        """Return the sizes of `heads`."""
-        return heads(node)
+        """Return (query heads, key heads, tokens per page, elements of a key, of a value); None for sizes that vary."""
+        q, kv = node.operands[0].type, node.operands[1].type
+        return tuple(d.const for d in (q.shape[1], kv.shape[2], kv.shape[3], q.shape[2], q.shape[2]))
 
     def reject(self, node: Node, target: Target) -> str | None:
         floats = [node.operands[i].type for i in (0, 1, 6) if i < len(node.operands)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, pointers, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CppKernel, pointers
 from llmc.codegen.backends.cpp.shape import item
 from llmc.codegen.emit import Sizes
 from llmc.codegen.kernel import EXACT, Schedule
@@ -18,16 +18,14 @@ class Collective(CppKernel):
     headers = ("llmc_abi.h", "llmc_collective.h")
 
     def reject(self, node: Node, target: Target) -> str | None:
-        return "the group has one rank" if node.attrs["ranks"] < 2 else unsupported(node)
+        return "the group has one rank" if node.attrs["ranks"] < 2 else super().reject(node, target)
 
 
 class AllReduce(Collective):
     """The sum over the ranks, in their order."""
 
     constant_reduction_order = "by rank"
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return super().reject(node, target) or unsupported(node, FLOATS)
+    dtypes = FLOATS
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return ((0, 0),)

@@ -178,11 +178,3 @@ def _number(attribute: object, size: Dim, sizes: Sizes) -> str:
     if isinstance(attribute, bool):
         return str(attribute).lower()
     return f"{attribute!r}f" if isinstance(attribute, float) else sizes(size)
-
-
-def product_text(dims: Sequence[Dim], sizes: Sizes) -> str:
-    """Print the product of sizes as a C++ expression."""
-    total = D(1)
-    for d in dims:
-        total = total * d
-    return f"(int64_t){sizes(total)}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, CppKernel, pointers, product_text, unsupported
+from llmc.codegen.backends.cpp.cpp_kernel import CTYPES, CppKernel, pointers, unsupported
 from llmc.codegen.emit import Sizes, indent
 from llmc.codegen.kernel import Schedule
 from llmc.codegen.print_expr import Dag, Names, convert, statements
 from llmc.codegen.product import ProductNode
 from llmc.ir.dim import D, Dim
 from llmc.ir.dtype import DTYPES, FLOATS
-from llmc.ir.graph import Graph, Node, Value
+from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
 from llmc.ir.scalar import parse_expr
 from llmc.ir.types import Type
@@ -102,7 +102,7 @@ class PackedProduct(CppKernel):
         """Return the call of `function` with x, its number of rows, the operands `weight` and the epilogue."""
         p = self.problem(node)
         members = ", ".join(["y0", *(f"x{i + p.first_extra}" for i in range(len(p.extras)))])
-        call = f"{function}<Shape>(ctx, x0, {product_text(p.x.shape[:-1], sizes)}, {weight}, e);"
+        call = f"{function}<Shape>(ctx, x0, (int64_t){sizes(p.m)}, {weight}, e);"
         return f"{pointers(node)}\nconst Epilogue e = {{{members}}};\n{call}"
 
     def checked_epilogue(self, node: Node, schedule: Schedule, target: Target, function: str) -> str:
@@ -144,8 +144,11 @@ class Linear(PackedProduct):
         return {1: f"pack_panel{{rows={schedule['rows']}, pair={p.pair}, parts={p.parts}}}"}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        """Replace the node by one that reads a packed weight."""
-        pack_node(g, node, schedule, ops)
+        p = Problem(node)
+        layout = {"rows": schedule["rows"], "pair": p.pair, "parts": p.parts}
+        packed = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result
+        attrs = {"n": p.n, "parts": p.parts, "body": p.body, "dtype": node.attrs.get("dtype", "")}
+        g.replace_op(node, ops["packed_linear"], [node.operands[0], packed, *node.operands[2:]], attrs)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         p, s = Problem(node), schedule
@@ -202,16 +205,6 @@ def _argument(p: Problem, j: int, stride: int) -> str:
     if rows:
         pointer += f" + m * {p.n if columns else 1}"
     return f"get({pointer} + n, mask)" if columns else f"splat(widen(*({pointer})))"
-
-
-def pack_node(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:
-    """Replace a linear or linear_map by packed_linear over pack_panel of its weight, keeping the kernel choice."""
-    p = Problem(node)
-    layout = {"rows": schedule["rows"], "pair": p.pair, "parts": p.parts}
-    packed: Value = g.add(ops["pack_panel"], [node.operands[1]], layout, before=node, loc=node.loc).result
-    attrs = {"n": p.n, "parts": p.parts, "body": p.body, "dtype": node.attrs.get("dtype", "")}
-    operands = [node.operands[0], packed, *node.operands[2:]]
-    return g.replace_op(node, ops["packed_linear"], operands, attrs)
 
 
 LINEAR = Linear("cpu/linear", ("linear", "linear_map", "packed_linear"))

@@ -168,8 +168,20 @@ class QuantizedLinear(PackedProduct):
         return {1: f"pack_codes{{bits={p.bits}}} pack_panel{{{panel}, pair={QUAD}}}", **entries}
 
     def pack(self, g: Graph, node: Node, schedule: Schedule, target: Target, ops: Mapping[str, OpDef]) -> None:
-        """Replace the node by one that reads a packed weight."""
-        pack_quantized(g, node, schedule, ops)
+        p = QuantizedProblem(node)
+
+        def panel(v: Value, pair: int) -> Value:
+            layout = {"rows": schedule["rows"], "pair": pair, "parts": p.parts}
+            return g.add(ops["pack_panel"], [v], layout, before=node, loc=node.loc).result
+
+        codes = g.add(ops["pack_codes"], [node.operands[1]], {"bits": p.bits}, before=node, loc=node.loc).result
+        packed = [panel(codes, QUAD), *(panel(v, 1) for v in node.operands[2 : p.first_extra])]
+        attrs = {
+            "n": p.n, "bits": p.bits, "block": p.group, "zero_point": p.zero, "zeros": p.zeros, "act": p.act,
+            "act_block": p.act_block, "parts": p.parts, "body": p.body, "dtype": node.attrs["dtype"],
+        }  # fmt: skip
+        operands = [node.operands[0], *packed, *node.operands[p.first_extra :]]
+        g.replace_op(node, ops["packed_quantized_linear"], operands, attrs)
 
     def scratch(self, node: Node, schedule: Schedule, target: Target) -> Dim:
         p, s = QuantizedProblem(node), schedule
@@ -195,25 +207,6 @@ class QuantizedLinear(PackedProduct):
     def body(self, node: Node, schedule: Schedule, target: Target, sizes: Sizes) -> str:
         zeros = "x3" if self.problem(node).zeros else "nullptr"
         return self.call(node, sizes, "quantized_linear", f"x1, x2, {zeros}")
-
-
-def pack_quantized(g: Graph, node: Node, schedule: Schedule, ops: Mapping[str, OpDef]) -> Node:
-    """Replace a quantized_linear by packed_quantized_linear over packed operands, keeping the kernel choice."""
-    p = QuantizedProblem(node)
-
-    def panel(v: Value, pair: int) -> Value:
-        layout = {"rows": schedule["rows"], "pair": pair, "parts": p.parts}
-        return g.add(ops["pack_panel"], [v], layout, before=node, loc=node.loc).result
-
-    code = node.operands[1]
-    codes = g.add(ops["pack_codes"], [code], {"bits": p.bits}, before=node, loc=node.loc).result
-    packed = [panel(codes, QUAD), *(panel(v, 1) for v in node.operands[2 : p.first_extra])]
-    attrs = {
-        "n": p.n, "bits": p.bits, "block": p.group, "zero_point": p.zero, "zeros": p.zeros, "act": p.act,
-        "act_block": p.act_block, "parts": p.parts, "body": p.body, "dtype": node.attrs["dtype"],
-    }  # fmt: skip
-    operands = [node.operands[0], *packed, *node.operands[p.first_extra :]]
-    return g.replace_op(node, ops["packed_quantized_linear"], operands, attrs)
 
 
 QUANTIZED_LINEAR = QuantizedLinear("cpu/quantized_linear", ("quantized_linear", "packed_quantized_linear"))

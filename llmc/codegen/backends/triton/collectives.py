@@ -10,7 +10,7 @@ from llmc_runtime.format.names import NCCL
 
 from llmc.codegen.backends.triton.template import Template, record
 from llmc.codegen.backends.triton.tiling import next_power_of_2
-from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element, unsupported
+from llmc.codegen.backends.triton.triton_kernel import Code, TritonKernel, Unit, element
 from llmc.codegen.kernel import BY_SCHEDULE, EXACT, Schedule
 from llmc.ir.dim import Dim, product
 from llmc.ir.dtype import DTYPES, FLOATS
@@ -42,7 +42,7 @@ class Collective(TritonKernel):
         ranks = node.attrs["ranks"]
         if not 2 <= ranks <= MAX_PEERS:
             return f"a group on GPUs has 2 to {MAX_PEERS} ranks, not {ranks}"
-        return unsupported(node)
+        return super().reject(node, target)
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         return [{"warps": warps} for warps in WARPS]
@@ -110,9 +110,7 @@ class AllReduce(Collective):
     """
 
     constant_reduction_order = "by rank"
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return super().reject(node, target) or unsupported(node, FLOATS)
+    dtypes = FLOATS
 
     def inplace(self, node: Node, schedule: Schedule) -> tuple[tuple[int, int], ...]:
         return tuple((i, 0) for i in range(len(node.operands)))
@@ -142,10 +140,11 @@ class AllReduceNorm(Collective):
     """
 
     constant_reduction_order = BY_SCHEDULE
+    dtypes = FLOATS
 
     def reject(self, node: Node, target: Target) -> str | None:
         x = node.operands[0].type
-        if why := super().reject(node, target) or unsupported(node, FLOATS):
+        if why := super().reject(node, target):
             return why
         if x.shape[-1].const is None:
             return f"the size of a row, {x.shape[-1]}, is not constant"

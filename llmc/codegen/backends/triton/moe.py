@@ -62,9 +62,7 @@ class Route(TritonKernel):
     """moe_route, one program per expert: counts the pairs of earlier experts, then stores its own after them."""
 
     constant_reduction_order = EXACT
-
-    def reject(self, node: Node, target: Target) -> str | None:
-        return unsupported(node, INTS)
+    dtypes = INTS
 
     def schedules(self, node: Node, target: Target) -> list[Schedule]:
         pairs = node.operands[0].type.numel.const
