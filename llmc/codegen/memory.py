@@ -129,27 +129,22 @@ def top_bytes(v: Value, symbols: Mapping[str, tuple[int, int]]) -> int:
     return max(ALIGN, -(-v.type.nbytes.bounds(symbols)[1] // ALIGN) * ALIGN)
 
 
-def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlace = lambda n: ()) -> list[Slot]:
-    """Return the slots of all arena roots in order of definition. `inplace` gives (operand, result) pairs."""
+def plan_graph(g: Graph, symbols: Mapping[str, tuple[int, int]], inplace: InPlace) -> dict[Value, int]:
+    """Return the offset in the arena of every value that has memory there. `inplace` gives (operand, result) pairs."""
     storage = Storage(g)
     nodes = list(g.nodes)
     last = _last_uses(nodes, storage)
     arena, offsets = Arena(), dict[Value, int]()  # the offsets of all roots so far, also of those that are released
-    slots: list[Slot] = []
     for i, n in enumerate(nodes):
         ending = {storage.root[v] for v in n.operands if last[storage.root[v]] == i and storage.root[v] in offsets}
         reused = _reused(n, storage, ending, symbols, inplace(n) if n.choice else ())
-        for r in n.results:
-            if not storage.in_arena(r):
-                continue
-            size = top_bytes(r, symbols)
-            offsets[r] = offsets[reused[r]] if r in reused else arena.allocate(size)
-            slots.append(Slot(r.name, str(r.type), offsets[r], size, i, last.get(r, i), n.loc))
+        for r in filter(storage.in_arena, n.results):
+            offsets[r] = offsets[reused[r]] if r in reused else arena.allocate(top_bytes(r, symbols))
         touched = {storage.root[v] for v in [*n.operands, *n.results]}
         dead = [v for v in touched if v in offsets and last.get(v, i) <= i and v not in reused.values()]
         for v in sorted(dead, key=lambda v: offsets[v]):
             arena.release(offsets[v], top_bytes(v, symbols))
-    return slots
+    return offsets
 
 
 def _last_uses(nodes: list[Node], storage: Storage) -> dict[Value, int]:
@@ -233,18 +228,16 @@ class Memory(Pass):
             with extension_code(f"kernel {n.choice.get('kernel')!r}", type(kernel), n):
                 return kernel.inplace(n, schedule_of(n)) if kernel else ()
 
-        storage = Storage(g)
-        slots = iter(plan_graph(g, symbols, inplace))
+        offsets = plan_graph(g, symbols, inplace)
         changes = 0
         for n in g.nodes:
-            owned = [storage.in_arena(r) for r in n.results]
-            if any(owned) and "kernel" not in n.choice:
+            owns = any(r in offsets for r in n.results)
+            if owns and "kernel" not in n.choice:
                 remedy = "run the passes `select` and `lift-weights` before `memory`"
                 raise Diagnostic("E433", "the node has no kernel and cannot be part of a program", remedy, node=n)
-            places = tuple(next(slots).offset if owns else -1 for owns in owned)
             before = n.choice.pop("arena", None)
-            if any(owned):
-                n.choice["arena"] = places
+            if owns:
+                n.choice["arena"] = tuple(offsets.get(r, -1) for r in n.results)
             if n.choice.get("arena") != before:
                 changes += 1
         return changes

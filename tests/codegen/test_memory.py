@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmc.codegen.memory import ALIGN, Arena, Memory, Slot, Storage, plan_graph, read_slots, report
+from llmc.codegen.memory import ALIGN, Arena, Memory, Slot, Storage, read_slots, report
 from llmc.codegen.select import Select
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
@@ -81,14 +82,19 @@ def reads_what_was_written(g: Graph, slots: list[Slot]) -> None:
                 writer.update(dict.fromkeys(range(s.offset // ALIGN, (s.offset + s.nbytes) // ALIGN), r))
 
 
+def planned_module(seed: int) -> Module:
+    """A random module after the pass `memory`."""
+    m, ctx = random_module(seed), Ctx(OPS, load().target("cpu:portable"), load().kernels)
+    Select().run(m, ctx)
+    Memory().run(m, ctx)
+    return m
+
+
 @pytest.mark.drawn(seconds=12)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_live_values_never_share_bytes(seed: int) -> None:
-    m = random_module(seed)
-    ctx = Ctx(OPS, load().target("cpu:portable"), load().kernels)
-    Select().run(m, ctx)
-    Memory().run(m, ctx)
+    m = planned_module(seed)
     g = m.graphs["main"]
     slots = read_slots(g, m.symbols)
     assert not overlaps(slots)
@@ -100,10 +106,10 @@ def test_live_values_never_share_bytes(seed: int) -> None:
 
 
 def test_the_check_sees_an_overlap() -> None:
-    m = random_module(7)
-    slots = plan_graph(m.graphs["main"], m.symbols)
+    m = planned_module(7)
+    slots = read_slots(m.graphs["main"], m.symbols)
     live = next((a, b) for a in slots for b in slots if a is not b and a.first < b.first <= a.last)
-    moved = [s if s is not live[1] else type(s)(**{**s.data(), "offset": live[0].offset, "nbytes": 999}) for s in slots]
+    moved = [s if s is not live[1] else replace(s, offset=live[0].offset, nbytes=999) for s in slots]
     assert overlaps(moved)
 
 
