@@ -12,9 +12,9 @@ from typing import Any
 from llmc_runtime.format.program import Program
 
 from llmc.codegen import launch_plan, memory
-from llmc.codegen.kernel import Box, Kernel, Source
+from llmc.codegen.kernel import Box, Compiled, Kernel, Source
 from llmc.codegen.launch_plan import Placed
-from llmc.codegen.toolchain import Compiled, Finders, Output, Progress, Toolset
+from llmc.codegen.toolchain import Finders, Output, Progress, Toolset
 from llmc.ir.graph import Module
 from llmc.targets.target import Target
 
@@ -90,7 +90,7 @@ def build(
         binaries[unit_key] = _binary(unit_key, unit, compiled[unit_key], tools.of(unit.language).output)
         steps = [(unit_key, entry) for entry in entries]
     programs = tuple(
-        launch_plan.program(p, m, [_launch_info(binaries[tools.key(s)]) for s in p.emitted.sources], step)
+        launch_plan.program(p, m, [(key, compiled[key]) for key in map(tools.key, p.emitted.sources)], step)
         for p, step in zip(placed, steps, strict=True)
     )
     return Built(programs, binaries, memory.report(m), tools.versions())
@@ -99,10 +99,6 @@ def build(
 def _binary(key: str, s: Source, c: Compiled, output: Output) -> Binary:
     names = output.binary, output.source, output.abi
     return Binary(key, s.text, c.binary, s.entry, c.threads, c.shared, *names, c.boxes, s.license)
-
-
-def _launch_info(b: Binary) -> launch_plan.LaunchInfo:
-    return launch_plan.LaunchInfo(b.hash, b.threads, b.shared, b.boxes)
 
 
 def unique_sources(placed: Sequence[Placed], key: Callable[[Source], str]) -> dict[str, tuple[Source, str]]:
@@ -158,6 +154,6 @@ def dry_build(
     return DryBuild(programs, frozenset(keyed), missing)
 
 
-def _without_binary(s: Source) -> launch_plan.LaunchInfo:
-    """Return the launch parameters that are known without a compiled kernel."""
-    return launch_plan.LaunchInfo(_NO_KEY, boxes=tuple((m.box, 0) for m in s.maps))
+def _without_binary(s: Source) -> tuple[str, Compiled]:
+    """Return what is known of a launch without a compiled kernel."""
+    return _NO_KEY, Compiled(b"", boxes=tuple((m.box, 0) for m in s.maps))

@@ -117,6 +117,20 @@ class Source:
     license: str = ""
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled kernel and its launch configuration.
+
+    threads: threads of a block; shared: bytes of dynamic shared memory; both 0 on CPUs. boxes: for each tensor map, in
+    the order of the parameters, its box and its swizzle (0: none, 1 to 3: 32, 64 and 128 bytes).
+    """
+
+    binary: bytes
+    threads: int = 0
+    shared: int = 0
+    boxes: tuple[Box, ...] = ()
+
+
 # Keys that code generation adds to a schedule before `emit`, depending on the neighbouring launches. In CUDA's terms of
 # programmatic dependent launch, a kernel waits for the grids before it, and triggers the launch of the next kernel.
 # No launch that may still run writes the operands that `Kernel.reads_before_wait` returns:

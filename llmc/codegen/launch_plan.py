@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmc_runtime.format.group_memory import group_bytes
 from llmc_runtime.format.program import GROUP, RANK, Program
@@ -13,7 +13,7 @@ from llmc.codegen.kernel import (
     READ_BEFORE_WAIT,
     TRIGGER_AFTER_LOADS,
     TRIGGER_BEFORE_WAIT,
-    Box,
+    Compiled,
     Kernel,
     Schedule,
     Source,
@@ -251,21 +251,11 @@ def place(e: Emitted, m: Module) -> Placed:
     return Placed(e, buffers, arena, args, (*waits[1:], True))
 
 
-class LaunchInfo(NamedTuple):
-    """The properties of a kernel's binary that a launch records.
+def program(p: Placed, m: Module, kernels: Sequence[tuple[str, Compiled]], step: tuple[str, str] | None) -> Program:
+    """Return the Program.
 
-    key: hash of the binary. threads, shared: threads and bytes of shared memory per block. boxes: box and swizzle of
-    each tensor map.
+    kernels: the key of each launch's binary, and what was compiled. step: (key, entry) of the step unit, if any.
     """
-
-    key: str
-    threads: int = 0
-    shared: int = 0
-    boxes: tuple[Box, ...] = ()
-
-
-def program(p: Placed, m: Module, kernels: Sequence[LaunchInfo], step: tuple[str, str] | None) -> Program:
-    """Return the Program. `kernels` is in launch order; `step` is the (key, entry) of the step unit, if any."""
     g = p.emitted.graph
     serves = serves_of(g, m)
     launches = zip(p.emitted.nodes, p.emitted.sources, p.args, kernels, strict=True)
@@ -289,12 +279,12 @@ def ranks_of(m: Module) -> int:
     return m.symbols[RANK][1] + 1 if RANK in m.symbols else 1
 
 
-def _launch(n: Node, s: Source, args: Sequence[int], kernel: LaunchInfo) -> dict[str, Any]:
-    flops, moved = node_cost(n)
-    maps = [x.json(box, swizzle) for x, (box, swizzle) in zip(s.maps, kernel.boxes, strict=True)]
+def _launch(n: Node, s: Source, args: Sequence[int], kernel: tuple[str, Compiled]) -> dict[str, Any]:
+    (flops, moved), (key, compiled) = node_cost(n), kernel
+    maps = [x.json(box, swizzle) for x, (box, swizzle) in zip(s.maps, compiled.boxes, strict=True)]
     return {
-        "kernel": kernel.key, "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)],
-        "threads": kernel.threads, "shared": kernel.shared, "pdl": int(s.pdl), "args": list(args), "maps": maps,
+        "kernel": key, "entry": s.entry, "grid": [str(d) for d in s.grid or (1, 1, 1)],
+        "threads": compiled.threads, "shared": compiled.shared, "pdl": int(s.pdl), "args": list(args), "maps": maps,
         "params": [x.json() for x in s.passes], "cluster": list(s.cluster),
         "sizes": [str(d) for d in s.sizes], "loc": n.loc, "op": n.op.name, "flops": str(flops), "bytes": str(moved),
     }  # fmt: skip

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmc.codegen.kernel import Box, Source
+from llmc.codegen.kernel import Compiled, Source
 from llmc.codegen.launch_plan import Placed
 from llmc.diagnostics import Diagnostic
 from llmc.ir.graph import Module
@@ -29,20 +29,6 @@ Progress = Callable[[int, int, str], None]  # done, of, what
 _STALE_SECONDS = 3600.0
 _KEY_DIGITS = 32
 SUFFIX = "gpu"
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled kernel and its launch configuration.
-
-    threads: threads of a block; shared: bytes of dynamic shared memory; both 0 on CPUs. boxes: for each tensor map, in
-    the order of the parameters, its box and its swizzle (0: none, 1 to 3: 32, 64 and 128 bytes).
-    """
-
-    binary: bytes
-    threads: int = 0
-    shared: int = 0
-    boxes: tuple[Box, ...] = ()
 
 
 # (launched graphs, their module) -> the source of the step unit, and each graph's function in it

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from llmc.codegen.kernel import Kernel
+from llmc.codegen.kernel import Compiled, Kernel
 from llmc.codegen.launch_plan import package_of
-from llmc.codegen.toolchain import Compiled
 from llmc.diagnostics import Diagnostic
 from llmc.extension import load
 from llmc.ir.dtype import FLOATS
