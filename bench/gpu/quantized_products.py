@@ -41,7 +41,7 @@ from llmc.codegen.scratch_dir import scratch  # noqa: E402
 from llmc.codegen.tuning_records import Tuning  # noqa: E402
 from llmc.extension import Registry, load  # noqa: E402
 from llmc.ir.graph import Node  # noqa: E402
-from llmc.ir.ops.packed_fragments import unpack_fragments  # noqa: E402
+from llmc.ir.ops.packed_codes import unpack_fragments  # noqa: E402
 from llmc.ir.text import parse  # noqa: E402
 from llmc.targets.target import Target  # noqa: E402
 

@@ -18,7 +18,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dtype import DTYPES
 from llmc.ir.graph import Graph, Node, Value
 from llmc.ir.interp import run_node
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
 from llmc.ir.scalar import parse_expr, reduces_rows
 
 # Values of at most this size in bytes may be kept whole.

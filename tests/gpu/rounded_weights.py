@@ -10,7 +10,7 @@ from kernels.harness import Case
 
 from llmc.ir.interp import round_to_type
 from llmc.ir.ops.linear import linear_map
-from llmc.ir.ops.packed_fragments import unpack_fragments
+from llmc.ir.ops.packed_codes import unpack_fragments
 from llmc.ir.ops.quantize import dequantize
 from llmc.ir.types import tensor
 

@@ -21,10 +21,10 @@ from llmc.codegen.kernel import READ_BEFORE_WAIT
 from llmc.ir.graph import Graph
 from llmc.ir.interp import round_to_type
 from llmc.ir.ops import OPS
-from llmc.ir.ops.fragments_moe import separate
 from llmc.ir.ops.moe import SWIGLU, moe_down, moe_up
-from llmc.ir.ops.packed_fragments import unpack_fragments
+from llmc.ir.ops.packed_codes import unpack_fragments
 from llmc.ir.ops.quantize import dequantize
+from llmc.ir.ops.quantized_moe import separate
 from llmc.ir.types import tensor
 from llmc.targets.gpu_targets import sm_90
 

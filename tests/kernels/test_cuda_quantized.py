@@ -34,7 +34,7 @@ from llmc.ir.graph import Graph, Module, Node
 from llmc.ir.interp import run
 from llmc.ir.ops import OPS
 from llmc.ir.ops.common import NUMPY
-from llmc.ir.ops.packed_fragments import pack_fragments, unpack_fragments
+from llmc.ir.ops.packed_codes import pack_fragments, unpack_fragments
 from llmc.ir.scalar import evaluate, parse_expr
 from llmc.ir.text import parse
 from llmc.ir.types import tensor

@@ -7,19 +7,16 @@ from types import MappingProxyType, ModuleType
 
 from llmc.ir.opdef import OpDef
 from llmc.ir.ops import (
-    alibi,
     attention,
     block_scaled,
     comm,
     draft,
-    fragments_moe,
     latent,
     linear,
     moe,
     norm,
     packed,
     packed_codes,
-    packed_fragments,
     packed_quantized,
     pointwise,
     pooling,
@@ -31,7 +28,6 @@ from llmc.ir.ops import (
     reduce,
     rope,
     sample,
-    scaled_moe,
     shape,
     state,
 )
@@ -53,7 +49,6 @@ def op_set(*groups: Iterable[OpDef]) -> Mapping[str, OpDef]:
 
 GROUPS = (
     pointwise, reduce, shape, linear, packed, quantize, quantized_linear, block_scaled, packed_quantized, packed_codes,
-    packed_fragments, norm, rope, attention, alibi, latent, moe, quantized_moe, fragments_moe, scaled_moe, state,
-    recurrent, recurrent_chunks, pooling, sample, draft, comm,
+    norm, rope, attention, latent, moe, quantized_moe, state, recurrent, recurrent_chunks, pooling, sample, draft, comm,
 )  # fmt: skip
 OPS = op_set(*map(ops_of, GROUPS))

@@ -14,7 +14,7 @@ from llmc.codegen.kernel import Schedule
 from llmc.codegen.product import ConstantProduct, pack_product, product_layouts, tables
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 

@@ -16,9 +16,9 @@ from llmc.codegen.kernel import READ_BEFORE_WAIT, Schedule
 from llmc.codegen.print_expr import inline
 from llmc.ir.graph import Graph, Node
 from llmc.ir.opdef import OpDef
-from llmc.ir.ops.fragments_moe import EIGHT, OF_CODES
 from llmc.ir.ops.moe import gate
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
+from llmc.ir.ops.quantized_moe import EIGHT, OF_CODES
 from llmc.passes.analysis import Origin, origin
 from llmc.targets.target import Target
 

@@ -13,7 +13,7 @@ from llmc.codegen.backends.cuda.wgmma import ALIGN, RESERVED, SWIZZLE, WARPGROUP
 from llmc.codegen.kernel import Map, Schedule
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
 from llmc.targets.target import Target
 
 # (tokens, rows of w) per tile; tiles of 256 tokens can be halved.

@@ -14,7 +14,7 @@ from llmc.codegen.kernel import TRIGGER_AFTER_LOADS, Map, Schedule
 from llmc.codegen.product import sufficient_tile
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
 from llmc.targets.target import Target
 
 TOKENS = (8, 16, 32, 64, 128, 256)  # tokens per tile

@@ -18,7 +18,7 @@ from llmc.codegen.backends.cuda.fragment_product import (
 )
 from llmc.codegen.kernel import Schedule
 from llmc.ir.graph import Node
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
 from llmc.targets.target import Target
 
 Tiles = Mapping[int, tuple[int, ...]]

@@ -21,7 +21,7 @@ from llmc.codegen.kernel import Map, Schedule
 from llmc.codegen.product import tiles_to_try
 from llmc.ir.dim import D
 from llmc.ir.graph import Node
-from llmc.ir.ops.packed_fragments import BLOCK
+from llmc.ir.ops.packed_codes import BLOCK
 from llmc.targets.target import Target
 
 TOKENS = (8, 16)  # tokens per tile
