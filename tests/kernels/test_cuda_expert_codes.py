@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from draw import generator
+from kernels.expert_codes import QUANTIZED, QuantizedStack
 from kernels.test_cuda_experts import node_of
-from kernels.test_triton_quantized_moe import STACKS, Stack, chosen
+from kernels.test_triton_moe import chosen
 
 from llmc.codegen.backends.cuda.grouped_codes import GROUPED_CODES, CodesProblem
 from llmc.codegen.candidates import Candidate
@@ -32,9 +33,9 @@ from llmc.ir.verify import verify
 from llmc.targets.gpu_targets import sm_90, sm_100
 
 OURS = "cuda/grouped_codes"
-INT4 = Stack("bf16", "u8", "bf16", (1, 128), "8")
-ZEROS = Stack("bf16", "u8", "f16", (1, 64), "u8", bias="f32")
-MXFP4 = Stack("bf16", "u8", "bf16", (1, 32), values="e2m1", bias="bf16")
+INT4 = QuantizedStack("bf16", "u8", "bf16", (1, 128), "8")
+ZEROS = QuantizedStack("bf16", "u8", "f16", (1, 64), "u8", bias="f32")
+MXFP4 = QuantizedStack("bf16", "u8", "bf16", (1, 32), values="e2m1", bias="bf16")
 QWEN3 = (8, 128, 1536, 2048), (8, 128, 2048, 768)
 GPT_OSS = (4, 32, 5760, 2880), (4, 32, 2880, 2880)
 
@@ -48,7 +49,7 @@ def packed(g: Graph) -> Node:
 
 @pytest.mark.parametrize("s", [INT4, ZEROS, MXFP4], ids=["int4", "zeros", "mxfp4"])
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_packing_keeps_the_product(up: bool, s: Stack) -> None:
+def test_packing_keeps_the_product(up: bool, s: QuantizedStack) -> None:
     g = s.graph(up, 5, 2, 3, 128, 256)
     node, target, rng = node_of(g), sm_90(), generator()
     order, starts = moe_route.ref(chosen(5, 2, 3), experts=3)
@@ -73,7 +74,7 @@ def test_packing_keeps_the_product(up: bool, s: Stack) -> None:
     [(INT4, True, QWEN3[0]), (ZEROS, False, QWEN3[1]), (MXFP4, True, GPT_OSS[0])],
     ids=["int4", "zeros", "mxfp4"],
 )
-def test_binaries(s: Stack, up: bool, sizes: tuple[int, ...], tmp_path: Path) -> None:
+def test_binaries(s: QuantizedStack, up: bool, sizes: tuple[int, ...], tmp_path: Path) -> None:
     """Of the schedules the one with the fewest rows, the one with the most registers, and one that begins early."""
     node, target = packed(s.graph(up, "T", *sizes)), sm_90()
     assert GROUPED_CODES.reject(node, target) is None
@@ -106,7 +107,7 @@ def test_rings_fit_into_shared_memory() -> None:
 
 
 def test_what_is_refused() -> None:
-    def why(s: Stack, columns: int = 128, rows: int = 64, target: Any = None, **options: Any) -> str:
+    def why(s: QuantizedStack, columns: int = 128, rows: int = 64, target: Any = None, **options: Any) -> str:
         return str(GROUPED_CODES.reject(node_of(s.graph(True, "T", 2, 3, rows, columns, **options)), target or sm_90()))
 
     assert why(INT4) == why(MXFP4) == why(ZEROS) == "None"
@@ -116,7 +117,7 @@ def test_what_is_refused() -> None:
     )
     assert "blocks of [1, 24]" in why(replace(INT4, block=(1, 24)), columns=192)
     assert "known at compile time" in why(INT4, weight=False)
-    assert "codes of i8" in why(replace(STACKS["rows8"][0], scale="bf16")) and "packed for other kernels" in why(
+    assert "codes of i8" in why(replace(QUANTIZED["rows8"][0], scale="bf16")) and "packed for other kernels" in why(
         replace(INT4, half=64)
     )
     assert "the zero point 16" in why(replace(INT4, zero="16"))
@@ -127,7 +128,7 @@ def test_what_is_refused() -> None:
     assert "rounded to i8" in str(GROUPED_CODES.reject(node, sm_90()))
 
 
-def first(s: Stack, up: bool, sizes: tuple[int, ...], tokens: int) -> Candidate:
+def first(s: QuantizedStack, up: bool, sizes: tuple[int, ...], tokens: int) -> Candidate:
     node = node_of(s.graph(up, 1 if tokens == 1 else "T", *sizes))
     return node_candidates(node, load().kernels, sm_90(), {"T": tokens}, Tuning())[0]
 
@@ -135,7 +136,7 @@ def first(s: Stack, up: bool, sizes: tuple[int, ...], tokens: int) -> Candidate:
 @pytest.mark.parametrize(
     ("s", "shapes"), [(INT4, QWEN3), (ZEROS, QWEN3), (MXFP4, GPT_OSS)], ids=["int4", "zeros", "mxfp4"]
 )
-def test_all_steps_take_it_without_measurements(s: Stack, shapes: tuple[tuple[int, ...], ...]) -> None:
+def test_all_steps_take_it_without_measurements(s: QuantizedStack, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Small tiles for few rows, large ones for prompts. All steps share one layout of the weights."""
     for up, sizes in zip((True, False), shapes, strict=True):
         found = {t: first(s, up, sizes, t) for t in (1, 16, 256, 2048, 8192)}

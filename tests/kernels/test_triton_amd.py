@@ -10,8 +10,9 @@ from random import Random
 import numpy as np
 import pytest
 from draw import of_test
-from kernels import test_triton_quantized_moe, test_triton_scaled, test_triton_scaled_moe
+from kernels import test_triton_scaled
 from kernels.cases import Text
+from kernels.expert_codes import QUANTIZED, SCALED
 from kernels.harness import Case
 from kernels.test_triton_attention import MIXED, PINNED
 from kernels.test_triton_linear import SHAPES, Shape, draw
@@ -23,11 +24,9 @@ from kernels.triton_harness import run_case
 from llmc.codegen.backends.triton.decode_attention import DECODE_ATTENTION
 from llmc.codegen.backends.triton.gemm_small import GEMM, GEMM_SMALL, LARGE_AMD_TILES
 from llmc.codegen.backends.triton.prefill_attention import PREFILL_ATTENTION
-from llmc.codegen.backends.triton.quantized_moe import QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP
 from llmc.codegen.backends.triton.round_groups import ROUND_GROUPS
 from llmc.codegen.backends.triton.row_kernels import ROWS
 from llmc.codegen.backends.triton.scaled_gemm import SCALED_GEMM, SCALED_GEMM_SMALL
-from llmc.codegen.backends.triton.scaled_moe import SCALED_MOE_DOWN, SCALED_MOE_UP
 from llmc.codegen.backends.triton.triton_kernel import FLOAT8, INTERPRET, TritonKernel, float8
 from llmc.ir.ops.quantize import FLOAT_CODES
 from llmc.targets.gpu_targets import gfx90a, gfx942, gfx950, sm_80, sm_90
@@ -37,7 +36,6 @@ GPUS = (gfx90a(), gfx942(), gfx950())
 INTERPRETED = tuple(replace(t, features=frozenset({INTERPRET})) for t in GPUS)
 CODED = INTERPRETED[1:]  # GPUs with instructions for 8-bit floats
 F8 = "f8e4m3"
-SCALED, QUANTIZED = (SCALED_MOE_DOWN, SCALED_MOE_UP), (QUANTIZED_MOE_DOWN, QUANTIZED_MOE_UP)
 
 
 def own(s: Shape, target: Target) -> Shape:
@@ -111,13 +109,12 @@ def test_products_of_8_bit_floats_with_scales_of_tiles(target: Target) -> None:
 @pytest.mark.parametrize("target", CODED, ids=lambda t: t.name)
 def test_experts_of_8_bit_floats(target: Target, up: bool) -> None:
     rng, dtype = Random(of_test()), float8(target)
-    for module, kernels in ((test_triton_scaled_moe, SCALED), (test_triton_quantized_moe, QUANTIZED)):
-        for s, columns in module.STACKS.values():
-            if s.code != F8:
-                continue
+    for s, columns in (*QUANTIZED.values(), *SCALED.values()):
+        if s.code == F8:
             s, routing = replace(s, code=dtype), rng.choice(ROUTINGS[:4])
             (node,) = s.graph(up, *routing, 22, columns).nodes
-            module.check(s, columns, up, *routing, rng.choice(kernels[up].schedules(node, target)), on=target)
+            schedule = rng.choice(s.kernels[up].schedules(node, target))
+            run_case(s.case(up, *routing, 22, columns, schedule), target)
 
 
 def test_large_tiles_fit() -> None:
