@@ -306,6 +306,21 @@ def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch:
     assert Followed.of(grammars, regex("c+")).mask() and first.mask()
 
 
+def test_outputs_that_fail_before_their_first_token_release_their_workers(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar without texts compiles, and has no first mask. Its worker may be replaced by that of another one."""
+    grammars.prepare()
+    monkeypatch.setattr(worker_pool, "MAX_PROCESSES", 2)
+    for name in "bcde":
+        cycle = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": f"#/$defs/{name}"}, name: {"$ref": "#/$defs/a"}}}
+        with pytest.raises(LlmcError) as caught:
+            grammars.wait(grammars.open(StructuredOutputsParams(json=cycle), count=2))
+        assert caught.value.code == "E652" and "no text matches it" in caught.value.cause
+    assert grammars._workers.guides == 0
+    assert Followed.of(grammars, regex("a+")).mask()
+
+
 def test_everything_ends_with_the_engine() -> None:
     made = Grammars(TOK, TOK.vocab_size, [END])
     Followed.of(made, regex())

@@ -84,7 +84,8 @@ class Grammars:
         """Block until the guides are ready and return them. Raises the errors of `Opening.guides`."""
         while not opening.done:
             self.pump(_TIDY_SECONDS)
-        return opening.guides()
+        with self._lock:
+            return opening.guides()
 
     def pump(self, seconds: float = 0.0) -> None:
         """Process the messages of the grammar processes, waiting up to `seconds` for the first one."""

@@ -14,7 +14,7 @@ def unavailable(cause: str, remedy: str = "send the request again in a moment") 
 
 def failed(cause: str) -> LlmcError:
     """Return E652: an output cannot continue."""
-    return LlmcError("E652", cause, "use a simpler grammar, or other prompts")
+    return LlmcError("E652", cause, "correct or simplify the grammar, or use other prompts")
 
 
 def gone() -> LlmcError:

@@ -29,6 +29,8 @@ from llmc_runtime.grammar.limits import (
     TOKEN_CPU_SECONDS,
 )
 
+_NO_TOKEN = "NoExtensionBias"  # llguidance's reason if no token is allowed
+_NO_TEXT = b"no text matches it, for example because a $ref or a rule refers only to itself"
 OUT_OF_MEMORY = 3  # exit status; native code that runs out of memory aborts instead
 
 
@@ -165,7 +167,7 @@ class Worker:
                 return wire.STOPPED, b""
         mask = self._mask_of(matcher)
         if mask is None:
-            return wire.BROKEN, _reason(matcher)
+            return wire.BROKEN, _reason(matcher, at_start=not follower.mask)
         if mask == follower.mask:
             return wire.SAME, b""
         follower.mask = mask
@@ -221,5 +223,9 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _reason(matcher: Any) -> bytes:
-    return (first_line(matcher.get_error()) or "no token of the vocabulary continues the text").encode()
+def _reason(matcher: Any, at_start: bool = False) -> bytes:
+    """Return why no mask follows: llguidance's reason, or that no token continues the text."""
+    reason = first_line(matcher.get_error())
+    if reason not in ("", _NO_TOKEN):
+        return reason.encode()
+    return _NO_TEXT if at_start else b"no token of the vocabulary continues the text"

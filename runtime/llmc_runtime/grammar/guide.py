@@ -148,10 +148,12 @@ class Opening:
     def guides(self) -> list[GrammarGuide]:
         """Return the guides, once `done`.
 
-        Raises LlmcError E651 (grammar rejected), E652 (too costly) or E653 (no capacity now).
+        Raises LlmcError E651 (grammar rejected), E652 (too costly) or E653 (no capacity now), and closes the guides.
         """
         error = self._error or next((guide.error for guide in self._guides if guide.error is not None), None)
         if error is not None:
+            for guide in self._guides:
+                guide.close()
             raise error
         return self._guides
 
