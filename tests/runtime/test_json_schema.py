@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -60,6 +61,32 @@ def test_formats_of_64_bits_exclude_a_few_values(form: str, low: int) -> None:
         assert not accepts(schema, value), value
 
 
+def test_bounds_that_allow_all_of_64_bits() -> None:
+    """As in schemas generated from the types of a language."""
+    for schema in (
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        {"type": ["integer", "null"], "exclusiveMinimum": -(10**20), "exclusiveMaximum": 2**64},
+    ):
+        for value in (-(2**63) + 1024, 0, 2**63 - 2048):
+            assert accepts(schema, value), value
+        assert not accepts(schema, 10**19) and not accepts(schema, -(10**19))
+    double = {"type": "number", "minimum": -sys.float_info.max, "maximum": sys.float_info.max}
+    assert accepts(double, 0.5) and accepts({**double, "minimum": 0}, 7) and not accepts({**double, "minimum": 0}, -1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "minimum": 10**20, "maximum": 10**20 + 5}, {"type": "integer", "maximum": -(10**20)},
+        {"type": "integer", "exclusiveMinimum": 2**63}, {"type": "number", "maximum": 1e20}, {"minimum": -(2**63)},
+    ],
+)  # fmt: skip
+def test_bounds_that_no_grammar_has_are_refused(schema: Any) -> None:
+    """llguidance would replace those of integers by the outermost integers of 64 bits, which violate the schema."""
+    with pytest.raises(Refused, match=r"(minimum|maximum|exclusiveMinimum) is beyond 64 bits: "):
+        accepts({"type": "array", "items": schema}, [])
+
+
 def test_formats_hold_in_every_part() -> None:
     byte = {"type": "integer", "format": "uint8"}
     schema = {
@@ -97,6 +124,11 @@ def test_formats_hold_in_every_part() -> None:
 def test_unsupported_keywords_are_refused_by_name(schema: Any, message: str) -> None:
     with pytest.raises(Refused, match=message):
         accepts(schema, 0)
+
+
+def test_a_schema_in_a_grammar_is_refused_in_the_same_words() -> None:
+    with pytest.raises(Refused, match=r"^Unimplemented keys"):
+        compile_matcher(llguidance, BYTES, Definition("grammar", 'start: %json {"not": {}}', False, False, None))
 
 
 @pytest.mark.parametrize(

@@ -265,9 +265,27 @@ def test_strict_schemas_are_closed_and_the_rest_of_them_stays() -> None:
     for one in both:
         assert one["additionalProperties"] is False and list(one["properties"]) == ["properties"]
         assert one["properties"]["properties"]["additionalProperties"] is False
-    together = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
-    close_objects(together)
-    assert together == {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    one_of = [{"required": ["a"]}, {"required": ["b"]}]
+    alternatives = {"properties": {"a": {}, "b": {}}, "oneOf": one_of}
+    close_objects(alternatives)
+    assert alternatives == {"properties": {"a": {}, "b": {}}, "oneOf": one_of, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}, {"required": ["a"]}]},
+        {"properties": {"a": {}}, "oneOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": {"properties": {"b": {}}}}},
+    ],
+)
+def test_objects_that_several_schemas_describe_stay_open(schema: dict[str, Any]) -> None:
+    before = copy.deepcopy(schema)
+    close_objects(schema)
+    assert schema == before
+
+
+def test_answers_are_open_unless_strict() -> None:
     for strict in (None, False):
         open_form = _of_format(ResponseFormat(type="json_schema", json_schema=JsonSchema(schema={}, strict=strict)))
         assert open_form is not None and not open_form.disable_additional_properties

@@ -10,6 +10,7 @@ from llmc_runtime.grammar.limits import PARSER_LIMITS
 from llmc_runtime.grammar.structural_tag import structural_rules, vocabulary_marker
 from llmc_runtime.sched.structured_outputs import StructuredOutputsParams
 
+_WHERE = "failed to compile JSON schema: "  # ends the position of a schema in a grammar with several
 _EXCLUDE = "options of oneOf that do not exclude each other; use anyOf"
 _WHITESPACE = r"[ \n\r\t]{0,32}"  # a model may never end white space that has no limit
 
@@ -66,6 +67,7 @@ def compile_matcher(llguidance: Any, vocabulary: Any, definition: Definition) ->
     matcher = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
     if matcher.is_error():
         cause = first_line(matcher.get_error())
+        cause = cause.partition(_WHERE)[2] or cause
         raise Refused(_EXCLUDE if "coerce_one_of" in cause else cause)
     return matcher
 
@@ -91,10 +93,11 @@ def _llguidance_text(llguidance: Any, vocabulary: Any, definition: Definition) -
 def close_objects(schema: Any) -> None:
     """Forbid additional properties, in place, in every object that lists its properties and does not mention others.
 
-    If an allOf has several parts, all objects stay open: the parts describe one object together, and closing one part
-    would exclude the properties of the others.
+    If several schemas describe one object together, all objects stay open: closing one of these schemas would exclude
+    the properties of the others. They are the parts of an allOf, or an option of anyOf or oneOf that has properties and
+    the properties next to it.
     """
-    if '"allOf":' not in json.dumps(schema) or not _composed(schema):
+    if not _composed(schema):
         _close(schema)
 
 
@@ -106,6 +109,9 @@ def _composed(schema: Any) -> bool:
         return False
     parts = schema.get("allOf")
     together = isinstance(parts, list) and (len(parts) > 1 or "properties" in schema)
+    if "properties" in schema and not together:
+        options = [option for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for option in schema[key]]
+        together = any(isinstance(option, dict) and ("properties" in option or "$ref" in option) for option in options)
     return together or any(map(_composed, schema.values()))
 
 

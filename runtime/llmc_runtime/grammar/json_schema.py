@@ -1,6 +1,8 @@
 """Rewrites JSON schemas into equivalent ones that llguidance supports.
 
 - Integer formats (`int32`, `uint8`, ...) become bounds, as in OpenAPI's registry of formats: llguidance ignores them.
+- Bounds that allow all integers of 64 bits, or all finite doubles, are replaced by ones that llguidance has, or left
+  out.
 - `propertyNames` with a `pattern`, an `enum` or a `const` becomes `patternProperties` or `properties`, if the schema
   has neither of them.
 - Keywords whose value allows everything, such as `"uniqueItems": false`, are left out.
@@ -10,6 +12,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +21,9 @@ from typing import Any
 OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
 OF_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _BITS_64 = 2**63 - 1024  # llguidance reads bounds as doubles; this is the largest one below 2**63
+_SIGNS: Mapping[str, int] = MappingProxyType(
+    {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # 1: a lower bound
+)
 _FORMATS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)}
     | {f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)}
@@ -37,7 +43,8 @@ _ALLOW_ALL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 def supported(schema: Any) -> Any:
     """Return an equivalent schema; parts that are not schemas are returned unchanged.
 
-    Formats of 64 bits exclude the 1,024 outermost values at each end. Raises ValueError for another format of integers.
+    Formats and bounds of 64 bits exclude the 1,024 outermost values at each end. Raises ValueError for another format
+    of integers, and for other bounds beyond 64 bits.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -52,6 +59,7 @@ def supported(schema: Any) -> Any:
     _discriminate(out)
     _name_properties(out)
     _bound_integers(out)
+    _limit_bounds(out)
     return out
 
 
@@ -127,3 +135,21 @@ def _bound(schema: dict[str, Any], name: str, exclusive: str, bound: int, sign: 
     schema[name] = bound
     if isinstance(schema.get(exclusive), bool):  # JSON Schema draft 4: a flag of the schema's own bound
         del schema[exclusive]
+
+
+def _limit_bounds(schema: dict[str, Any]) -> None:
+    """Reduce bounds beyond 64 bits, which llguidance would replace by others or reject."""
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else [kind]
+    integers = "integer" in kinds and "number" not in kinds
+    for name, sign in _SIGNS.items():
+        value = schema.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) <= _BITS_64:
+            continue
+        allows_all = sign * value < 0
+        if integers and allows_all:
+            schema[name] = -sign * _BITS_64
+        elif allows_all and abs(value) >= sys.float_info.max:
+            del schema[name]
+        else:
+            raise ValueError(f"{name} is beyond 64 bits: {value!s:.40}; use a smaller bound, or leave it out")
