@@ -25,11 +25,16 @@ class Compiler:
 
     def __init__(self) -> None:
         self.openings: list[Opening] = []
+        self.cancelled: list[Opening] = []
 
     def open(self, outputs: Any, tenant: str, count: int) -> Opening:
         """Return an opening that is not done."""
-        self.openings.append(Opening(count))
+        self.openings.append(Opening(count, (tenant, b"")))
         return self.openings[-1]
+
+    def cancel(self, opening: Opening) -> None:
+        """Note an opening that is not needed any more."""
+        self.cancelled.append(opening)
 
     def pump(self, seconds: float = 0.0) -> None:
         """Do nothing."""
@@ -68,6 +73,8 @@ def test_an_abort_looks_at_no_other_request_that_compiles(monkeypatch: pytest.Mo
     monkeypatch.setattr(EngineRequest, "numbers", property(numbers))
     loop.abort([*range(1, 40), 41])
     assert not looked["numbers"] and loop.compiling
+    loop._take_compiled()
+    assert compiler.cancelled == compiler.openings[1:], "the first request has an output that goes on"
     compiler.finish()
     loop._take_compiled()
     assert set(rig.scheduler.requests) == {"0"} and not loop.compiling

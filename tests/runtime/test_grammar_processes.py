@@ -214,6 +214,16 @@ def test_grammars_that_wait_too_long_are_refused_with_a_time_to_retry(
     assert grammars.wait(grammars.open(regex(), "b"))
 
 
+def test_grammars_of_ended_requests_are_not_compiled(grammars: Grammars) -> None:
+    grammars.prepare()
+    slow = [grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a") for i in range(30)]
+    shared = grammars.open(regex(), "a")
+    for opening in (*slow, grammars.open(regex(), "a")):
+        grammars.cancel(opening)
+    assert len(grammars._workers._queue) == 1 and not shared.done
+    assert len(grammars._grammars) == limits.MAX_TENANT_COMPILATIONS + 1, "two are being compiled"
+
+
 def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "COMPILE_SECONDS", 0.3)
     error = refused(grammars, StructuredOutputsParams(json=SLOW))

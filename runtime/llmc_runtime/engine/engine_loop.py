@@ -98,13 +98,19 @@ class EngineLoop:
         return stats
 
     def _take_compiled(self) -> None:
-        self.core.grammars().pump()
+        grammars = self.core.grammars()
+        grammars.pump()
         now, later = time.monotonic(), deque[_Compiling]()
         for waiting in self._compiling:
-            if not waiting.opening.done:
+            ended = bool(self._aborted) and self._aborted.issuperset(waiting.request.numbers)
+            if not waiting.opening.done and not ended:
                 later.append(waiting)
                 continue
             self._compiling_outputs.difference_update(waiting.request.numbers)
+            if ended:
+                grammars.cancel(waiting.opening)
+                self._aborted.difference_update(waiting.request.numbers)
+                continue
             self._compile_seconds.add(now - waiting.opening.began)
             try:
                 self._submit(waiting.request, waiting.opening.guides())

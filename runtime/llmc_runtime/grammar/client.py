@@ -74,7 +74,7 @@ class Grammars:
             grammar = self._grammars.get(key)
             if grammar is None:
                 grammar = self._grammars[key] = Grammar(tenant, key[1], outputs.kind, definition)
-            opening = Opening(count)
+            opening = Opening(count, key)
             grammar.openings.append(opening)
             self._serve(grammar)
             self._workers.begin()
@@ -86,6 +86,18 @@ class Grammars:
             self.pump(_TIDY_SECONDS)
         with self._lock:
             return opening.guides()
+
+    def cancel(self, opening: Opening) -> None:
+        """Release an opening whose request has ended. Its grammar is compiled only if that has begun, or for others."""
+        with self._lock:
+            opening.close()
+            grammar = self._grammars.get(opening.key)
+            if grammar is None or opening not in grammar.openings:
+                return
+            grammar.openings.remove(opening)
+            if not grammar.openings:
+                self._workers.forget(grammar)
+                self._serve(grammar)
 
     def pump(self, seconds: float = 0.0) -> None:
         """Process the messages of the grammar processes, waiting up to `seconds` for the first one."""

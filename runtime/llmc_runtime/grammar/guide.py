@@ -131,10 +131,13 @@ class GrammarGuide:
 
 
 class Opening:
-    """A request's pending `count` guides: the grammar is being compiled, or their first masks are being computed."""
+    """A request's pending `count` guides: the grammar is being compiled, or their first masks are being computed.
 
-    def __init__(self, count: int) -> None:
-        self.count, self.began = count, time.monotonic()
+    `key` identifies the grammar.
+    """
+
+    def __init__(self, count: int, key: tuple[str, bytes]) -> None:
+        self.count, self.key, self.began = count, key, time.monotonic()
         self._guides: list[GrammarGuide] = []
         self._error: LlmcError | None = None
 
@@ -152,10 +155,14 @@ class Opening:
         """
         error = self._error or next((guide.error for guide in self._guides if guide.error is not None), None)
         if error is not None:
-            for guide in self._guides:
-                guide.close()
+            self.close()
             raise error
         return self._guides
+
+    def close(self) -> None:
+        """Close the guides that there are."""
+        for guide in self._guides:
+            guide.close()
 
     def add(self, guides: list[GrammarGuide]) -> None:
         """Add the guides, once a worker is available."""
