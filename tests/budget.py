@@ -77,6 +77,7 @@ LIMITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "grammar_lane": ("grammar.limits", "MAX_TENANT_COMPILATIONS", ""),
         "grammar_slots": ("grammar.limits", "MAX_COMPILATIONS", ""),
         "grammar_workers": ("grammar.limits", "MAX_PROCESSES", ""),
+        "grammar_tenant": ("grammar.limits", "MAX_TENANT_PROCESSES", ""),
         "tenant_memory": ("grammar.limits", "TENANT_BYTES", "bytes"),
         "output_cpu": ("grammar.limits", "GUIDE_CPU_SECONDS", "s"),
         "token_cpu": ("grammar.limits", "OPERATION_CPU_SECONDS", "s"),
@@ -320,8 +321,8 @@ FIELDS: tuple[Row, ...] = (
         "for an output, {token_cpu} for a single token",
         "{form_bytes}; {grammar_memory} per grammar process, {tenant_memory} for all of a key",
         "at most one character of white space between parts",
-        "{grammar_slots} compilations at a time, {grammar_lane} of one key, {grammar_workers} processes; 503 after "
-        "{grammar_queue}",
+        "{grammar_slots} compilations at a time, {grammar_lane} of one key, {grammar_workers} processes, "
+        "{grammar_tenant} of one key; 503 after {grammar_queue}",
         ("server.requests.sampling_fields", "sched.structured_outputs", "grammar.limits", "grammar.grammar_worker",
         "grammar.worker_pool", "grammar.client", "sched.guided_requests")),
     Row(("structured_outputs", "structured_outputs.json", "structured_outputs.regex", "structured_outputs.choice",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -46,11 +47,14 @@ class FairQueue(Generic[T]):
         """Append a job to the queue of its key."""
         self._waiting.setdefault(key, deque()).append(job)
 
-    def next(self) -> tuple[str, T] | None:
-        """Return a waiting job that may start, which counts as running until `end`, or None."""
+    def next(self, may_start: Callable[[str], bool] = lambda key: True) -> tuple[str, T] | None:
+        """Return a waiting job that may start, which counts as running until `end`, or None.
+
+        `may_start` returns whether jobs of a key may start.
+        """
         if not self._free:
             return None
-        key = next((key for key in self._waiting if self._running[key] < self._per_key), None)
+        key = next((key for key in self._waiting if self._running[key] < self._per_key and may_start(key)), None)
         if key is None:
             return None
         job = self._waiting[key].popleft()

@@ -214,16 +214,6 @@ def test_grammars_that_wait_too_long_are_refused_with_a_time_to_retry(
     assert grammars.wait(grammars.open(regex(), "b"))
 
 
-def test_grammars_of_ended_requests_are_not_compiled(grammars: Grammars) -> None:
-    grammars.prepare()
-    slow = [grammars.open(StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}), "a") for i in range(30)]
-    shared = grammars.open(regex(), "a")
-    for opening in (*slow, grammars.open(regex(), "a")):
-        grammars.cancel(opening)
-    assert len(grammars._workers._queue) == 1 and not shared.done
-    assert len(grammars._grammars) == limits.MAX_TENANT_COMPILATIONS + 1, "two are being compiled"
-
-
 def test_a_compilation_without_a_processor_is_given_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "COMPILE_SECONDS", 0.3)
     error = refused(grammars, StructuredOutputsParams(json=SLOW))
@@ -292,43 +282,6 @@ def test_a_host_that_is_killed_is_replaced(grammars: Grammars) -> None:
         except LlmcError as e:
             assert e.code == "E653"
     raise AssertionError("no host came back")
-
-
-def test_idle_workers_are_kept_up_to_a_number(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "MAX_KEPT", 2)
-    for i in range(5):
-        (guide,) = grammars.wait(grammars.open(regex(f"a{{{i + 1}}}")))
-        guide.close()
-    end = time.monotonic() + 10
-    while len(workers_of(grammars)) > 2 and time.monotonic() < end:
-        grammars.pump(0.05)
-    assert len(workers_of(grammars)) == 2
-    assert len(grammars._grammars) == 2
-
-
-def test_there_are_no_more_workers_than_allowed(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars.prepare()
-    monkeypatch.setattr(worker_pool, "MAX_PROCESSES", 2)
-    monkeypatch.setattr(client, "QUEUE_SECONDS", 0.3)
-    first, second = Followed.of(grammars, regex("a+")), Followed.of(grammars, regex("b+"))
-    assert refused(grammars, regex("c+")).code == "E653"
-    second.guide.close()
-    assert Followed.of(grammars, regex("c+")).mask() and first.mask()
-
-
-def test_outputs_that_fail_before_their_first_token_release_their_workers(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A grammar without texts compiles, and has no first mask. Its worker may be replaced by that of another one."""
-    grammars.prepare()
-    monkeypatch.setattr(worker_pool, "MAX_PROCESSES", 2)
-    for name in "bcde":
-        cycle = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": f"#/$defs/{name}"}, name: {"$ref": "#/$defs/a"}}}
-        with pytest.raises(LlmcError) as caught:
-            grammars.wait(grammars.open(StructuredOutputsParams(json=cycle), count=2))
-        assert caught.value.code == "E652" and "no text matches it" in caught.value.cause
-    assert grammars._workers.guides == 0
-    assert Followed.of(grammars, regex("a+")).mask()
 
 
 def test_everything_ends_with_the_engine() -> None:

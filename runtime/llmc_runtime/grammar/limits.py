@@ -22,6 +22,7 @@ VOCABULARY_SECONDS = 120.0  # timeout for building the vocabulary, once per proc
 MAX_COMPILATIONS = 4  # concurrent compilations
 MAX_TENANT_COMPILATIONS = 2  # maximum concurrent compilations per tenant
 MAX_PROCESSES = 256  # maximum number of grammar processes
+MAX_TENANT_PROCESSES = 192  # maximum number of grammar processes with guides, or that compile, per tenant
 TENANT_BYTES = 1 << 30  # memory of all compiled grammar processes of one tenant, also while they grow
 GROWTH_BYTES = 8 << 20  # growth of a process after which it reports its memory again
 MEASURED_OPERATIONS = 16  # operations between two measurements of a process's memory

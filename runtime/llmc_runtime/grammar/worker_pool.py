@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from llmc_runtime.fair_queue import FairQueue
+from llmc_runtime.fair_queue import FairQueue, KeyCounts
 from llmc_runtime.format.errors import LlmcError
 from llmc_runtime.grammar import failures, wire
 from llmc_runtime.grammar.guide import GrammarGuide, Opening
@@ -26,6 +26,7 @@ from llmc_runtime.grammar.limits import (
     MAX_KEPT,
     MAX_PROCESSES,
     MAX_TENANT_COMPILATIONS,
+    MAX_TENANT_PROCESSES,
     MAX_UNSENT,
     OPERATION_SECONDS,
     TENANT_BYTES,
@@ -134,12 +135,18 @@ class WorkerPool:
             self._queue.remove(grammar.tenant, worker)
 
     def begin(self) -> None:
-        """Fork queued workers, as far as slots are free."""
+        """Fork queued workers, as far as slots are free. Workers that are idle give way, first those idle longest."""
         host = self._host
-        if host is None or not host.ready:
+        if host is None or not host.ready or not self._queue:
             return
-        while self._make_room() and (job := self._queue.next()) is not None:
+        busy = KeyCounts(worker.grammar.tenant for n, worker in self._workers.items() if n not in self._idle)
+        while busy.total() < MAX_PROCESSES:
+            job = self._queue.next(lambda tenant: busy[tenant] < MAX_TENANT_PROCESSES)
+            if job is None:
+                return
             tenant, worker = job
+            if len(self._workers) >= MAX_PROCESSES:
+                self._dismiss(next(iter(self._idle)))
             number = next(self._numbers)
             try:
                 worker.link = host.spawn(number, worker.grammar.definition)
@@ -149,6 +156,7 @@ class WorkerPool:
                 cause = f"the system cannot create a process for the grammar: {e.strerror}"
                 self._changed(worker.grammar, failures.unavailable(cause))
                 continue
+            busy.change(tenant, 1)
             worker.queued, worker.began = False, time.monotonic()
             self._workers[number] = worker
             self._by_link[worker.link.fileno()] = number
@@ -201,12 +209,6 @@ class WorkerPool:
         self._workers.clear()
         self._idle.clear()
         self._queue.clear()
-
-    def _make_room(self) -> bool:
-        """End the longest idle worker if there are too many. Return whether another one may be forked."""
-        if len(self._workers) >= MAX_PROCESSES and self._idle:
-            self._dismiss(next(iter(self._idle)))
-        return len(self._workers) < MAX_PROCESSES
 
     def _send(
         self, worker: Worker, number: int, guide: GrammarGuide, kind: int, tokens: Sequence[int], serial: int
