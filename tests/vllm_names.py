@@ -34,7 +34,8 @@ ENDPOINTS = (
     "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/completions/render", "/v1/chat/completions/render",
     "/inference/v1/generate", "/docs", "/invocations", "/reset_prefix_cache", "/server_info", "/sleep", "/wake_up",
     "/is_sleeping", "/start_profile", "/stop_profile", "/collective_rpc",
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/chat/completions/batch", "/v1/realtime",
+    "/abort_requests", "/pause", "/resume", "/is_paused", "/scale_elastic_ep", "/is_scaling_elastic_ep",
 )  # fmt: skip
 METRICS: Mapping[str, str] = {
     "num_requests_running": "", "num_requests_waiting": "", "kv_cache_usage_perc": "", "cache_config_info": "",

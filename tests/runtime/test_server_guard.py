@@ -153,6 +153,7 @@ def test_bodies_that_are_no_requests(client: httpx.Client, golden: None) -> None
         b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", b'{"x": ' + b"[" * 70 + b"]" * 70 + b', "prompt": "x"}',
     ):  # fmt: skip
         assert refused(client.post("/v1/completions", content=body, headers=kind), 400) == "invalid_json", body[:40]
+    assert client.post("/v1/completions", content=b"", headers=kind).json()["error"]["message"].endswith("it is empty")
     big = b'{"prompt": "' + b"x" * 30_000 + b'"}'
     assert refused(client.post("/v1/completions", content=big, headers=kind), 413) == "body_too_large"
     assert refused(client.post("/v1/completions", content=iter([big[:9000]] * 4), headers=kind), 413)

@@ -234,7 +234,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "now"}]}]}, "arguments"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "a b"}]}]}, "[0].name"),
     ({"system": [{"type": "image"}]}, "system"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type: not supported: 'bash_20250124'; describe"),
     ({"tools": [{"name": "not a name", "input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{"name": "x", "input_schema": []}]}, "tools[0].input_schema"),
     ({"tools": TOOLS, "tool_choice": {"type": "all"}}, "tool_choice"),

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.api_routes import OTHER_ROUTES
+from llmc_runtime.server.api_routes import OTHER_FAMILIES, OTHER_ROUTES
 
 from tests.runtime.served import Served, served
 from tests.vllm_names import served_routes
@@ -85,9 +85,19 @@ def test_other_routes_say_what_to_use(server: Served, path: str) -> None:
         assert reply.status_code == 404 and reply.json()["error"]["message"].endswith(OTHER_ROUTES[path])
 
 
+@pytest.mark.parametrize("path", sorted(OTHER_FAMILIES))
+def test_other_families_say_what_to_use(server: Served, path: str) -> None:
+    for route in (path, f"{path}/", f"{path}/a/b"):
+        message = httpx.get(server.url + route).json()["error"]["message"]
+        assert message == f"there is no such route: {OTHER_FAMILIES[path]}"
+    assert httpx.get(f"{server.url}{path}x").json()["error"]["message"] == "there is no such route"
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     (
+        ("/api/v1/chat/completions", "use /v1/chat/completions; to serve under a path in front"),
+        ("/v1/tokenize", "use /tokenize, without /v1"),
         ("/chat/completions", "use /v1/chat/completions; "), ("/models", "use /v1/models; "),
         ("/v1/v1/chat/completions", "use /v1/chat/completions; the base URL has /v1 twice"),
         ("/v1/v1/messages/", "use /v1/messages; "),

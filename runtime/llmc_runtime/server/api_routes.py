@@ -2,7 +2,7 @@
 
 The application's routes, the jobs of text processes, load shedding and the OpenAPI description derive from these
 declarations. Probes are in http.probes; the routes of stored responses, which have several methods, in openapi.
-OTHER_ROUTES are routes of other servers (vLLM, OpenAI, Ollama, TGI) that this one lacks.
+OTHER_ROUTES are routes of other servers (vLLM, SGLang, OpenAI, Ollama, TGI) that this one lacks.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ _IDS = "use /v1/completions, which takes token ids"
 _BATCHES = "send the requests of a file one by one"
 _OLLAMA = "Ollama's API is not served: use "
 _MOVED = "with an admin key, use "
+_NO_TRAINING = "models are only served: train and evaluate them elsewhere"
+_NO_TOOLS = "the server stores no files and runs no tools"
+_ENGINES = "the number of engines is fixed at start: --data-parallel-size"
 
 # path -> what to use instead, or why there is nothing like it
 OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
@@ -47,6 +50,9 @@ OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
         "/docs": "/openapi.json describes the API", "/redoc": "/openapi.json describes the API",
         "/invocations": "use the route of the task, such as /v1/chat/completions",
         "/reset_prefix_cache": f"{_MOVED}/admin/reset_prefix_cache",
+        "/flush_cache": f"{_MOVED}/admin/reset_prefix_cache", "/abort_requests": f"{_MOVED}/admin/abort",
+        "/pause": _SLEEP, "/resume": _SLEEP, "/is_paused": _SLEEP,
+        "/scale_elastic_ep": _ENGINES, "/is_scaling_elastic_ep": _ENGINES,
         "/start_profile": f"{_MOVED}/admin/trace", "/stop_profile": f"{_MOVED}/admin/trace",
         "/sleep": _SLEEP, "/wake_up": _SLEEP, "/is_sleeping": _SLEEP,
         "/v1/load_lora_adapter": NO_ADAPTERS, "/v1/unload_lora_adapter": NO_ADAPTERS,
@@ -57,8 +63,20 @@ OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
         "/generate_stream": "use /v1/completions with stream", "/embed": "use /v1/embeddings",
         "/v1/moderations": "use /classify, with a model that classifies",
         "/inference/v1/generate": _IDS, "/generate": _IDS,
-        "/v1/batches": _BATCHES, "/v1/files": _BATCHES,
+        "/v1/chat/completions/batch": "send the conversations one by one",
+        "/v1/realtime": "use /v1/responses with stream",
         "/collective_rpc": "engine processes take no calls",
+    }
+)  # fmt: skip
+# The same for these paths and all below them
+OTHER_FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "/v1/batches": _BATCHES, "/v1/files": _BATCHES, "/v1/uploads": _BATCHES, "/v1/messages/batches": _BATCHES,
+        "/v1/assistants": "use /v1/responses", "/v1/threads": "use /v1/responses",
+        "/v1/conversations": "use /v1/responses with previous_response_id",
+        "/v1/vector_stores": _NO_TOOLS, "/v1/containers": _NO_TOOLS, "/v1/skills": _NO_TOOLS,
+        "/v1/fine_tuning": _NO_TRAINING, "/v1/evals": _NO_TRAINING,
+        "/openai/deployments": "Azure's paths are not served: use an OpenAI client, with a base URL that ends in /v1",
     }
 )  # fmt: skip
 _PREFIX = "/v1"
@@ -173,8 +191,15 @@ def not_a_route(path: str, served: frozenset[str]) -> str:
     cause = "there is no such route"
     if path in OTHER_ROUTES:
         return f"{cause}: {OTHER_ROUTES[path]}"
+    for family, remark in OTHER_FAMILIES.items():
+        if path == family or path.startswith(family + "/"):
+            return f"{cause}: {remark}"
     if _PREFIX + path in served:
         return f"{cause}: use {_PREFIX}{path}; the base URL of OpenAI's clients ends in {_PREFIX}"
     if path.startswith(_PREFIX * 2) and (route := path.removeprefix(_PREFIX)) in served:
         return f"{cause}: use {route}; the base URL has {_PREFIX} twice"
+    if path.startswith(_PREFIX) and (route := path.removeprefix(_PREFIX)) in served:
+        return f"{cause}: use {route}, without {_PREFIX}"
+    if (route := path[max(0, path.rfind(f"{_PREFIX}/")) :]) in served:
+        return f"{cause}: use {route}; to serve under a path in front of it, start the server with --root-path"
     return cause

@@ -274,7 +274,8 @@ def _refused(where: str, cause: str, param: str) -> ApiError:
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise _refused(f"{where}.type", f"{str(tool['type'])[:64]!r}, only tools of the client", f"{where}.type")
+        cause = f"{str(tool['type'])[:64]!r}; describe the tool by name and input_schema, without a type"
+        raise _refused(f"{where}.type", cause, f"{where}.type")
     for name, remedy in _TOOL_FIELDS.items():
         if tool.get(name):
             raise _refused(f"{where}.{name}", remedy, f"{where}.{name}")

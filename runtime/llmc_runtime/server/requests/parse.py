@@ -179,6 +179,7 @@ def document(body: bytes | bytearray) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeError) as e:
         utf16 = body[:2] in (b"\xff\xfe", b"\xfe\xff")
         reason = "it is not UTF-8" if isinstance(e, UnicodeError) or utf16 else str(e)[:120]
+        reason = reason if body else "it is empty"
         raise ApiError(f"the body cannot be read as JSON: {reason}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError("the body is not a JSON object; send the fields of the request as one", code="invalid_json")
