@@ -30,7 +30,8 @@ def paired(first: Any, second: Any) -> list[tuple[str, str]]:
     left, right = ([x] if isinstance(x, str) else x for x in (first, second))
     for name, texts in (("text_1", left), ("text_2", right)):
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts) or not texts:
-            raise LlmcError("E625", f"{name} is neither a text nor a list of texts", "pass one text, or a list of them")
+            cause = f"{name} is neither a text nor a list of one or more texts"
+            raise LlmcError("E625", cause, "pass one text, or a list of them")
     if len(left) == 1:
         left = [*left] * len(right)
     if len(left) != len(right):

@@ -197,7 +197,11 @@ def test_refused(embedder: Served, ranker: Served) -> None:
     refuses("/v1/embeddings", "invalid_type", "input")
     refuses("/v1/rerank", "invalid_value", "top_n", query="w5", documents=["w6"], top_n=0)
     refuses("/v1/rerank", "invalid_value", "documents[0]", query="w5", documents=[5])
+    assert "1 to 2048" in refuses("/v1/rerank", "invalid_value", "documents", query="w5", documents=[])
     refuses("/v1/score", "invalid_value", "text_2", text_1=["w5", "w6"], text_2=["w7"] * 3)
+    assert "one or more" in refuses("/v1/score", "invalid_value", "text_2", text_1="w5", text_2=[])
+    refuses("/v1/embeddings", "unsupported_parameter", "embed_dtype", input="w5", embed_dtype="float16")
+    embedder.post("/v1/embeddings", input="w5", embed_dtype="float32", endianness="native")  # vLLM's defaults
     assert embedder.http.get("/ready").status_code == 200
     assert embedder.http.get("/server_info").json()["task"] == "embed"
 

@@ -61,6 +61,7 @@ OTHER_ROUTES: Mapping[str, str] = MappingProxyType(
         "/api/tags": f"{_OLLAMA}/v1/models", "/api/show": f"{_OLLAMA}/v1/models", "/api/version": f"{_OLLAMA}/version",
         "/api/embed": f"{_OLLAMA}/v1/embeddings", "/api/embeddings": f"{_OLLAMA}/v1/embeddings",
         "/generate_stream": "use /v1/completions with stream", "/embed": "use /v1/embeddings",
+        "/v2/embed": "use /v1/embeddings",
         "/v1/moderations": "use /classify, with a model that classifies",
         "/inference/v1/generate": _IDS, "/generate": _IDS,
         "/v1/chat/completions/batch": "send the conversations one by one",

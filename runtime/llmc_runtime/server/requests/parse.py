@@ -71,7 +71,8 @@ _NO_EFFECT = (
     ("function_call", "none"), ("function_call", "auto"), ("n", 1), ("best_of", 1), ("top_logprobs", 0),
     ("do_sample", True), ("num_beams", 1), ("beam_width", 1), ("typical_p", 1), ("tfs_z", 1), ("repeat_penalty", 1),
     *((name, 0) for name in ("top_a", "mirostat", "dry_multiplier", "xtc_probability", "no_repeat_ngram_size")),
-    ("truncation_side", "right"), *(("guided_decoding_backend", name) for name in ("auto", "guidance", "xgrammar")),
+    ("truncation_side", "right"), ("embed_dtype", "float32"), ("endianness", "little"), ("endianness", "native"),
+    *(("guided_decoding_backend", name) for name in ("auto", "guidance", "xgrammar")),
 )  # fmt: skip
 _BOM = b"\xef\xbb\xbf"  # some editors and shells write it at the start
 

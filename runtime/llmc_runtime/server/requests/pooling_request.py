@@ -117,6 +117,8 @@ def activation_of(request: Pooled) -> bool | None:
 
 def documents_of(request: RerankRequest) -> list[str]:
     """Return the texts of the documents. Raises ApiError 400."""
+    if not request.documents:
+        raise ApiError(f"documents: 1 to {MAX_INPUTS} of them, not 0", param="documents")
     texts: list[str] = []
     for i, item in enumerate(request.documents):
         text = item.get("text") if isinstance(item, dict) else item
