@@ -74,6 +74,22 @@ def test_bounds_that_allow_all_of_64_bits() -> None:
     assert accepts(double, 0.5) and accepts({**double, "minimum": 0}, 7) and not accepts({**double, "minimum": 0}, -1)
 
 
+@pytest.mark.parametrize("other", [1, 0.5, 0.001, -1, -0.5, -0.001])
+@pytest.mark.parametrize("flag", [True, False])
+def test_an_exclusive_bound_of_zero_excludes_zero(other: float, flag: bool) -> None:
+    """With the flag of JSON Schema draft 4, and with a bound of its own."""
+    near, exclusive, far = ("minimum", "exclusiveMinimum", "maximum")
+    if other < 0:
+        near, exclusive, far = "maximum", "exclusiveMaximum", "minimum"
+    schema = {"type": "number", far: other, **({near: 0, exclusive: True} if flag else {exclusive: 0})}
+    for value in (0, 0.0, -0.0, -other, 2 * other):
+        assert not accepts(schema, value), value
+    for value in (other, other / 2, other / 8):
+        assert accepts(schema, value), value
+    stricter = {"type": "number", near: other / 4, exclusive: 0, far: other}
+    assert accepts(stricter, other / 4) and not accepts(stricter, other / 8)
+
+
 @pytest.mark.parametrize(
     "schema",
     [

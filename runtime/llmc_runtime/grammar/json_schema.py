@@ -2,7 +2,8 @@
 
 - Integer formats (`int32`, `uint8`, ...) become bounds, as in OpenAPI's registry of formats: llguidance ignores them.
 - Bounds that allow all integers of 64 bits, or all finite doubles, are replaced by ones that llguidance has, or left
-  out.
+  out. An exclusive bound of 0 becomes 1e-15 or -1e-15 if the other bound is less than 1 away from 0: llguidance would
+  allow 0.
 - `propertyNames` with a `pattern`, an `enum` or a `const` becomes `patternProperties` or `properties`, if the schema
   has neither of them.
 - Keywords whose value allows everything, such as `"uniqueItems": false`, are left out.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 # Keywords whose value is a schema or a list of schemas, and those whose value maps names to schemas.
 OF_SCHEMAS = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems", "additionalItems")
@@ -24,6 +25,11 @@ _BITS_64 = 2**63 - 1024  # llguidance reads bounds as doubles; this is the large
 _SIGNS: Mapping[str, int] = MappingProxyType(
     {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}  # 1: a lower bound
 )
+_ENDS = (
+    ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", 1),
+    ("maximum", "exclusiveMaximum", "minimum", "exclusiveMinimum", -1),
+)
+_SMALLEST = 1e-15  # in place of an exclusive bound of 0
 _FORMATS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)}
     | {f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)}
@@ -60,6 +66,7 @@ def supported(schema: Any) -> Any:
     _name_properties(out)
     _bound_integers(out)
     _limit_bounds(out)
+    _exclude_zero(out)
     return out
 
 
@@ -130,7 +137,7 @@ def _bound_integers(schema: dict[str, Any]) -> None:
 def _bound(schema: dict[str, Any], name: str, exclusive: str, bound: int, sign: int) -> None:
     """Set a bound unless the schema's own is stricter: larger if `sign` is 1, smaller if it is -1."""
     value = schema.get(name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and sign * value >= sign * bound:
+    if _is_number(value) and sign * value >= sign * bound:
         return
     schema[name] = bound
     if isinstance(schema.get(exclusive), bool):  # JSON Schema draft 4: a flag of the schema's own bound
@@ -144,7 +151,7 @@ def _limit_bounds(schema: dict[str, Any]) -> None:
     integers = "integer" in kinds and "number" not in kinds
     for name, sign in _SIGNS.items():
         value = schema.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) <= _BITS_64:
+        if not _is_number(value) or abs(value) <= _BITS_64:
             continue
         allows_all = sign * value < 0
         if integers and allows_all:
@@ -153,3 +160,19 @@ def _limit_bounds(schema: dict[str, Any]) -> None:
             del schema[name]
         else:
             raise ValueError(f"{name} is beyond 64 bits: {value!s:.40}; use a smaller bound, or leave it out")
+
+
+def _exclude_zero(schema: dict[str, Any]) -> None:
+    """Replace an exclusive bound of 0 if the other bound is less than 1 away."""
+    for near, exclusive, far, far_exclusive, sign in _ENDS:
+        own, flag = schema.get(near), schema.get(exclusive)
+        bound = own if flag is True else flag  # JSON Schema draft 4 has flags
+        others = [sign * schema[name] for name in (far, far_exclusive) if _is_number(schema.get(name))]
+        is_stricter = flag is not True and _is_number(own) and sign * own > 0
+        if _is_number(bound) and bound == 0 and not is_stricter and 0 < min(others, default=1) < 1:
+            del schema[exclusive]
+            schema[near] = sign * min(_SMALLEST, min(others) / 2)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
