@@ -52,6 +52,9 @@ def read_pooled(source: Source, task: str = "auto", kind: str = "auto") -> Poole
         if named.endswith(CLASSIFIER):
             cause = f"{source.folder} is a classifier of text ({named}), which does not generate"
             raise Diagnostic("E303", cause, "use --task classify, or give a causal language model")
+        if kind != "auto":
+            cause = f"--pooling {kind}: the model generates text, and does not pool"
+            raise Diagnostic("E313", cause, "add --task embed, or leave --pooling out")
         return None
     if (task == CLASSIFY) != named.endswith(CLASSIFIER):
         cause = f"--task {task} does not fit the architecture {named or 'of config.json'}"

@@ -279,6 +279,9 @@ def test_refused_folders(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "distilbert"}))
     fails("E313", "distilbert", "xlm-roberta", do=lambda: trace(tmp_path))
+    source = open_source(Path(__file__).resolve().parents[2] / "examples" / "demo-model")
+    assert read_pooled(source) is None and read_pooled(source, "embed", "mean") is not None
+    fails("E313", "--pooling mean", "--task embed", do=lambda: read_pooled(source, kind="mean"))
 
 
 @pytest.mark.parametrize(
