@@ -60,6 +60,22 @@ def test_requests_without_a_host_are_allowed_and_wrong_hosts_refused(server: Ser
         assert status != 421 or b"--allowed-hosts" in text
 
 
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("", "send a Host header"), ("Host: localhost\r\nHost: localhost\r\n", "send one Host header"),
+        ("Host: localhost\r\nContent-Length: -1\r\n", "Content-Length has to be the number of bytes"),
+        ("Host: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n", "send one Content-Length header"),
+        ("Host: localhost\r\nTransfer-Encoding: gzip\r\n", "of Transfer-Encoding, only chunked is supported"),
+        ("Host: localhost\r\n" + "Transfer-Encoding: chunked\r\n" * 2, "send one Transfer-Encoding header"),
+        ("Host: localhost\r\nno colon\r\n", "this is not an HTTP/1.1 request"),
+    ],
+)  # fmt: skip
+def test_malformed_heads_are_refused_with_their_cause(server: Served, lines: str, says: str) -> None:
+    text = raw(server, f"POST /v1/completions HTTP/1.1\r\n{lines}\r\n")
+    assert text.startswith(b"HTTP/1.1 400") and f'"message":"{says}'.encode() in text, text
+
+
 def get(app: Any, path: str, raw_path: bytes | None = None, host: bytes = b"localhost") -> tuple[int, bytes]:
     """Status and body of a GET, without a network."""
     sent: list[Any] = []

@@ -7,6 +7,7 @@ bodies apply where the body is read (see auth.read_body); uvicorn closes idle co
 from __future__ import annotations
 
 import asyncio
+import sys
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from llmc_runtime.server.http.event_loop import ServerLoop
 from llmc_runtime.server.http.fair_selector import FairSelector
 from llmc_runtime.server.http.light_connections import LightConnections
 from llmc_runtime.server.http.lingering_close import Lingering
-from llmc_runtime.server.http.parser_limits import ArrivingHead, first_slice, use_linear_patterns
+from llmc_runtime.server.http.parser_limits import ArrivingHead, first_slice, invalid_head, use_linear_patterns
 from llmc_runtime.server.http.probes import PROBES
 from llmc_runtime.server.http.read_turns import is_probe
 from llmc_runtime.server.load_shedding import LoadShedder
@@ -356,10 +357,9 @@ class HttpConnection(H11Protocol):
             self._progress_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Reject input that is not HTTP. A response in progress is cut off."""
+        """Reject input that is not HTTP, while its exception is handled. A response in progress is cut off."""
         if self._idle:
-            cause = "this is not an HTTP/1.1 request, or its head is too long"
-            self._refuse(ApiError(cause, code="invalid_http"))
+            self._refuse(invalid_head(sys.exception()))
         else:
             self._reject_body(ApiError("the chunks of the body are malformed", code="invalid_http"))
 

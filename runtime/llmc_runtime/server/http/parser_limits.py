@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import h11._abnf as abnf
 import h11._readers as readers
@@ -29,6 +30,23 @@ _WORD = rf"{abnf.vchar_or_obs_text}++"
 _VALUE = rf"(?P<field_value>(?:{_WORD}(?:[ \t]++{_WORD})*+)?)"
 HEADER = re.compile(rf"(?P<field_name>{abnf.field_name}):[ \t]*+{_VALUE}[ \t]*+".encode())
 CHUNK = re.compile(rf"(?P<chunk_size>{abnf.chunk_size})(?:(?P<chunk_ext>;[^\n]*)|[ \t]*+)\r\n".encode())
+
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(  # for h11's messages about heads
+    {
+        "Missing mandatory Host: header": "send a Host header", "Found multiple Host: headers": "send one Host header",
+        "bad Content-Length": "Content-Length has to be the number of bytes of the body",
+        "conflicting Content-Length headers": "send one Content-Length header",
+        "multiple Transfer-Encoding headers": "send one Transfer-Encoding header",
+        "Only Transfer-Encoding: chunked is supported": "of Transfer-Encoding, only chunked is supported",
+    }
+)  # fmt: skip
+
+
+def invalid_head(error: BaseException | None) -> ApiError:
+    """Return the error of a head that h11 rejects with `error`."""
+    cause = _REMEDIES.get(str(error), "this is not an HTTP/1.1 request, or its head is too long")
+    return ApiError(cause, code="invalid_http")
 
 
 class HeadBudget:
