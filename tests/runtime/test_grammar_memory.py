@@ -109,6 +109,23 @@ def test_the_memory_of_a_tenant_is_bounded_while_it_grows(grammars: Grammars) ->
     assert len(grammars._grammars) == 2 and not again.accept(letter)
 
 
+def test_idle_processes_give_way_to_the_memory_of_others(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "TENANT_BYTES", 40 << 20)
+    idle = started(grammars, regex("b+"), "mine")
+    grow(grammars, "mine", 30 << 20)
+    idle.guide.close()
+    mine = started(grammars, regex("a+"), "mine")
+    (worker,) = [w for w in grammars._workers._workers.values() if w.guides]
+    grammars._workers._handle_result(worker, (0, wire.GREW, 0), str(20 << 20).encode())
+    until_ended(grammars, 1)
+    assert mine.mask()
+
+
+def test_many_grammars_of_a_tenant_stay_within_its_memory() -> None:
+    """Those of up to FREE_BYTES are never refused, however many there are."""
+    assert limits.FREE_BYTES * limits.MAX_TENANT_PROCESSES <= limits.TENANT_BYTES
+
+
 def test_an_idle_process_that_has_grown_is_not_kept(grammars: Grammars) -> None:
     """Of a grammar whose outputs have ended, the process stays only if it is small."""
     mine = started(grammars, regex("a+"), "mine")

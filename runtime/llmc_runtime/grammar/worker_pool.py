@@ -310,10 +310,23 @@ class WorkerPool:
             self._keep_idle(worker)
 
     def _too_large(self, worker: Worker, private: int) -> bool:
-        """Return whether a worker with `private` bytes of memory exceeds the limit of its tenant."""
-        tenant = worker.grammar.tenant
-        others = [w.private for w in self._workers.values() if w.grammar.tenant == tenant and w is not worker]
-        return private > FREE_BYTES and sum(others) + private > TENANT_BYTES
+        """Return whether a worker with `private` bytes of memory exceeds the limit of its tenant.
+
+        Idle workers of the tenant are ended first.
+        """
+        if private <= FREE_BYTES:
+            return False
+        tenant, others = worker.grammar.tenant, dict[int, int]()
+        for number, other in self._workers.items():
+            if other.grammar.tenant == tenant and other is not worker:
+                others[number] = other.private
+        excess = sum(others.values()) + private - TENANT_BYTES
+        for number in [number for number in self._idle if number in others]:
+            if excess <= 0:
+                break
+            excess -= others[number]
+            self._dismiss(number)
+        return excess > 0
 
     def _fail_outputs(self, worker: Worker, error: LlmcError) -> None:
         self.guides -= len(worker.guides)
