@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any
 
 import pytest
@@ -49,6 +50,21 @@ def test_a_closed_llm_and_one_without_a_tokenizer() -> None:
     with pytest.raises(LlmcError) as caught:
         make(tok=None).generate([[1, 2]], structured(), use_tqdm=False)
     assert caught.value.code == "E620"
+
+
+def test_prompts_after_a_refused_one_release_their_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal by the compiler, a remembered one, one of the prompt, and an interrupt."""
+    llm = make()
+    llm.generate("x", structured("a+"), use_tqdm=False)
+    workers = llm._core.grammars()._workers
+    for prompt, form in (("x", "((("), ("x", "((("), ([5] * 10_000, "c+")):
+        with pytest.raises(LlmcError, match="prompt 1 of 3"):
+            llm.generate(["x", prompt, "x"], [structured("a+"), structured(form), structured("b+")], use_tqdm=False)
+        assert workers.guides == 0
+    monkeypatch.setattr(llm._core.grammars(), "pump", lambda seconds: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["x", "x"], [structured("d+"), structured("e+")], use_tqdm=False)
+    assert not any(grammar.openings for grammar in llm._core.grammars()._grammars.values())
 
 
 def test_a_forked_process_gets_an_error_at_once() -> None:

@@ -300,14 +300,21 @@ class LLM(PoolingAPI):
 
         Raises the LlmcError of the first prompt that is refused; it names the prompt's number.
         """
-        openings = [self._open_grammar(sampling) for sampling in params]
-        for i, (prompt, sampling, priority) in enumerate(zip(prompts, params, priorities)):
-            try:
-                guides = self._guides(openings[i])
+        openings: list[Opening | None] = []
+        try:
+            openings.extend(self._open_grammar(sampling) for sampling in params)
+            for prompt, sampling, priority, opening in zip(prompts, params, priorities, openings):
+                guides = self._guides(opening)
                 with self._lock:
                     states.append(self._submit(prompt, sampling, priority, guides))
-            except LlmcError as e:
-                raise numbered(e, i, len(prompts)) from e
+        except BaseException as e:
+            for opening in openings[len(states) :]:
+                if opening is not None:
+                    self._core.grammars().cancel(opening)
+            if isinstance(e, LlmcError):
+                refused = len(openings) if len(openings) < len(params) else len(states)
+                raise numbered(e, refused, len(prompts)) from e
+            raise
 
     def _finish(self, states: list[RequestState], use_tqdm: bool) -> None:
         """Run steps until each request is finished."""

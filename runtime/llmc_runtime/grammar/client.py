@@ -81,9 +81,16 @@ class Grammars:
         return opening
 
     def wait(self, opening: Opening) -> list[GrammarGuide]:
-        """Block until the guides are ready and return them. Raises the errors of `Opening.guides`."""
-        while not opening.done:
-            self.pump(_TIDY_SECONDS)
+        """Block until the guides are ready and return them. Raises the errors of `Opening.guides`.
+
+        An interrupt cancels the opening.
+        """
+        try:
+            while not opening.done:
+                self.pump(_TIDY_SECONDS)
+        except BaseException:
+            self.cancel(opening)
+            raise
         with self._lock:
             return opening.guides()
 
