@@ -245,6 +245,8 @@ def test_the_reason_of_a_blocked_key_is_that_of_its_error_and_is_not_counted(
     if reason is not None:
         error = where.blocked_error(reason, "a")
         assert error.reason == reason and counted == [reason] and "Retry-After" in error.headers
+        if reason.startswith("key"):
+            assert str(error).endswith(": wait until some have ended") and "2 open sequences" in str(error)
 
 
 def test_requests_that_were_passed_on_count_as_open() -> None:

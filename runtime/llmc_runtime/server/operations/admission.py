@@ -218,9 +218,8 @@ class Admission:
         if reason == "queue_wait":
             return self.refuse(reason, f"the request would wait about {self.wait(key) or 0.0:.0f} s")
         used = self.by_key[key] if key in self.by_key else 0
-        if reason == "key_limit":
-            return self.too_many(reason, f"this API key has {used} open sequences, of {self.per_key} allowed")
-        return self.too_many(reason, f"this API key has {used} open sequences; the rest is for others")
+        share = f"of {self.per_key} allowed" if reason == "key_limit" else "and the other places are for other keys"
+        return self.too_many(reason, f"this API key has {used} open sequences, {share}: wait until some have ended")
 
     def reserve(self, sequences: int, prompts: int, outputs: int, key: str, within: float = math.inf) -> AdmissionSlot:
         """Reserve capacity for sequences and for the tokens of prompts and maximum outputs; the caller closes the slot.
