@@ -1,6 +1,8 @@
 """Models in which each kernel that is one of several for an op is forced in turn, and their artifacts.
 
-    python tests/gpu/forced_cases.py [--all-trials] [--jobs N]    compiles those that are missing into build/gpu/forced
+    python tests/gpu/forced_cases.py [--families A,B] [--all-trials] [--jobs N]
+
+compiles those that are missing into build/gpu/forced, where the tests on a GPU find them.
 
 No GPU is needed. A trial is a model, a variant of the pipeline, and kernels that compute all nodes that they support.
 The trials of WIDE, whose sizes all kernels support, are declared; those of a family are derived from the kernels that
@@ -365,10 +367,14 @@ def one_of_each(trials: Sequence[Trial], seed: int) -> list[Trial]:
 
 def main() -> None:
     ap = argparse.ArgumentParser(description="compile the models with forced kernels, without a GPU")
-    ap.add_argument("--all-trials", action="store_true", help="all trials of WIDE, not one for each kernel")
+    ap.add_argument("--all-trials", action="store_true", help="all trials, not one for each kernel or family")
+    ap.add_argument("--families", default="", metavar="A,B", help=f"trials of families instead: {', '.join(FAMILIES)}")
     ap.add_argument("--jobs", type=int, default=1, metavar="N")
     args = ap.parse_args()
-    trials = WIDE if args.all_trials else one_of_each(WIDE, DRAW)
+    if args.families:
+        trials = drawn_trials(args.families.split(","), args.all_trials, DRAW, args.jobs)
+    else:
+        trials = WIDE if args.all_trials else one_of_each(WIDE, DRAW)
     failed = compile_all(trials, args.jobs)
     print(f"{len(trials)} trials in {FOLDER}, {len(failed)} failed; SEED={DRAW}")
     for why in failed:
