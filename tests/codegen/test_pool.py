@@ -35,11 +35,12 @@ static int periods() {
   const int64_t lengths[] = {50, 100, 200, 400, 800, 1600, 1600};
   for (int64_t want : lengths) {
     llmc_avoid_yields(&t, now);
-    if (t.crowd != want * ms || t.crowded != now + want * ms) return printf("%ld\n", (long)t.crowd), 1;
-    now = t.crowded + ms;
+    if (t.no_yield_period != want * ms || t.no_yield_until != now + want * ms)
+      return printf("%ld\n", (long)t.no_yield_period), 1;
+    now = t.no_yield_until + ms;
   }
   llmc_avoid_yields(&t, now + 4 * s);
-  return t.crowd != 50 * ms;
+  return t.no_yield_period != 50 * ms;
 }
 int main(int argc, char** argv) {
   if (argc == 1) return periods();
@@ -56,7 +57,7 @@ int main(int argc, char** argv) {
   void* pool = llmc_open(atoi(argv[1]));
   bool sleep = argc > 4;
   for (int i = 0; sleep && i < atoi(argv[1]); i++)
-    __atomic_store_n(&((llmc_pool*)pool)->threads[i].crowded, INT64_MAX, __ATOMIC_RELAXED);
+    __atomic_store_n(&((llmc_pool*)pool)->threads[i].no_yield_until, INT64_MAX, __ATOMIC_RELAXED);
   int64_t want = 0;
   unsigned r = atoi(argv[3]);
   for (int k = 0; k < atoi(argv[2]); k++) {
@@ -131,7 +132,7 @@ int main() {
   pool = (llmc_pool*)llmc_open(1);
   pool->started = 2;  // so that the end of the pool waits for it
   pool->threads = (llmc_thread*)realloc(pool->threads, 2 * sizeof(llmc_thread));
-  second.crowded = INT64_MAX;
+  second.no_yield_until = INT64_MAX;
   pool->done.v = 12;
   if (pthread_create(&pool->threads[1].id, nullptr, wait, nullptr)) return 2;
   while (!llmc_get(pool->sleepers)) sched_yield();

@@ -22,14 +22,15 @@ constexpr int64_t CHUNK = 64 << 10;        // bytes
 constexpr int64_t SLICE = 20 * 1000000;    // nanoseconds that a wait sleeps before it looks at the error
 constexpr int SPINS = 256, YIELDS = 200;   // attempts before a wait sleeps
 constexpr int64_t LONG_YIELD = 1000000;    // nanoseconds of a yield after which the core counts as busy with other tasks
-constexpr int64_t CROWDED = 200000000;     // nanoseconds for which waits sleep instead of yielding
+constexpr int64_t NO_YIELD = 200000000;    // nanoseconds for which waits sleep instead of yielding
 struct alignas(64) Area { uint32_t error; };  // an errno or 0; the counters and the chunks follow
 struct alignas(64) Counter { uint32_t published, sleepers; };
-// The area as one rank sees it. `limit` is the longest wait in nanoseconds; waits do not yield until `crowded`.
+// The area as one rank sees it. `limit` is the longest wait in nanoseconds. Waits do not yield until the clock
+// (group_now) reaches `no_yield_until`.
 struct Group {
   Area* area;
   int rank, ranks, threads;
-  int64_t limit, crowded;
+  int64_t limit, no_yield_until;
 };
 
 static inline int64_t group_bytes(int ranks, int threads) {
@@ -78,11 +79,11 @@ static inline bool wait_for(Group* g, Counter* c, uint32_t number) {
   int64_t last = group_now(), waited = 0;
   for (int i = 0; !is_published(c, number); i++) {
     if (__atomic_load_n(&g->area->error, __ATOMIC_SEQ_CST)) return false;
-    bool yields = i < YIELDS && last >= __atomic_load_n(&g->crowded, __ATOMIC_RELAXED);
+    bool yields = i < YIELDS && last >= __atomic_load_n(&g->no_yield_until, __ATOMIC_RELAXED);
     if (yields) sched_yield();
     else sleep_until(c, number);
     int64_t now = group_now(), passed = now - last;
-    if (yields && passed >= LONG_YIELD) __atomic_store_n(&g->crowded, now + CROWDED, __ATOMIC_RELAXED);
+    if (yields && passed >= LONG_YIELD) __atomic_store_n(&g->no_yield_until, now + NO_YIELD, __ATOMIC_RELAXED);
     waited += passed < 2 * SLICE ? passed : 2 * SLICE;
     last = now;
     if (waited > g->limit) group_fail(g->area, ETIMEDOUT);

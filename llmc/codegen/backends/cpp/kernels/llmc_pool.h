@@ -40,8 +40,9 @@ struct llmc_thread {
   pthread_t id;
   int spin;         // iterations that a wait spins before it yields
   long preempted;   // involuntary context switches so far
-  int64_t crowded;  // nanoseconds of the clock until which waits do not yield
-  int64_t crowd;    // how long the last such period was
+  // While other tasks keep the core busy, waits sleep instead of yielding (llmc_avoid_yields):
+  int64_t no_yield_until;   // llmc_now() at the end of the last such period
+  int64_t no_yield_period;  // its length in nanoseconds
 };
 struct llmc_pool {
   llmc_word done, sleepers;  // finished parts of this step; threads that sleep until it changes
@@ -58,6 +59,7 @@ struct llmc_pool {
   uint64_t* taken;  // parts taken of each launch, counted over all steps (n per step)
 };
 
+// Tells the core that the thread spins.
 inline void llmc_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -72,33 +74,37 @@ inline void llmc_sleep(llmc_word& w, llmc_word& count, uint32_t old) {
   while (llmc_get(w) == old) syscall(SYS_futex, &w.v, FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
   llmc_add(count, -1u);
 }
+// Increments w, and wakes the threads that sleep until it changes; `count` is their number.
 inline void llmc_signal(llmc_word& w, llmc_word& count) {
   llmc_add(w, 1);
   if (llmc_get(count)) syscall(SYS_futex, &w.v, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
+// Returns the nanoseconds of the monotonic clock.
 inline int64_t llmc_now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
-constexpr int LLMC_YIELDS = 4000;
-constexpr int64_t LLMC_LONG_YIELD = 1000000;
-constexpr int64_t LLMC_CROWD_MIN = 50000000, LLMC_CROWD_MAX = 1600000000;
+constexpr int LLMC_YIELDS = 4000;             // maximum number of yields of a wait
+constexpr int64_t LLMC_LONG_YIELD = 1000000;  // nanoseconds of a yield after which the core counts as busy
+constexpr int64_t LLMC_NO_YIELD_MIN = 50000000, LLMC_NO_YIELD_MAX = 1600000000;  // nanoseconds of a period
 // Notes that a yield took long. It gave the core to another task, even one of lower priority, until the scheduler's next
 // tick, while a thread that sleeps would have preempted that task as soon as it was woken. So waits do not yield for
 // some time, which doubles if the core is still busy afterwards.
 inline void llmc_avoid_yields(llmc_thread* t, int64_t now) {
-  bool again = t->crowd && now < t->crowded + 2 * t->crowd;
-  t->crowd = !again ? LLMC_CROWD_MIN : t->crowd < LLMC_CROWD_MAX ? 2 * t->crowd : t->crowd;
-  t->crowded = now + t->crowd;
+  bool again = t->no_yield_period && now < t->no_yield_until + 2 * t->no_yield_period;
+  if (!again) t->no_yield_period = LLMC_NO_YIELD_MIN;
+  else if (t->no_yield_period < LLMC_NO_YIELD_MAX) t->no_yield_period *= 2;
+  t->no_yield_until = now + t->no_yield_period;
 }
+// Waits until w differs from `old`: spins, then yields, then sleeps. `count` is that of llmc_sleep.
 inline void llmc_wait(llmc_word& w, llmc_word& count, uint32_t old, llmc_thread* t) {
   for (int i = 0; i < t->spin; i++) {
     if (llmc_get(w) != old) return;
     llmc_relax();
   }
   int64_t last = llmc_now();
-  for (int i = 0; i < LLMC_YIELDS && last >= t->crowded; i++) {
+  for (int i = 0; i < LLMC_YIELDS && last >= t->no_yield_until; i++) {
     if (llmc_get(w) != old) return;
     sched_yield();
     int64_t now = llmc_now();
@@ -117,7 +123,9 @@ inline void llmc_learn(llmc_thread* t) {
   t->preempted = u.ru_nivcsw;
   t->spin = taken ? (t->spin > 512 ? t->spin / 8 : 64) : (t->spin < 2048 ? t->spin * 2 : 4096);
 }
+// Returns the serial number of the step.
 inline uint64_t llmc_serial(const llmc_pool* p) { return __atomic_load_n(&p->serial, __ATOMIC_SEQ_CST); }
+// Increments the serial number, before and after a step is set up.
 inline void llmc_turn(llmc_pool* p) { __atomic_store_n(&p->serial, p->serial + 1, __ATOMIC_SEQ_CST); }
 // Returns the next part of launch i in step `serial`, or n if all are taken. A thread that still works on a finished
 // step takes nothing, because the counter is already past that step's parts.
@@ -138,6 +146,7 @@ inline void llmc_until(llmc_pool* p, llmc_thread* t, uint32_t parts, uint64_t se
     llmc_wait(p->done, p->sleepers, d, t);
   }
 }
+// Runs the free parts of every launch of step `serial` on this thread; returns when the step is over.
 void llmc_work(llmc_pool* p, llmc_thread* t, uint64_t serial) {
   const llmc_step* s = __atomic_load_n(&p->step, __ATOMIC_SEQ_CST);
   void* const* kernels = __atomic_load_n(&p->kernels, __ATOMIC_SEQ_CST);
@@ -162,6 +171,7 @@ void llmc_work(llmc_pool* p, llmc_thread* t, uint64_t serial) {
   }
   if (p->n > 1) llmc_learn(t);
 }
+// The main function of the threads that the pool started: works on one step after another until the pool closes.
 void* llmc_loop(void* arg) {
   llmc_thread* t = (llmc_thread*)arg;
   llmc_pool* p = t->pool;
@@ -172,6 +182,8 @@ void* llmc_loop(void* arg) {
     llmc_work(p, t, llmc_serial(p));
   }
 }
+// Runs a step: sets it up while the serial number is odd, wakes the threads, and works on it as thread 0. Returns 0, or
+// EINVAL if an argument is missing. ns: where to write the nanoseconds of each launch, or null.
 int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const* buffers, const int64_t* symbols,
             int64_t* ns) {
   if (!p || !kernels || !buffers) return EINVAL;
@@ -192,6 +204,7 @@ int llmc_go(llmc_pool* p, const llmc_step* s, void* const* kernels, void* const*
 }  // namespace
 
 #define LLMC_EXPORT extern "C" __attribute__((visibility("default")))
+// Ends the threads of a pool and frees it; null is permitted.
 LLMC_EXPORT void llmc_close(void* pool) {
   llmc_pool* p = (llmc_pool*)pool;
   if (!p) return;
