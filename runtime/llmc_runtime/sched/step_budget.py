@@ -105,13 +105,13 @@ class StepBudget:
     def __init__(self, target: float, limit: int) -> None:
         self.target, self.limit = target, limit
         self.latest = limit  # the last budget
-        self._mixed = PROBE_INTERVAL  # steps with prompts that were planned since decoding was measured
+        self._unmeasured = PROBE_INTERVAL  # steps with prompts that were planned since decoding was measured
         self._stale = False  # whether a step was planned to measure decoding again
         self._decode = _Mean()  # seconds of a step that only decodes
         self._token = _Mean()  # further seconds for each prompt token
         self._sizes: dict[int, _Size] = {}  # further seconds of large steps, by their tokens
         self._long_token = _Mean()  # further seconds for each prompt token of a longer step
-        self._longer = 0.0  # longer steps that may be planned
+        self._saved = 0.0  # longer steps that may be planned, up to MAX_SAVED
 
     def tokens(self, running: Sequence[Request], waiting: int) -> int:
         """Return the maximum number of tokens of the next step. waiting: tokens of prompts that may be admitted."""
@@ -119,13 +119,13 @@ class StepBudget:
         rows = num_decoding(running) if missing else 0
         if not rows:
             return self.limit
-        self._mixed += 1
-        if self._mixed > PROBE_INTERVAL:
-            self._mixed, self._stale = 0, True
+        self._unmeasured += 1
+        if self._unmeasured > PROBE_INTERVAL:
+            self._unmeasured, self._stale = 0, True
             return min(self.limit, rows + 1)  # a step gives the first prompt a token
         prompt = self._prompt_tokens()
-        if self._longer >= 1 and missing > self._backlog() * prompt and (longer := self._longer_step()) > prompt:
-            self._longer -= 1
+        if self._saved >= 1 and missing > self._backlog() * prompt and (longer := self._longer_step_tokens()) > prompt:
+            self._saved -= 1
             return min(self.limit, _whole_tiles(rows, longer))
         total = _whole_tiles(rows, prompt)
         if prompt >= LARGE:
@@ -142,11 +142,11 @@ class StepBudget:
         prompts = [item.num_tokens for item in work if item.num_tokens > 1 + item.drafts]
         if len(prompts) == len(work):
             return
-        self._longer = min(MAX_SAVED, self._longer + 1 / LONGER_INTERVAL)
+        self._saved = min(MAX_SAVED, self._saved + 1 / LONGER_INTERVAL)
         prompt, further = sum(prompts), seconds - self._decode.value
         if not prompts:
             self._decode.add(seconds, _RARE_WEIGHT if self._stale else _WEIGHT)
-            self._mixed, self._stale = 0, False
+            self._unmeasured, self._stale = 0, False
         elif self._is_longer(prompt):
             self._long_token.add(further / prompt)
         elif prompt >= self._prompt_tokens() // 2:
@@ -179,9 +179,9 @@ class StepBudget:
 
     def _backlog(self) -> float:
         """Return how many steps within the target the missing prompt tokens must need for a longer one."""
-        return MAX_BACKLOG - (MAX_BACKLOG - MIN_BACKLOG) * self._longer / MAX_SAVED
+        return MAX_BACKLOG - (MAX_BACKLOG - MIN_BACKLOG) * self._saved / MAX_SAVED
 
-    def _longer_step(self) -> int:
+    def _longer_step_tokens(self) -> int:
         """Return the prompt tokens of a longer step."""
         ordinary = step_seconds(self.target, self._decode.value)
         seconds = MAX_LONGER * min(self.target, ordinary)

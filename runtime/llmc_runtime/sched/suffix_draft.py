@@ -122,8 +122,8 @@ class SuffixDraft(Draft):
         self._reserved = 0  # how many of LIVE_TOKENS live texts have reserved
         self._scopes: dict[str, _Index] = {}  # indexes of ended outputs, by scope
         self._ended: deque[_Text] = deque()  # oldest first
-        self._behind: deque[_Text] = deque()  # texts that are not indexed to their end
-        self._kept = 0  # their tokens
+        self._unindexed: deque[_Text] = deque()  # those of them that are not indexed to their end, oldest first
+        self._kept = 0  # tokens of ended outputs
 
     def propose(self, context: DraftContext, max_tokens: int) -> Sequence[int]:
         """Return the likeliest continuation of the longest matches."""
@@ -151,7 +151,7 @@ class SuffixDraft(Draft):
         text = _Text(output, self._scopes.setdefault(context.scope, _Index()), context.scope)
         text.index.num_texts += 1
         self._ended.append(text)
-        self._behind.append(text)
+        self._unindexed.append(text)
         self._kept += len(output)
         while self._kept > KEPT_TOKENS:
             self._forget_oldest()
@@ -159,8 +159,8 @@ class SuffixDraft(Draft):
     def _forget_oldest(self) -> None:
         """Remove the output that ended first from the index."""
         text = self._ended.popleft()
-        if self._behind and self._behind[0] is text:
-            self._behind.popleft()
+        if self._unindexed and self._unindexed[0] is text:
+            self._unindexed.popleft()
         for at in range(MIN_MATCH, text.num_indexed + 1):
             text.index.remove(text.tokens, at)
         text.index.num_texts -= 1
@@ -188,10 +188,11 @@ class SuffixDraft(Draft):
             text.reserved = len(text)
 
     def _index_ended(self, limit: int) -> None:
-        while self._behind and limit:
-            limit = self._behind[0].catch_up(limit)
-            if self._behind[0].num_indexed == len(self._behind[0].tokens):
-                self._behind.popleft()
+        """Index up to `limit` more tokens of ended outputs."""
+        while self._unindexed and limit:
+            limit = self._unindexed[0].catch_up(limit)
+            if self._unindexed[0].num_indexed == len(self._unindexed[0].tokens):
+                self._unindexed.popleft()
 
 
 def _continued(places: list[_Place], max_tokens: int) -> Iterator[int]:
