@@ -25,7 +25,7 @@ from llmc_runtime.server.requests.parse import OF_CHARACTERS, OF_ITEMS, check_le
 from llmc_runtime.server.requests.request_fields import MAX_CALLS, ChatRequest, CompletionRequest, TokenizeRequest
 from llmc_runtime.server.requests.responses_request import ResponsesRequest
 from llmc_runtime.server.tool_calls.history import for_template
-from llmc_runtime.text.template_analysis import Reads
+from llmc_runtime.text.template_analysis import TemplateFeatures
 
 from tests.runtime.served import Served, served
 
@@ -154,11 +154,11 @@ def test_the_size_of_json_is_known_before_it_is_written() -> None:
 
 def test_parts_and_calls_are_counted_over_all_messages() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    reads = Reads(parts=False, tools=True, calls=True, arguments_as_text=False)
+    features = TemplateFeatures(parts=False, tools=True, calls=True, arguments_as_text=False)
     message = {"role": "assistant", "tool_calls": [call] * 128}
-    assert len(for_template([message] * (MAX_CALLS // 128), reads, False)) == MAX_CALLS // 128
+    assert len(for_template([message] * (MAX_CALLS // 128), features, False)) == MAX_CALLS // 128
     with pytest.raises(ApiError, match=f"up to {MAX_CALLS} tool calls"):
-        for_template([message] * (MAX_CALLS // 128 + 1), reads, False)
+        for_template([message] * (MAX_CALLS // 128 + 1), features, False)
 
 
 def test_bad_words_of_many_prompts_are_tokenized_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_the_grammar_allows_calls_as_the_template_writes_them(servers: Servers, 
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     template = serving.prompting._template(True)
-    messages = for_template(messages, template.reads, False)
+    messages = for_template(messages, template.features, False)
     text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
     written = text[text.rindex("?") + 1 :]
     begins, ends = BEGINS.get(name, "[TOOL_CALLS]"), ENDS.get(name, "}")

@@ -72,10 +72,10 @@ def test_the_text_is_that_of_transformers(theirs: Any, name: str, chat: str) -> 
             ours.render(messages, **options)
         assert e.value.code == "E632"
         assert str(refused) in e.value.cause
-    except TypeError as failed:  # arguments that the template joins as text: whoever has it render says so (`reads`)
+    except TypeError as failed:  # the template joins arguments as text (`arguments_as_text`)
         with pytest.raises(LlmcError) as e:
             ours.render(messages, **options)
-        assert ours.reads.arguments_as_text and e.value.code == "E633" and str(failed) in e.value.cause
+        assert ours.features.arguments_as_text and e.value.code == "E633" and str(failed) in e.value.cause
     else:
         assert ours.render(messages, **options) == expected
 
@@ -95,7 +95,7 @@ def test_text_parts_reach_a_template_that_reads_them_and_are_joined_for_others()
 
 
 def test_variables_of_a_template_are_known_before_it_is_rendered() -> None:
-    found = {name: ChatTemplate(text, {}).reads for name, text in TEMPLATES.items()}
+    found = {name: ChatTemplate(text, {}).features for name, text in TEMPLATES.items()}
     assert {name for name, one in found.items() if one.tools} == TOOLED
     assert {name for name, one in found.items() if one.calls} == TOOLED
     assert {name for name, one in found.items() if one.arguments_as_text} == {"reasoner", "deepseek_v31"}
@@ -107,7 +107,7 @@ def test_variables_of_a_template_are_known_before_it_is_rendered() -> None:
         ("{{ '{' + c.function.arguments | tojson + '}' }}", False),
         ("{% if c.arguments is mapping %}{{ c.arguments | tojson }}{% else %}{{ c.arguments }}{% endif %}", False),
     ):  # fmt: skip
-        one = ChatTemplate(start + text + "{% endfor %}{% endfor %}", {}).reads
+        one = ChatTemplate(start + text + "{% endfor %}{% endfor %}", {}).features
         assert (one.arguments_as_text, one.calls, one.tools, one.parts) == (as_text, True, False, False), text
 
 

@@ -25,7 +25,7 @@ from llmc_runtime.server.tool_calls.history import for_template
 from llmc_runtime.server.tool_calls.parser_select import select_formats
 from llmc_runtime.server.tool_calls.response_plan import form_of, plan_of
 from llmc_runtime.text.chat_template import ChatTemplate
-from llmc_runtime.text.template_analysis import Reads
+from llmc_runtime.text.template_analysis import TemplateFeatures
 from llmc_runtime.text.tokenizer import Tokenizer
 
 from tests.runtime.parrots import FOLDER, TOK, template
@@ -100,7 +100,7 @@ def test_any_earlier_calls_are_taken_or_refused_by_name(one: Any, calls: bool, a
         return
     before = copy.deepcopy(one)
     try:
-        (result,) = for_template([one], Reads(True, True, calls, as_text), short)
+        (result,) = for_template([one], TemplateFeatures(True, True, calls, as_text), short)
     except ApiError as e:
         assert e.status == 400 and e.param and e.param.startswith("messages[0]")
     else:
@@ -116,7 +116,9 @@ def test_arguments_ids_and_reasoning_as_templates_want_them() -> None:
         {"role": "assistant", "tool_calls": [call], "reasoning": "hm"}, {"role": "assistant", "tool_calls": None},
         {"role": "tool", "tool_call_id": "call_of_others", "content": "2"}, {"role": "user", "content": "x"},
     ]  # fmt: skip
-    objects, texts = (for_template(messages, Reads(False, True, True, as_text), as_text) for as_text in (False, True))
+    objects, texts = (
+        for_template(messages, TemplateFeatures(False, True, True, as_text), as_text) for as_text in (False, True)
+    )
     assert objects[0]["tool_calls"][0]["function"]["arguments"] == {"a": [1]} and objects[0]["content"] is None
     assert texts[0]["tool_calls"][0]["function"]["arguments"] == '{"a": [1]}'
     assert objects[0]["reasoning_content"] == "hm" and "tool_calls" not in objects[1] and objects[3] == messages[3]
@@ -124,9 +126,8 @@ def test_arguments_ids_and_reasoning_as_templates_want_them() -> None:
     assert texts[2]["tool_call_id"] == texts[0]["tool_calls"][0]["id"] != "call_of_others"
     for text in ("not JSON", '["a"]', "[" * 9999):  # a model wrote it: the conversation can go on
         call["function"]["arguments"] = text  # type: ignore[index]
-        assert for_template(messages, Reads(False, True, True, False), False)[0]["tool_calls"][0]["function"] == {
-            "name": "f", "arguments": text
-        }  # fmt: skip
+        (converted, *_) = for_template(messages, TemplateFeatures(False, True, True, False), False)
+        assert converted["tool_calls"][0]["function"] == {"name": "f", "arguments": text}
 
 
 def test_allowed_tools_are_some_of_them() -> None:
@@ -208,7 +209,7 @@ def test_other_families_are_not_taken_for_known_ones() -> None:
     request = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=[TOOL])
     with pytest.raises(ApiError, match="--tool-call-parser"):
         plan_of(request, select_formats(TOK, other))
-    assert ChatTemplate(other, {}).reads.tools
+    assert ChatTemplate(other, {}).features.tools
 
 
 ROLES = {"gemma": {"model"}, "llama3": {"ipython"}, "mistral": {"tool_results"}}
@@ -243,7 +244,7 @@ def test_roles_of_a_template_are_constants_beside_a_role() -> None:
         ("{% for m in messages %}{% set r = m.role %}{% if 'x' != r | lower %}{% endif %}{% endfor %}", {"x"}),
         ("{% for m in messages %}{% if m.content == 'critic' %}{% endif %}{{ 'a' ~ m.role }}{% endfor %}", set()),
     ):
-        assert ChatTemplate(text, {}).reads.roles == roles, text
+        assert ChatTemplate(text, {}).features.roles == roles, text
 
 
 def test_strict_schemas_are_closed_and_the_rest_of_them_stays() -> None:

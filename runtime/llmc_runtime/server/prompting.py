@@ -204,8 +204,8 @@ class Prompting:
             raise ApiError(
                 f"{cause}. Try: serve with --chat-template FILE, with a template that shows them", param=name
             )
-        _check_roles(messages, template.reads.roles)
-        return template.render(for_template(messages, template.reads, short), tools=tools, **variables)
+        _check_roles(messages, template.features.roles)
+        return template.render(for_template(messages, template.features, short), tools=tools, **variables)
 
 
 @contextmanager

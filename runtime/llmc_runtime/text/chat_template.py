@@ -108,7 +108,7 @@ class ChatTemplate:
         self, text: str, named_tokens: Mapping[str, str], *, seconds: float = SECONDS, size: int = SIZE
     ) -> None:
         from llmc_runtime.text.sandbox import Budget, ChatEnvironment
-        from llmc_runtime.text.template_analysis import reads
+        from llmc_runtime.text.template_analysis import analyze_template
 
         if len(text) > _MAX_CHARACTERS:
             cause = f"the chat template has {len(text)} characters (maximum: {_MAX_CHARACTERS})"
@@ -121,12 +121,12 @@ class ChatTemplate:
         self._budget = Budget(seconds, size)
         with _clear_errors():
             environment = ChatEnvironment(self._budget)
-            self.reads = reads(environment.parse(text))
+            self.features = analyze_template(environment.parse(text))
             self._template: jinja2.Template = environment.from_string(text)
 
     def unshown(self, variables: Mapping[str, Any]) -> str | None:
         """Return which of tools and documents are among the variables although the template does not show them."""
-        shown = {"tools": self.reads.tools, "documents": self.reads.documents}
+        shown = {"tools": self.features.tools, "documents": self.features.documents}
         return next((name for name, is_shown in shown.items() if variables.get(name) and not is_shown), None)
 
     def render(
@@ -174,7 +174,7 @@ class ChatTemplate:
     def _flat(self, message: Message) -> dict[str, Any]:
         """Return the message. If the template cannot read content parts, text parts are joined with newlines."""
         content = message.get("content")
-        if self.reads.parts or not isinstance(content, list):
+        if self.features.parts or not isinstance(content, list):
             return dict(message)
         texts = [p.get("text") if isinstance(p, Mapping) and p.get("type", "text") == "text" else None for p in content]
         if not all(isinstance(t, str) for t in texts):

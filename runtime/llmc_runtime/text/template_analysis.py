@@ -10,7 +10,7 @@ from jinja2 import nodes
 
 
 @dataclass(frozen=True)
-class Reads:
+class TemplateFeatures:
     """The parts of messages and tools that a template uses.
 
     - `parts`: it iterates over the parts of a message's content itself.
@@ -29,12 +29,12 @@ class Reads:
     documents: bool = False
 
 
-def reads(tree: Any) -> Reads:
+def analyze_template(tree: Any) -> TemplateFeatures:
     """Analyze a template parsed by Jinja2."""
     loops = any("content" in _names(loop.iter) for loop in tree.find_all(nodes.For))
     used = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
     calls, roles = "tool_calls" in _names(tree), frozenset(_roles(tree))
-    return Reads(loops, "tools" in used, calls, _joins_arguments(tree), roles, "documents" in used)
+    return TemplateFeatures(loops, "tools" in used, calls, _joins_arguments(tree), roles, "documents" in used)
 
 
 def _names(node: Any) -> Iterator[Any]:

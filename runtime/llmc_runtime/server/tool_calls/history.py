@@ -13,7 +13,7 @@ from llmc_runtime.server.requests.request_fields import FUNCTION_NAME
 from llmc_runtime.server.requests.request_fields import MAX_CALLS as MAX_ALL_CALLS
 
 if TYPE_CHECKING:
-    from llmc_runtime.text.template_analysis import Reads
+    from llmc_runtime.text.template_analysis import TemplateFeatures
 
 MAX_CALLS = 128  # maximum calls per message
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
@@ -21,7 +21,7 @@ _CALLS = 'a list of {"id": ID, "type": "function", "function": {"name": NAME, "a
 _TEMPLATE = "serve with a --chat-template FILE that renders them, or leave them out"
 
 
-def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
+def for_template(messages: list[dict[str, Any]], features: TemplateFeatures, short_ids: bool) -> list[dict[str, Any]]:
     """Return copies of messages with calls, results or reasoning, and other messages unchanged. Raises ApiError 400.
 
     Arguments, which are JSON text in the API, become objects unless the template concatenates them with text. With
@@ -29,7 +29,7 @@ def for_template(messages: list[dict[str, Any]], reads: Reads, short_ids: bool) 
     """
     if (count := calls_in(messages)) > MAX_ALL_CALLS:
         raise ApiError(f"messages: up to {MAX_ALL_CALLS} tool calls together, not {count}", param="messages")
-    return [_message(message, f"messages[{i}]", reads, short_ids) for i, message in enumerate(messages)]
+    return [_message(message, f"messages[{i}]", features, short_ids) for i, message in enumerate(messages)]
 
 
 def calls_in(messages: list[dict[str, Any]]) -> int:
@@ -37,11 +37,11 @@ def calls_in(messages: list[dict[str, Any]]) -> int:
     return sum(len(calls) for message in messages if isinstance(calls := message.get("tool_calls"), list))
 
 
-def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, features: TemplateFeatures, short_ids: bool) -> dict[str, Any]:
     calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
     if not isinstance(call_id, str | None):
         raise ApiError(f"{where}.tool_call_id: a string", param=f"{where}.tool_call_id")
-    if not reads.calls and (calls or message.get("role") == "tool"):
+    if not features.calls and (calls or message.get("role") == "tool"):
         cause = f"{where}: the chat template does not render calls and their results. Try: {_TEMPLATE}"
         raise ApiError(cause, param=where)
     out = dict(message)
@@ -50,7 +50,7 @@ def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool)
     if "tool_calls" in out:
         out.pop("tool_calls")
         if calls:
-            out["tool_calls"] = _calls(calls, f"{where}.tool_calls", reads, short_ids)
+            out["tool_calls"] = _calls(calls, f"{where}.tool_calls", features, short_ids)
             out.setdefault("content", None)
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
         if isinstance(out.get(name), str) and out.get(other) is None:
@@ -58,7 +58,7 @@ def _message(message: dict[str, Any], where: str, reads: Reads, short_ids: bool)
     return out
 
 
-def _calls(value: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[str, Any]]:
+def _calls(value: Any, where: str, features: TemplateFeatures, short_ids: bool) -> list[dict[str, Any]]:
     if not isinstance(value, list) or len(value) > MAX_CALLS:
         raise ApiError(f"{where}: {_CALLS}, up to {MAX_CALLS}", param=where)
     out = []
@@ -72,7 +72,7 @@ def _calls(value: Any, where: str, reads: Reads, short_ids: bool) -> list[dict[s
             or not isinstance(call.get("id"), str | None)
         ):
             raise ApiError(f"{where}[{i}]: of {_CALLS}", param=f"{where}[{i}]")
-        arguments = _arguments(function.get("arguments"), f"{where}[{i}]", reads.arguments_as_text)
+        arguments = _arguments(function.get("arguments"), f"{where}[{i}]", features.arguments_as_text)
         out.append({**call, "type": "function", "function": {**function, "arguments": arguments}})
         if short_ids and isinstance(call.get("id"), str):
             out[-1]["id"] = _short(call["id"])
