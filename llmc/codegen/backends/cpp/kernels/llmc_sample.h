@@ -165,7 +165,7 @@ constexpr int BUCKETS = 2048;  // histogram by the leading bits of e in [0, 1], 
 static inline int bucket(float e) { return (int)(f_bits(e) >> 19); }
 
 // Samples one row. e is scratch for v floats, hist for BUCKETS masses, picks for v picks.
-struct Draw {
+struct RowSampler {
   const float* e;
   int64_t v;
   Mass* hist;
@@ -222,8 +222,9 @@ struct Draw {
     }
   }
   // Returns the kept id with the largest quotient of its mass and its exponential random variable, the lowest of equals.
-  // `best` is an id that is kept, whose mass is 1.
-  int64_t draw(uint64_t key, int64_t best) {
+  // `likeliest` is the id of the largest logit: it is always kept, and its mass is 1.
+  int64_t draw(uint64_t key, int64_t likeliest) {
+    int64_t best = likeliest;
     float most = 1.0f / Waits(key, best).exponential()[0];
     for (int64_t j = 0; j < v; j += VN) {
       Waits waits(key, j);
@@ -252,11 +253,11 @@ static inline int64_t sample_row(const float* x, int64_t v, const float* f, cons
     int n = v - j < VN ? (int)(v - j) : VN;
     vstore(e + j, m_exp((vload(x + j, n) - top) / t), n);
   }
-  Draw d{e, v, hist, picks, Cut{least_probability(f), INT32_MAX}};
-  if (ip[TOP_K] > 0 && ip[TOP_K] < v) d.top_k(ip[TOP_K]);
-  if (f[TOP_P] < 1.0f) d.top_p(f[TOP_P]);
+  RowSampler sampler{e, v, hist, picks, Cut{least_probability(f), INT32_MAX}};
+  if (ip[TOP_K] > 0 && ip[TOP_K] < v) sampler.top_k(ip[TOP_K]);
+  if (f[TOP_P] < 1.0f) sampler.top_p(f[TOP_P]);
   uint64_t seed = (uint32_t)ip[SEED_LO] | (uint64_t)(uint32_t)ip[SEED_HI] << 32;
-  return d.draw(mix64(mix64(seed) ^ (uint64_t)position), best);
+  return sampler.draw(mix64(mix64(seed) ^ (uint64_t)position), best);
 }
 // Threads divide the entries. `width` is the length of a row of `tokens`.
 static inline void row_sample(const llmc_ctx* ctx, int32_t* ids, const float* x, const int32_t* rows,

@@ -65,10 +65,10 @@ def load_filters(floats_ptr, ints_ptr, row, VOCAB: tl.constexpr):
     """Return the filters of a row."""
     floats_ptr += row * PARAMS
     top_p = tl.load(floats_ptr + TOP_P)
-    least_p = least_probability(floats_ptr)
+    min_p = least_probability(floats_ptr)
     top_k = tl.load(ints_ptr + row * PARAMS + TOP_K)
-    active = (top_p < 1.0) | (least_p > 0.0) | ((top_k > 0) & (top_k < VOCAB))
-    return Filters(active, top_p, least_p, top_k)
+    active = (top_p < 1.0) | (min_p > 0.0) | ((top_k > 0) & (top_k < VOCAB))
+    return Filters(active, top_p, min_p, top_k)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ class Filters(NamedTuple):
 
     active: tl.tensor  # whether ids may be excluded
     top_p: tl.tensor
-    least_p: tl.tensor  # the smallest probability to keep, relative to the largest: 0 to 1
+    min_p: tl.tensor  # the smallest probability to keep, relative to the largest: 0 to 1
     top_k: tl.tensor
 
 
@@ -152,10 +152,10 @@ def last_equal(scan: RowScan, cut, number):
 def find_cut(scan: RowScan, filters: Filters):
     """Return (cut, the number of ids to keep whose key equals it)."""
     top, t = scan.top, scan.t
-    lowest = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.maximum(filters.least_p, 1e-30).to(tl.float64))
+    lowest = top.to(tl.float64) + t.to(tl.float64) * tl.log(tl.maximum(filters.min_p, 1e-30).to(tl.float64))
     cut = key_of(lowest.to(tl.float32))
     cut = tl.where(value_of(cut).to(tl.float64) < lowest, cut + 1, cut)
-    cut = tl.where(filters.least_p > 0, cut, LOWEST_KEY + 1)
+    cut = tl.where(filters.min_p > 0, cut, LOWEST_KEY + 1)
     ties = tl.full([], scan.VOCAB, tl.int32)
     whole = tl.full([], -1.0, tl.float64)
     floor = tl.minimum(key_of(tl.full([], -3.0e38, tl.float32)), key_of(top))
