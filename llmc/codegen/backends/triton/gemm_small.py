@@ -4,6 +4,12 @@ GEMM_SPLITK divides the depth, and SPLITK_COMBINE adds the partial products and 
 
 GEMM_SMALL uses weight rows as the rows of its tiles and tokens as their columns, because tensor-core instructions have
 many rows but may have few columns. GEMM uses tokens as rows, and orders its tiles in groups that stay in the L2 cache.
+The templates are `kernels/gemm_small.py`, `kernels/gemm.py` and `kernels/splitk_combine.py`.
+
+- `reject`: what `reject_product` names; any number of tokens is supported.
+- `schedules`: the tiles of NARROW or LARGE_TILES that fit shared memory and registers.
+- `cost_us`: reading or arithmetic, whichever takes longer, in whole waves of tiles (`product_us`, `reading_us`).
+- `code`: one program for each tile of the result; `common` has the arguments that all templates of tiles share.
 """
 
 from __future__ import annotations
@@ -51,6 +57,9 @@ LARGE_FLOAT_TILES = ((64, 64, 16, 4, 2), (32, 64, 16, 4, 2))
 SMALL = GemmTile(16, 16, 32, 4, 2)  # fits every target
 _MAX_SUMS = 128  # maximum float32 sums per thread
 COMBINED, COMBINE_WARPS = 1024, 4  # preferred columns of a program of linear_combine, and its warps
+UNIT_BANDWIDTH = 1.6  # bandwidth that one multiprocessor can reach: times that of the GPU, divided by their number
+REREAD = 0.1  # share of the weights' bytes that reading them again takes from memory; the rest is in the L2 cache
+_READ = 0.86  # share of the bandwidth that these tiles reach
 WARPGROUP = 64  # rows of a warpgroup's instruction
 MATRIX = 16  # rows and columns of AMD's smallest instruction, and columns of NVIDIA's of 8-bit floats
 
@@ -202,8 +211,8 @@ def joins(p: Product, bn: int, split: int) -> bool:
 def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], swap: bool) -> float:
     """Predict the microseconds of reading the operands.
 
-    The bytes in flight bound the rate: one multiprocessor can use about 1.6 times its share of the bandwidth, and the
-    latency of memory is 1 us. Programs that share weights but are not grouped read them again, mostly from L2.
+    The bytes in flight bound the rate: one multiprocessor reaches UNIT_BANDWIDTH, and the latency of memory is 1 us.
+    Programs that share weights but are not grouped read them again (REREAD).
     """
     passes = -(-p.tokens(env) // s["bm"])
     columns = -(-p.n // s["bn"])
@@ -213,10 +222,10 @@ def reading_us(p: Product, s: Schedule, target: Target, env: Mapping[str, int], 
     blocks = columns if swap else columns * passes
     per_unit = min(target.limits.shared // tiles_bytes(p, s, target), 32 // s["warps"])
     resident = min(blocks, units * max(1, per_unit))
-    busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
-    moved = p.bytes(env) + (0.1 * (passes - 1) * p.weight_bytes if swap else 0)
+    busy = min(1.0, UNIT_BANDWIDTH * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
+    moved = p.bytes(env) + (REREAD * (passes - 1) * p.weight_bytes if swap else 0)
     cached = passes * columns * (s["bn"] * p.parts + s["bm"]) * p.k * DTYPES[p.w.dtype].bits // 8
-    return max(moved / (0.86 * busy), cached / target.limits.near) / target.bandwidth * 1e6
+    return max(moved / (_READ * busy), cached / target.limits.near) / target.bandwidth * 1e6
 
 
 def penalty(p: Product, s: Schedule, env: Mapping[str, int]) -> float:

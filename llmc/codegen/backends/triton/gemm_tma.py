@@ -1,7 +1,13 @@
 """Large products that load tiles by TMA (tensor maps in place of pointers), on Hopper and later.
 
 Threads compute no addresses and no masks, because TMA fills elements outside of a matrix with zeros. The two parts of a
-gated product form one tile of twice the rows, so that one instruction multiplies both.
+gated product form one tile of twice the rows, so that one instruction multiplies both. The template is
+`kernels/gemm_tma.py`.
+
+- `reject`: targets without TMA, factors of two dtypes or of float32, and sizes that TMA cannot load.
+- `schedules`: TILES that fit, and the first of them with larger groups of row tiles.
+- `cost_us`: that of GEMM, divided by a measured speed-up, and slower with few stages (`slowdown`).
+- `code`: that of GEMM, with tensor maps for both factors.
 """
 
 from __future__ import annotations

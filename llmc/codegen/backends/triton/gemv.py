@@ -1,7 +1,13 @@
 """Products of few tokens that stream weight rows through float32 registers, without tensor cores.
 
 A program computes `bn` rows of every part for `rows` tokens. It loads its first weight tiles before it waits for the
-previous kernels, and reduces its sums once, at the end.
+previous kernels, and reduces its sums once, at the end. The template is `kernels/gemv.py`.
+
+- `reject`: more than MAX_TOKENS tokens, and what `reject_product` names for every product.
+- `schedules`: tiles that were the fastest for some weight on an H200 (MEASURED), nearest to this weight's first.
+- `cost_us`: reading and arithmetic overlap in part: the root of the sum of their squares. Schedules are slower the more
+  they differ from the nearest measured one.
+- `code`: one program for each `bn` rows and `rows` tokens.
 """
 
 from __future__ import annotations
@@ -67,8 +73,11 @@ NORM_MEASURED = (
     Measured(6144, 1024, StreamTile(8, 1024, 2, 1)),
 )
 _PASS_SLOWDOWN = 0.025  # slowdown for each pass over the weights after the first, measured on an H200
+_DISTANCE_SLOWDOWN = 0.02  # slowdown for each factor of two between a tile and the nearest measured one: it ranks them
 _BANDWIDTH_SHARE = 0.96  # share of the bandwidth that the best of these schedules reach
+_PEAK_SHARE = 0.85  # share of the peak that the arithmetic reaches
 _I8_OPERATIONS = 8  # operations that converting an i8 to float32 costs, fitted to an H200
+_X_OPERATIONS = 1.2  # operations to convert and scale an element of x, which all rows of a program share
 
 
 def by_tokens(tokens: int | None, tiles: Iterable[Tile], fits: Callable[[Tile, int], bool]) -> list[Schedule]:
@@ -113,11 +122,11 @@ class Gemv(TritonKernel):
         moved = (p.bytes(env) + (passes - 1) * p.weight_bytes) / target.bandwidth / _BANDWIDTH_SHARE
         # Operations per weight: a conversion, and per token one product plus its share of converting and scaling x.
         conversion = _I8_OPERATIONS if p.w.dtype == "i8" else 1
-        steps = conversion + s["rows"] * (1 + 1.2 / (s["bn"] * p.parts))
-        arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / 0.85
+        steps = conversion + s["rows"] * (1 + _X_OPERATIONS / (s["bn"] * p.parts))
+        arithmetic = passes * p.parts * p.n * p.k * steps * 2 / target.peaks["f32"] / _PEAK_SHARE
         tile = StreamTile(*(s[key] for key in StreamTile._fields))
         distance = _distance(tile, _fit(p, nearest(p, self.measured)))
-        slower = (1 + 0.02 * distance) * (1 + _PASS_SLOWDOWN * (passes - 1))
+        slower = (1 + _DISTANCE_SLOWDOWN * distance) * (1 + _PASS_SLOWDOWN * (passes - 1))
         return math.hypot(moved, arithmetic) * 1e6 * slower + target.launch_us
 
     def code(self, u: Unit) -> Code:

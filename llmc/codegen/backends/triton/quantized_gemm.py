@@ -1,10 +1,27 @@
-"""Products with quantised weights on tensor cores, for any number of tokens."""
+"""Products with quantised weights on tensor cores, for any number of tokens.
+
+Codes are converted to the dtype of the activations in registers. The template is `kernels/quantized_gemm.py`.
+
+- `reject`: in `QuantizedKernel`: formats of codes and scales that the kernels of quantised products lack.
+- `schedules`: the tiles of FEW or MANY, by the number of tokens, fitted to the layout of the codes.
+- `cost_us`: reading, and multiplying with the conversion of codes; the longer time and half of the shorter one.
+- `code`: one program for each tile of the result. The weight is the left factor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmc.codegen.backends.triton.gemm_small import GROUP, LINE_BYTES, MATRIX, SMALL, TOKENS, WARPGROUP
+from llmc.codegen.backends.triton.gemm_small import (
+    GROUP,
+    LINE_BYTES,
+    MATRIX,
+    REREAD,
+    SMALL,
+    TOKENS,
+    UNIT_BANDWIDTH,
+    WARPGROUP,
+)
 from llmc.codegen.backends.triton.linear_problem import epilogue, output, peak
 from llmc.codegen.backends.triton.quantized_problem import (
     FEW_TOKENS,
@@ -60,8 +77,8 @@ class QuantizedGemm(QuantizedKernel):
         blocks, area = rows * columns, s["bm"] * s["bn"] * p.parts
         ahead = (s["stages"] - 1) * s["bn"] * p.parts * s["bk"]
         resident = min(blocks, units * max(1, min(target.limits.shared // _shared(p, s), 32 // s["warps"])))
-        busy = min(1.0, 1.6 * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
-        moved = p.bytes(env) + 0.1 * (rows - 1) * p.weight_bytes
+        busy = min(1.0, UNIT_BANDWIDTH * min(blocks, units) / units, resident * ahead / (target.bandwidth * 1e-6))
+        moved = p.bytes(env) + REREAD * (rows - 1) * p.weight_bytes
         reading = moved / target.bandwidth / (_READ * max(busy, 0.01))
         codes = rows * columns * s["bn"] * p.parts * p.k
         products = 2.0 * codes * s["bm"] / peak(p, target) / _peak_share(area)

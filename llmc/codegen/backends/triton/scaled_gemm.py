@@ -2,7 +2,12 @@
 
 One template serves all kernels: SCALED_GEMM_SMALL has weight rows as the rows of its tiles, for few tokens;
 SCALED_GEMM has tokens there, for many, and SCALED_GEMM_TMA loads those tiles by TMA. Threads hold two accumulators: the
-total, and that of the current group.
+total, and that of the current group. The template is `kernels/scaled_gemm.py`.
+
+- `reject`: dtypes other than 8-bit floats, and groups that are not whole instructions.
+- `schedules`: FEW_TOKEN_TILES or MANY_TOKEN_TILES; a step multiplies the columns of one group, or a part of them.
+- `cost_us`: that of GEMM_SMALL, GEMM or GEMM_TMA, and half of the arithmetic that scales the sums of each group.
+- `code`: one program for each tile of the result, with tensor maps if it loads by TMA.
 """
 
 from __future__ import annotations
