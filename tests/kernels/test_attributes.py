@@ -9,9 +9,11 @@ from typing import Any
 from kernels.real_sizes import REAL
 
 from llmc.codegen.kernel import Kernel, Source
+from llmc.extend import OPS
 from llmc.extension import load
 from llmc.ir.graph import Node
 from llmc.ir.opdef import REQUIRED
+from llmc.ir.ops.attention import SHARED_ATTRIBUTES
 from llmc.targets.target import Target
 
 TARGETS = ("cpu:x86-64-v4", "cuda:sm_90", "hip:gfx942")
@@ -75,3 +77,10 @@ def test_no_kernel_ignores_an_attribute() -> None:
     assert not ignored, "\n".join(dict.fromkeys(ignored))
     assert {("triton/decode_attention", "softcap"), ("cuda/decode_attention", "window")} <= compared
     assert len(compared) > 30
+
+
+def test_passes_keep_every_attribute_of_paged_attention() -> None:
+    shared = set(SHARED_ATTRIBUTES)
+    assert set(OPS["paged_attention"].attrs) - {"least"} == shared, "add it to SHARED_ATTRIBUTES: passes would drop it"
+    for name in ("attention", "paged_attention_split", "paged_attention_parts", "paged_attention_single"):
+        assert shared <= set(OPS[name].attrs), name

@@ -87,6 +87,8 @@ PAGED: Mapping[str, Content] = MappingProxyType(
         "starts": contents.starts, "positions": contents.positions, "scales": contents.positive,
     }
 )  # fmt: skip
+# Attributes of `attention` that the ops over pages share. Passes that replace one of these ops by another keep them.
+SHARED_ATTRIBUTES = ("scale", "window", "softcap")
 _SIZES: Mapping[str, Any] = MappingProxyType(
     {"t": 7, "h": 4, "d": 8, "p": 6, "g": 2, "page": 4, "rows_max": 3, "m": 3, "r": 3}
 )

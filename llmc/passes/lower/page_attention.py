@@ -15,6 +15,7 @@ from llmc.diagnostics import Diagnostic
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
 from llmc.ir.opdef import OpDef
+from llmc.ir.ops.attention import SHARED_ATTRIBUTES
 from llmc.ir.ops.recurrent import PROMPT_OPS
 from llmc.ir.types import Type, state, tensor
 from llmc.passes.base import Ctx, Pass
@@ -275,7 +276,7 @@ class _Rows:
             )
         b = Builder(self.g, self.ops, before=n, loc=n.loc)
         newest = self._append(b, self.prefix, n.attrs["layer"], k, v, self.append_at)
-        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap") if key in n.attrs}
+        attrs = {key: n.attrs[key] for key in SHARED_ATTRIBUTES if key in n.attrs}
         reaches = self.attend_at if n.attrs.get("causal", True) else self.reaches
         step = (self.pages, self.rows, self.starts, reaches)
         assert newest.node is not None

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from llmc.ir.dim import Bounds
 from llmc.ir.graph import Builder, Graph, Module, Node, Value
+from llmc.ir.ops.attention import SHARED_ATTRIBUTES
 from llmc.passes.base import Ctx, NodePass
 from llmc.passes.rewrite import substitute
 
@@ -59,7 +60,7 @@ class SplitKv(NodePass):
         if parts < 2 or not ctx.spend():
             return False
         b = Builder(g, ctx.opset, before=n, loc=n.loc)
-        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")} | {"splits": parts}
+        attrs = {key: n.attrs[key] for key in SHARED_ATTRIBUTES} | {"splits": parts}
         scales, sinks = ([v] if (v := n.operand(name)) else [] for name in ("scales", "sinks"))
         operands = (q, kv, pages, rows, positions, *scales)
         if self.fixed:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from llmc.ir.graph import Builder, Graph, Module, Node
+from llmc.ir.ops.attention import SHARED_ATTRIBUTES
 from llmc.passes.base import Ctx, NodePass, some_kernel_leads
 from llmc.passes.rewrite import substitute
 
@@ -52,7 +53,7 @@ class SplitSingle(NodePass):
         if (few and not some_kernel_leads(many.node, ctx, sizes)) or not ctx.spend():
             g.erase(many.node)
             return False
-        attrs = {key: n.attrs[key] for key in ("scale", "window", "softcap")}
+        attrs = {key: n.attrs[key] for key in SHARED_ATTRIBUTES}
         single = b.paged_attention_single(q, kv, pages, rows, starts, positions, many, *rest, **attrs)
         substitute(g, n, [single], self.name)
         return True
