@@ -107,9 +107,7 @@ def trace(
     check_sizes(text)
     check_layers(source.folder, int(text.num_hidden_layers))
     stored = _stored_dtype(source, config)
-    dtype = dtype or substitutes.get(stored, stored)
-    if dtype not in FLOATS:
-        raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
+    dtype = _checked_dtype(dtype or substitutes.get(stored, stored))
     longest = _longest(source, text, max_positions, pooled)
     eos = _checked_eos(source, text)
     numbers = aux_layers(int(text.num_hidden_layers))
@@ -131,9 +129,21 @@ def trace(
         layers=cut,
         pooling=_pooling(source, pooled, converted.module, text),
     )
-    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in main.inputs if v.weight}
     tied = MappingProxyType(dict(converted.tied))
-    return Traced(source, converted.module, facts, MappingProxyType(weights), exported.buffers, tied, exported.model)
+    return Traced(source, converted.module, facts, _weights(main), exported.buffers, tied, exported.model)
+
+
+def _checked_dtype(dtype: str) -> str:
+    """Return the dtype if models can be compiled in it. Raises Diagnostic E302."""
+    if dtype not in FLOATS:
+        raise Diagnostic("E302", f"dtype {dtype!r} is not one of {', '.join(FLOATS)}", "choose one with --dtype")
+    return dtype
+
+
+def _weights(g: Graph) -> Mapping[str, WeightInfo]:
+    """Return the weight inputs of a graph by name."""
+    weights = {v.name: WeightInfo(v.name, v.type, v.name.rpartition(".")[0]) for v in g.inputs if v.weight}
+    return MappingProxyType(weights)
 
 
 def notes_of(traced: Traced) -> Iterator[str]:
