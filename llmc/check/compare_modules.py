@@ -15,7 +15,7 @@ from llmc_runtime.sched.row_columns import FLOAT_COLUMNS, INT_COLUMNS, OFF
 from llmc.check.compare_outputs import Compared, evaluate, judged, judged_rounding, unit_of
 from llmc.check.random_inputs import Array, Inputs, draw, elements
 from llmc.diagnostics import Diagnostic
-from llmc.ir.graph import Graph, Module
+from llmc.ir.graph import WEIGHTS, Graph, Module
 from llmc.ir.interp import round_to_type
 from llmc.passes.lower.page_attention import DRAFT
 
@@ -51,15 +51,15 @@ def _compared(
     before: Module, g: Graph, after: Module, other: Graph, rng: np.random.Generator, rounded: bool
 ) -> Compared:
     """Compare the graph `g` of `before` with the graph `other` of `after`, as `compare` describes."""
-    inputs = draw(before, g, rng)
+    inputs = _drawn(before, g, rng)
     if is_prompt(g) and not is_prompt(other):
         inputs = _with_weights(inputs, after, other, rng)
-        evaluated = serving_results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
+        evaluated = serving_results(before, g, after, other, _rounded(inputs, before, g) if rounded else inputs)
         names, dtypes = map(list, SERVED)
     else:
         if other.name == "decode" and g.name != "decode":
             inputs = _decoding(inputs, draw(after, other, rng), other)
-        evaluated = _results(before, g, after, other, _rounded(inputs, g) if rounded else inputs)
+        evaluated = _results(before, g, after, other, _rounded(inputs, before, g) if rounded else inputs)
         names = [v.name for v in other.outputs]
         dtypes = [v.type.dtype for v in other.outputs]
     expected, actual = evaluated(True)
@@ -75,9 +75,17 @@ def _results(before: Module, g: Graph, after: Module, other: Graph, inputs: Inpu
     return lambda exact: (evaluate(before, g, inputs, exact), evaluate(after, other, inputs, exact))
 
 
-def _rounded(inputs: Inputs, g: Graph) -> Inputs:
-    """Round inputs to the dtypes that they have in `g`, so that both ways of interpreting start from equal numbers."""
-    types = {v.name: v.type for v in g.inputs}
+def _drawn(m: Module, g: Graph, rng: np.random.Generator) -> Inputs:
+    """Draw the inputs of `g`, and those of @weights, which computes weights of `g`, if the module has it."""
+    inputs = draw(m, g, rng)
+    if WEIGHTS not in m.graphs:
+        return inputs
+    return Inputs(draw(m, m.graphs[WEIGHTS], rng).arrays | inputs.arrays, inputs.sizes)
+
+
+def _rounded(inputs: Inputs, m: Module, g: Graph) -> Inputs:
+    """Round inputs to their dtypes in `g` or @weights, so that both ways of interpreting start from equal numbers."""
+    types = {v.name: v.type for graph in (m.graphs.get(WEIGHTS, g), g) for v in graph.inputs}
     arrays = {name: round_to_type(x, types[name]) if name in types else x for name, x in inputs.arrays.items()}
     return Inputs(arrays, inputs.sizes)
 

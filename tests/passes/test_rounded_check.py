@@ -79,3 +79,38 @@ def test_the_serving_step_is_compared_with_the_prompt_graph_in_both_ways(tmp_pat
     assert main(["opt", str(file), "-p", "canonicalize, fuse-norm, fuse-rope, page-attention", "--rounded"], out) == 0
     lines = [x for x in out.getvalue().splitlines() if x.startswith("// check")]
     assert lines and all("2 outputs agree" in x and "rounded: error" in x for x in lines)
+
+
+LIFTED = """sym T in [1, 64]
+graph @main(%x: f32[T, 64], %gain: weight f32[64], %w.swapped: weight bf16[64, 32]) {
+  %a = mul(%x, %gain) : f32[T, 64]
+  %b = cast(%w.swapped) {dtype="f32"} : f32[64, 32]
+  %c = matmul(%a, %b) : f32[T, 32]
+  return %c
+}
+graph @weights(%gain: weight f32[64], %w: weight bf16[32, 64]) {
+  %w.swapped = transpose(%w) {perm=[1, 0]} : bf16[64, 32]
+  return %gain, %w.swapped
+}
+"""
+
+
+def test_stages_with_a_graph_of_weights_are_compared() -> None:
+    """Both versions read what @weights computes: a change there shows in @main."""
+    (same,) = compare(parse(LIFTED, OPS), parse(LIFTED, OPS), rounded=True)
+    assert same.graph == "main" and same.worst == 0
+    assert same.rounding is not None and same.rounding.before < 1e-5
+    doubled = LIFTED.replace(
+        "%w.swapped = transpose(%w)",
+        "%two = add(%w, %w) : bf16[32, 64]\n  %w.swapped = transpose(%two)",
+    )
+    with pytest.raises(Diagnostic, match=r"E425.*@main: output 0"):
+        compare(parse(LIFTED, OPS), parse(doubled, OPS))
+
+
+def test_a_stored_stage_after_packing_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`llmc opt --check` runs a pass on a stage that has @weights."""
+    stage = tmp_path / "16-lift-weights.llir"
+    stage.write_text(LIFTED)
+    assert main(["opt", str(stage), "-p", "canonicalize, dce", "--check", "--rounded"]) == 0
+    assert "@main: 1 output agrees" in capsys.readouterr().out
