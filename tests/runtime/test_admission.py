@@ -117,6 +117,18 @@ def test_requests_that_would_wait_too_long_are_refused_also_by_deadline() -> Non
     assert int(headers["Retry-After"]) == math.ceil(int(headers["retry-after-ms"]) / 1000) in range(25, 36)
 
 
+@pytest.mark.parametrize(("seconds", "text"), ((0.0002, "1 ms"), (0.6, "600 ms"), (12.4, "12 s")))
+def test_a_refusal_states_how_long_the_request_would_wait(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, text: str
+) -> None:
+    monkeypatch.setattr(Admission, "wait", lambda self, key=None: seconds)
+    with pytest.raises(ApiError) as refusal:
+        admission(Clock()).check_wait("a", within=1e-4)
+    assert refusal.value.message == f"the request would wait about {text}, longer than its time limit"
+    full = admission(Clock(), max_wait=1e-4)
+    assert full.blocked_error("queue_wait", "a").message == f"the request would wait about {text}"
+
+
 def test_a_light_key_is_not_refused_for_what_a_heavy_one_has_queued() -> None:
     clock = Clock()
     where = admission(clock, keys=2, max_wait=30.0)

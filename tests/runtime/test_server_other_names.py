@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 import httpx
-from llmc_runtime.server.api_routes import OTHER_FAMILIES, OTHER_ROUTES
+from llmc_runtime.server.api_routes import OTHER_FAMILIES, OTHER_POSTS, OTHER_ROUTES
 
 from tests.runtime.served import Served, served
 from tests.vllm_names import served_routes
@@ -83,6 +83,15 @@ def test_other_routes_say_what_to_use(server: Served, path: str) -> None:
     for call in (httpx.get, httpx.post):
         reply = call(server.url + path)
         assert reply.status_code == 404 and reply.json()["error"]["message"].endswith(OTHER_ROUTES[path])
+
+
+@pytest.mark.parametrize("path", sorted(OTHER_POSTS))
+def test_routes_with_the_path_of_a_stored_response_say_what_to_use(server: Served, path: str) -> None:
+    for route in (path, f"{path}/"):
+        reply = httpx.post(server.url + route, json={"input": "x"})
+        assert reply.status_code == 404
+        assert reply.json()["error"]["message"] == f"there is no such route: {OTHER_POSTS[path]}"
+    assert httpx.put(server.url + path, json={}).status_code == 405
 
 
 @pytest.mark.parametrize("path", sorted(OTHER_FAMILIES))

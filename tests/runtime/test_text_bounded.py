@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import textkit
+
+pytest.importorskip("starlette")
+from llmc_runtime.server.http.errors import ApiError
+from llmc_runtime.server.prompting import Prompting
+from llmc_runtime.server.requests.request_fields import CompletionRequest
 from llmc_runtime.text.bounded_encode import TooLong, encode_bounded, longest_token
 from llmc_runtime.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, normalizers
@@ -58,3 +63,13 @@ def test_texts_that_shrink_are_not_refused_by_their_length() -> None:
     greedy.add_special_tokens([AddedToken("<|wide|>", lstrip=True, special=True)])
     assert longest_token(tokenizer(greedy)) is None
     assert longest_token(tokenizer(textkit.sentencepiece())) is None
+
+
+def test_a_refusal_states_the_longest_prompt_that_fits() -> None:
+    """A model that pools takes prompts of the whole context; one that generates needs room for a token of output."""
+    tok, text = tokenizer(textkit.byte_level()), TEXT * 1000
+    prompting = Prompting(tok, 1000, None, 100)
+    with pytest.raises(TooLong, match="shorten the prompt to 100 tokens"):
+        prompting.check_length(text)
+    with pytest.raises(ApiError, match="shorten the prompt to 99 tokens"):
+        list(prompting.completion(CompletionRequest(prompt=text)))

@@ -80,6 +80,10 @@ OTHER_FAMILIES: Mapping[str, str] = MappingProxyType(
         "/openai/deployments": "Azure's paths are not served: use an OpenAI client, with a base URL that ends in /v1",
     }
 )  # fmt: skip
+# The same for requests whose path another route has with other methods, as that of a stored response
+OTHER_POSTS: Mapping[str, str] = MappingProxyType(
+    {"/v1/responses/compact": "conversations are not compacted: send a shorter input"}
+)
 _PREFIX = "/v1"
 
 

@@ -17,7 +17,7 @@ from llmc_runtime import __version__
 from llmc_runtime.format.names import GENERATE
 from llmc_runtime.server import api_routes as api
 from llmc_runtime.server.admin import Admin
-from llmc_runtime.server.api_routes import not_a_route
+from llmc_runtime.server.api_routes import OTHER_POSTS, not_a_route
 from llmc_runtime.server.endpoint import Endpoint, Handler
 from llmc_runtime.server.http.auth import Guard, Keys, Limits
 from llmc_runtime.server.http.connection_limit import MAX_CONNECTIONS
@@ -77,6 +77,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         served = frozenset(route.path for route in request.app.routes if isinstance(route, Route))
         return as_error(not_found(not_a_route(request.scope["path"], served)), request.scope["path"])
+    if request.method == "POST" and (remark := OTHER_POSTS.get(request.scope["path"].rstrip("/"))):
+        return as_error(not_found(f"there is no such route: {remark}"), request.scope["path"])
     headers = dict(error.headers or {})
     cause = f"this route supports {headers.get('Allow')} only" if error.status_code == 405 else "the request is refused"
     refused = ApiError(cause, status=error.status_code, code="method_not_allowed", headers=headers)

@@ -172,8 +172,9 @@ class Prompting:
         return ids
 
     def _all_ids(self, text: str, special: bool, keep: slice | None, param: str) -> list[int]:
-        """Tokenize a text, which must fit the context unless it is cut to `keep`."""
-        return self._ids(text, special, self.length) if keep is None else self._listed_ids(text, special, param)
+        """Tokenize a text, which must fit the context with a token of output unless it is cut to `keep`."""
+        longest = max(1, self.length - 1)
+        return self._ids(text, special, longest) if keep is None else self._listed_ids(text, special, param)
 
     def _prompt(self, text_or_ids: Any, special: bool, echo: bool, keep: slice | None) -> Prompt:
         text = text_or_ids if isinstance(text_or_ids, str) else None

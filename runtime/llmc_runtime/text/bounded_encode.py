@@ -15,7 +15,7 @@ class TooLong(LlmcError):
     """A text has more than `limit` tokens."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__("E602", f"the prompt is more than {limit} tokens", f"shorten the prompt to {limit - 1} tokens")
+        super().__init__("E602", f"the prompt is more than {limit} tokens", f"shorten the prompt to {limit} tokens")
         self.limit = limit
 
 

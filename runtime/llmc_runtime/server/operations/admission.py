@@ -158,7 +158,7 @@ class Admission:
         wait = self._too_long(key, min(within, self.max_wait))
         if wait is None:
             return
-        message = f"the request would wait about {wait:.0f} s"
+        message = f"the request would wait {_about(wait)}"
         if wait > self.max_wait:
             raise self.refuse("queue_wait", message)
         raise self.refuse("deadline", f"{message}, longer than its time limit")
@@ -216,7 +216,7 @@ class Admission:
         if reason == "queue_full":
             return self.refuse(reason, "the server's queue is full")
         if reason == "queue_wait":
-            return self.refuse(reason, f"the request would wait about {self.wait(key) or 0.0:.0f} s")
+            return self.refuse(reason, f"the request would wait {_about(self.wait(key) or 0.0)}")
         used = self.by_key[key] if key in self.by_key else 0
         share = f"of {self.per_key} allowed" if reason == "key_limit" else "and the other places are for other keys"
         return self.too_many(reason, f"this API key has {used} open sequences, {share}: wait until some have ended")
@@ -359,3 +359,8 @@ class AdmissionSlot:
         admission.all_work = admission.all_work + work - before if admission.work else 0.0
         self._work = work
         admission.throughput.queue(admission.waiting_sequences > 0)
+
+
+def _about(seconds: float) -> str:
+    """Return an approximate duration for a message."""
+    return f"about {seconds:.0f} s" if seconds >= 1 else f"about {max(1.0, 1e3 * seconds):.0f} ms"
