@@ -79,4 +79,27 @@ def test_grammars_of_ended_requests_are_not_compiled(grammars: Grammars) -> None
     for opening in (*slow, grammars.open(regex(), "a")):
         grammars.cancel(opening)
     assert len(grammars._workers._queue) == 1 and not shared.done
-    assert len(grammars._grammars) == limits.MAX_TENANT_COMPILATIONS + 1, "two are being compiled"
+    assert len(grammars._grammars) == 1
+    assert grammars.wait(shared)
+
+
+def test_compilations_of_ended_requests_end(grammars: Grammars) -> None:
+    """Their processes are killed, and their slots are free for others at once."""
+    grammars.prepare()
+    definitions = [StructuredOutputsParams(json={"multipleOf": 524287 + 2 * i}) for i in range(3)]
+    slow = [grammars.open(definition, "a") for definition in (*definitions[:2], definitions[1])]
+    processes = list(grammars._workers._workers)
+    assert len(processes) == limits.MAX_TENANT_COMPILATIONS
+    for opening in slow[:2]:
+        grammars.cancel(opening)
+    third = grammars.open(definitions[2], "a")
+    assert processes[1] in grammars._workers._workers, "another request waits for this grammar"
+    assert len(grammars._workers._queue) == 0, "the third one is being compiled"
+    end = time.monotonic() + 10
+    while processes[0] in grammars._workers._workers and time.monotonic() < end:
+        grammars.pump(0.05)
+    assert processes[0] not in grammars._workers._workers
+    for opening in (slow[2], third):
+        grammars.cancel(opening)
+    assert grammars.wait(grammars.open(regex("a+"), "a"))
+    assert not grammars._workers._queue._running and not slow[2].done

@@ -95,7 +95,7 @@ class Grammars:
             return opening.guides()
 
     def cancel(self, opening: Opening) -> None:
-        """Release an opening whose request has ended. Its grammar is compiled only if that has begun, or for others."""
+        """Release an opening whose request has ended. Its grammar is compiled only for others that wait for it."""
         with self._lock:
             opening.close()
             grammar = self._grammars.get(opening.key)

@@ -129,10 +129,16 @@ class WorkerPool:
         self._queue.add(grammar.tenant, worker)
 
     def forget(self, grammar: Grammar) -> None:
-        """Remove the grammar's queued workers."""
-        for worker in [worker for worker in grammar.workers if worker.queued]:
+        """Remove the grammar's workers that have not compiled it, and end those that have begun."""
+        for worker in [worker for worker in grammar.workers if not worker.compiled]:
             grammar.workers.remove(worker)
-            self._queue.remove(grammar.tenant, worker)
+            if worker.queued:
+                self._queue.remove(grammar.tenant, worker)
+                continue
+            self._queue.end(grammar.tenant)
+            if worker.link is not None and self._host is not None:
+                self._host.kill(self._by_link[worker.link.fileno()])
+                self._unlink(worker)
 
     def begin(self) -> None:
         """Fork queued workers, as far as slots are free. Workers that are idle give way, first those idle longest."""
