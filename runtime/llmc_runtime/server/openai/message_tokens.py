@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmc_runtime.logprobs import Row
+from llmc_runtime.logprobs import Logprob, LogprobRows, Row
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.server.openai.generation_response import clamped, token_text
 from llmc_runtime.server.prompting import Prompting
@@ -29,6 +29,13 @@ class ScoredToken:
         row = self.rows[self.index]
         assert row is not None  # generated tokens always have a row
         return row
+
+    @property
+    def own(self) -> Logprob:
+        """The candidate that is the token itself."""
+        own = self.rows.own(self.index) if isinstance(self.rows, LogprobRows) else self.row[self.id]
+        assert own is not None
+        return own
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class TokenTexts:
             yield self._piece(len(self._text) - self._at, self._partial)
 
     def _expect(self, token: ScoredToken) -> None:
-        shown = token_text(token.id, token.row[token.id])
+        shown = token_text(token.id, token.own)
         special = self._prompting.is_special(token.id)
         if special:
             text = shown

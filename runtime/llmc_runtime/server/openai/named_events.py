@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -9,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmc_runtime.outputs import CompletionOutput
-from llmc_runtime.server.http.lazy_json import is_lazy
+from llmc_runtime.server.http.lazy_json import SLICE_SECONDS, is_lazy
 from llmc_runtime.server.http.replies import LastEvents, named_event
 from llmc_runtime.server.openai.chat import ChatResponse, ParsedChoice
 from llmc_runtime.server.openai.generation_response import WHOLE_INTERVAL, Choice, Scores
@@ -73,8 +74,11 @@ class NamedEventsResponse(ChatResponse):
         yield LastEvents(last)
 
     async def _events(self, updates: Updates) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events up to the end of generation, and set `_last` to those after it."""
-        parser, opened = self._parser(), False
+        """Yield the events up to the end of generation, and set `_last` to those after it.
+
+        An update may have hundreds of tokens; every SLICE_SECONDS, others run.
+        """
+        parser, opened, encoding = self._parser(), False, self._serving.encoding.of(self._call.key)
         texts, message = TokenTexts(self._serving.prompting), MessageTokens()
         async with aclosing(updates) as items:  # type: ignore[type-var]
             async for index, update in items:
@@ -84,11 +88,14 @@ class NamedEventsResponse(ChatResponse):
                     for event in self._opening():
                         yield event
                 (output,) = update.outputs
-                finish = output.finish_reason
+                finish, until = output.finish_reason, time.perf_counter() + SLICE_SECONDS
                 for delta, tokens in self._parsed(output, parser, texts, message):
                     self._usage.reasoning = parser.reasoning_tokens
                     for event in self._take(delta, tokens):
                         yield event
+                    if time.perf_counter() > until:
+                        await encoding.pause()
+                        until = time.perf_counter() + SLICE_SECONDS
                 if finish is not None:
                     events, self._whole = self._closing(parser.finish_reason(finish) or "stop", output.stop_reason)
                     self._last = list(events)

@@ -50,12 +50,12 @@ class OutputItems:
     """The items of one output: reasoning, messages and function calls.
 
     `event` makes the events, and `scores` the JSON of log-probabilities. With `encrypted`, reasoning items also have
-    the field encrypted_content.
+    the field encrypted_content. The events of new text have log-probabilities only if they are streamed (`streams`).
     """
 
-    def __init__(self, event: NumberedEvents, scores: TokenScores, encrypted: bool) -> None:
+    def __init__(self, event: NumberedEvents, scores: TokenScores, encrypted: bool, streams: bool) -> None:
         self.items: list[dict[str, Any]] = []  # complete, except for the last one while it is open
-        self._event, self._scores, self._encrypted = event, scores, encrypted
+        self._event, self._scores, self._encrypted, self._streams = event, scores, encrypted, streams
         self._texts: list[str] | None = None  # pieces of the last item while it is open
         self._tokens: list[ScoredToken] = []  # tokens of that item's text, with log-probabilities
 
@@ -131,7 +131,7 @@ class OutputItems:
             yield self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
         else:
             self._tokens += tokens
-            logprobs = list(_Entries(tokens, self._scores, with_bytes=False))
+            logprobs = list(_Entries(tokens, self._scores, with_bytes=False)) if self._streams else []
             yield self._event("response.output_text.delta", **place, content_index=0, delta=text, logprobs=logprobs)
 
     def _open(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
@@ -193,7 +193,8 @@ class ResponsesResponse(NamedEventsResponse):
             chat = to_chat(request, [], [])
         super().__init__(serving, chat, replace(call, repeats=_REPEATS) if request.stream else call, job)
         self._event = NumberedEvents()
-        self._output = OutputItems(self._event, self._token_scores(), ENCRYPTED in (request.include or ()))
+        encrypted, streams = ENCRYPTED in (request.include or ()), bool(request.stream)
+        self._output = OutputItems(self._event, self._token_scores(), encrypted, streams)
 
     def _earlier(self) -> bytes:
         """See ChatResponse. Nothing keeps these bytes: they may be many, and are not counted."""
