@@ -1,4 +1,4 @@
-"""Responses with log-probabilities: the event loop serves others while the tokens of a large update are processed."""
+"""Responses with log-probabilities: the event loop serves others while many tokens are processed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ pytest.importorskip("starlette")
 from llmc_runtime.logprobs import LogprobRows
 from llmc_runtime.outputs import CompletionOutput
 from llmc_runtime.sched.packed_logprobs import PackedLogprobs, TokenLogprobs
+from llmc_runtime.server.http.lazy_json import PAUSE_BYTES, Encoding, Lazy
+from llmc_runtime.server.http.replies import Events
 from llmc_runtime.server.openai import named_events
 from llmc_runtime.server.openai.message_tokens import ScoredToken, TokenScores, TokenTexts
 from llmc_runtime.server.openai.responses import NumberedEvents, OutputItems
@@ -55,11 +57,12 @@ def test_a_response_that_is_not_streamed_makes_log_probabilities_once(rows: Logp
             assert list(events)[-1]["delta"] == "ab"
 
 
-class Encoding:
-    def __init__(self) -> None:
-        self.pauses = 0
+class Counting(Encoding):
+    """Counts the pauses."""
 
-    def of(self, key: str) -> Encoding:
+    pauses = 0
+
+    def of(self, key: str) -> Counting:
         return self
 
     async def pause(self) -> None:
@@ -68,7 +71,7 @@ class Encoding:
 
 def test_others_run_while_an_update_is_processed(monkeypatch: pytest.MonkeyPatch, rows: LogprobRows) -> None:
     monkeypatch.setattr(named_events, "SLICE_SECONDS", 0.0)
-    encoding = Encoding()
+    encoding = Counting()
     parser = SimpleNamespace(take=lambda text, tokens, final: Delta(content=text), reasoning_tokens=0)
     response: Any = SimpleNamespace(
         _parser=lambda: parser, _serving=SimpleNamespace(encoding=encoding, prompting=PROMPTING),
@@ -85,3 +88,21 @@ def test_others_run_while_an_update_is_processed(monkeypatch: pytest.MonkeyPatch
 
     assert asyncio.run(events()) == ["ab"] * COUNT
     assert encoding.pauses == COUNT
+
+
+def test_others_run_between_small_chunks_with_log_probabilities() -> None:
+    """Each chunk is encoded in less than a slice, and the next one is there already."""
+    entries = [{"token": "ab", "logprob": -1.0}] * 20
+    encoding, written = Counting(), list[bytes]()
+
+    async def chunks() -> AsyncIterator[Any]:
+        for _ in range(COUNT):
+            yield {"logprobs": Lazy(entries)}
+
+    async def write(data: bytes) -> None:
+        written.append(data)
+
+    asyncio.run(Events(chunks(), encoding, lambda: None)._write(write))
+    size = sum(map(len, written))
+    assert len(written) >= COUNT and size > 10 * PAUSE_BYTES
+    assert encoding.pauses >= size // (PAUSE_BYTES + max(map(len, written))) - 1

@@ -228,13 +228,14 @@ class Events(Stream):
                     elif is_lazy(chunk):
                         async for part in self._encoding.parts(chunk, _event_prefix(chunk), b"\n\n"):
                             await write(part)
+                            unpaused += len(part)
                     else:
                         encoded = event(chunk)
                         await write(encoded)
                         unpaused += len(encoded)
-                        if unpaused > PAUSE_BYTES:  # taking chunks need not wait, and would block the loop
-                            await self._encoding.pause()
-                            unpaused = 0
+                    if unpaused > PAUSE_BYTES:  # taking chunks need not wait, and would block the loop
+                        await self._encoding.pause()
+                        unpaused = 0
                 return last_events + self._end
             except Exception as e:
                 return last_events + self._error_event(e)
