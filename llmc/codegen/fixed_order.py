@@ -1,7 +1,8 @@
 """The choice of kernels under --deterministic: all entry points sum the elements of a value in the same order.
 
 A kernel names the order of its sums (`Kernel.reduction_order`). A node is the same computation in the graph of prompts,
-in those of decoding and in those that verify drafts, if op, module and weights are the same; all of them use one order.
+in those of decoding and in those that verify drafts, if op, module and weights (or, without any, the size of a row) are
+the same; all of them use one order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llmc.ir.graph import Graph, Node
 from llmc.targets.target import Target
 
 Orders = dict[str, float]  # the order of sums -> time of the best candidate with it, relative to the best of all
-Key = tuple[str, str, tuple[str, ...]]  # op, module, weights
+Key = tuple[str, str, tuple[str, ...]]  # op, module, and weights or the size of a row
 ATTENTION = ("paged_attention", "paged_attention_parts")  # one computation, whole or in parts
 FAMILIES = ("step", "decode", "verify")  # prefixes of the names of the model's own entry points
 
@@ -60,7 +61,8 @@ def key_of(g: Graph, n: Node) -> Key:
     prefix = "" if _is_own(g.name) else f"{g.name} "
     if n.op.name in ATTENTION:  # a sink is an operand of attention_combine if there are parts
         return prefix + ATTENTION[0], n.loc, ()
-    return prefix + n.op.name, n.loc, tuple(v.name for v in n.operands if v.weight)
+    weights = tuple(v.name for v in n.operands if v.weight)
+    return prefix + n.op.name, n.loc, weights or tuple(str(v.type.shape[-1]) for v in n.operands[:1] if v.type.rank)
 
 
 def _is_own(graph: str) -> bool:

@@ -40,6 +40,22 @@ def test_the_fastest_common_order() -> None:
     assert agreed(step, decode, *other) == ["b", "b", "a", "a"]
 
 
+def test_rows_of_different_sizes_are_different_computations() -> None:
+    """Such as the roundings of activations before two products of one layer."""
+
+    def rounding(graph: str, columns: int, order: str) -> Member:
+        g = Graph(graph)
+        x = g.input("x", tensor("bf16", D("T"), columns))
+        return (
+            g,
+            g.add(OPS["round_groups"], [x], {"body": "a0", "dtype": "f8e4m3", "group": 64}, loc="layer"),
+            {order: 1.0},
+        )
+
+    narrow, wide = ([rounding(g, *of) for g in ("step", "decode")] for of in ((128, "a"), (384, "b")))
+    assert agreed(*narrow, *wide) == ["a", "a", "b", "b"]
+
+
 def test_no_common_order() -> None:
     with pytest.raises(Diagnostic, match="@step add in the orders a, those of @decode in b") as e:
         agreed(member("step", {"a": 1.0}), member("decode", {"b": 1.0}))
