@@ -163,7 +163,8 @@ def check_files(folder: Path) -> None:
         if (size := path.stat().st_size) > MAX_COPIED_BYTES:
             raise Diagnostic("E308", f"{path} has {size} bytes, over the limit of {MAX_COPIED_BYTES}", DOWNLOAD_AGAIN)
         if is_pointer(path):
-            raise Diagnostic("E308", *unsupported.lfs_pointer(path))
+            cause, remedy = unsupported.lfs_pointer(path)
+            raise Diagnostic("E308", cause, remedy)
         if not any(target.is_relative_to(root) for root in inside):
             cause = f"{path} is a link to {target}, outside of the folder"
             raise Diagnostic("E308", cause, "copy the folder with its links followed: cp -rL")
@@ -184,7 +185,8 @@ def check_weights(folder: Path) -> None:
         raise unsupported.refuse_weights(names, str(folder))
     for path in sorted(folder.glob("*.safetensors")):
         if is_pointer(path):
-            raise Diagnostic("E320", *unsupported.lfs_pointer(path))
+            cause, remedy = unsupported.lfs_pointer(path)
+            raise Diagnostic("E320", cause, remedy)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tests.runtime.async_kit import fake, last, run
 from tests.runtime.served import until
 from tests.runtime.test_server_load import LONG, Command
 
+ENGINE = "fake_engine.py"  # of the engine's command
 SERVE = str(Path(__file__).parents[1] / "attacks" / "fake_serve.py")
 CALM = {"heartbeat_timeout": 20.0, "restart_delay": 0.0}
 
@@ -38,9 +39,9 @@ def serving(max_restarts: int, *options: str, **settings: Any) -> Command:
 
 
 def engine_of(command: Command) -> int:
-    """The id of the engine process."""
+    """The id of the engine process; a child that is about to become a text process still has the server's command."""
     children = psutil.Process(command.process.pid).children()
-    return max(child.pid for child in children if "server.text_pool" not in " ".join(child.cmdline()))
+    return next(child.pid for child in children if any(ENGINE in word for word in child.cmdline()))
 
 
 def healthy(url: str) -> bool:
