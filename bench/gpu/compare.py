@@ -42,7 +42,7 @@ class Side:
     artifacts: Path
 
     def run(self, part: str, model: str, out: Path, options: list[str], seconds: float) -> list[Row]:
-        """Measure one part of a model ("engine" or "start") and return its rows; a failed run returns what it wrote."""
+        """Measure a part of a model (engine, first, start) and return its rows; a failed run returns what it wrote."""
         if part == "first":
             return self.first(model, seconds)
         command = [sys.executable, "-m", "bench.gpu.worker", part, model, "{}"]

@@ -23,6 +23,7 @@ _BACK = (
     "fuse-norm-quantized, select, pack, lift-weights, cse, dce, memory"
 )
 _TERA = 1e12
+REGISTERS = 1 << 16  # registers of 32 bits of a multiprocessor of NVIDIA's
 
 
 def _record(

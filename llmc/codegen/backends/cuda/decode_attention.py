@@ -13,6 +13,7 @@ from llmc.codegen.kernel import READ_BEFORE_WAIT, Map, Schedule
 from llmc.codegen.paged_problem import F8, PagedProblem, reject_types
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
+from llmc.targets.gpu_targets import REGISTERS
 from llmc.targets.target import PDL, Target
 
 WHOLE, SPLIT, SINGLE = "paged_attention", "paged_attention_split", "paged_attention_single"
@@ -22,8 +23,7 @@ SWIZZLES: Mapping[int, int] = MappingProxyType({128: 3, 64: 2})  # bytes per row
 MAX_HEAD, MAX_GROUP = 256, 16  # maximum elements per head, and query heads per key head
 SCHEDULES = ((4, 2), (4, 1), (2, 2), (4, 3), (2, 3), (2, 4), (8, 1), (4, 4))  # (warps, stages)
 RESERVED = 1024  # bytes of shared memory that CUDA reserves for each block
-# Registers per multiprocessor; at most per thread; and of a thread besides its sums and queries.
-REGISTERS, MAX_REGISTERS, OTHER_REGISTERS = 64 << 10, 255, 72
+MAX_REGISTERS, OTHER_REGISTERS = 255, 72  # maximum registers per thread; those of a thread besides sums and queries
 CONTEXT = 1024  # tokens per row that the cost rule assumes
 WARPS, LARGE_TILE = 4, 16 << 10  # warps per block with which an H200 was fastest; bytes of a large tile
 _READS, _START_US = 0.97, 4.0  # share of the bandwidth that is reached; time of a launch

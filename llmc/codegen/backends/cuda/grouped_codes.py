@@ -20,6 +20,7 @@ from llmc.ir.ops.moe import gate
 from llmc.ir.ops.packed_codes import BLOCK
 from llmc.ir.ops.quantized_moe import EIGHT, OF_CODES
 from llmc.passes.analysis import Origin, origin
+from llmc.targets.gpu_targets import REGISTERS
 from llmc.targets.target import Target
 
 PLAIN = ("quantized_moe_up", "quantized_moe_down")
@@ -27,7 +28,6 @@ PACKED = ("fragments_moe_up", "fragments_moe_down")
 SCALES = ("bf16", "f16")
 GROUP_SIZE_M = 16  # tiles of rows that are processed together, to share tiles of the weights in the L2 cache
 MAX_STAGES, MIN_STAGES = 12, 4  # buffers of the ring
-REGISTERS = 65536  # registers per multiprocessor
 MAX_SCALED_TOKENS = 32  # up to so many tokens per tile, scales multiply the sums instead of the factors
 OTHER_REGISTERS = 40  # registers of a consumer's thread besides factors and sums
 # Fitted to measurements on an H200 (bench.gpu.experts). A unit is a block of 64 rows and 64 columns of codes.

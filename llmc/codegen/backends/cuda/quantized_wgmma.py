@@ -15,6 +15,7 @@ from llmc.codegen.product import sufficient_tile
 from llmc.ir.dim import D, Dim
 from llmc.ir.graph import Node
 from llmc.ir.ops.packed_codes import BLOCK
+from llmc.targets.gpu_targets import REGISTERS
 from llmc.targets.target import Target
 
 TOKENS = (8, 16, 32, 64, 128, 256)  # tokens per tile
@@ -28,8 +29,8 @@ MAX_SLICED_TOKENS, MAX_CONSUMERS = 64, 4  # with several slices: maximum tokens 
 # Minimum buffers with several slices: with two, NVCC 13.0 converts codes into registers that a product still reads.
 MIN_SLICED_STAGES = 3
 RESIDENT = (2, 3, 4, 1, 6, 8)  # blocks per multiprocessor that a schedule leaves room for, best guess first
-MAX_THREADS, MAX_REGISTERS = 2048, 65536  # per multiprocessor
-REGISTERS = ((32, 96), (128, 136), (256, 168))  # (maximum tokens per tile, registers per thread)
+MAX_THREADS = 2048  # per multiprocessor
+THREAD_REGISTERS = ((32, 96), (128, 136), (256, 168))  # (maximum tokens per tile, registers per thread)
 # Fitted to 950 measurements on an H200 (bench.gpu.quantized_products):
 _START_US = 2.68  # start of a block
 _STEP_US = 0.419  # latency of a step
@@ -70,9 +71,9 @@ class TiledProduct(FragmentProduct):
     def resident(self, s: Schedule, target: Target) -> int:
         """Return the number of resident blocks per multiprocessor."""
         threads = self.consumers(s) * WARPGROUP + self.producer(s)
-        registers = next(count for tokens, count in REGISTERS if s["tokens"] <= tokens)
+        registers = next(count for tokens, count in THREAD_REGISTERS if s["tokens"] <= tokens)
         fit = target.limits.shared // (self.shared(s) + ALIGN), MAX_THREADS // threads
-        return max(1, min(*fit, MAX_REGISTERS // (threads * registers)))
+        return max(1, min(*fit, REGISTERS // (threads * registers)))
 
     def shared(self, s: Schedule) -> int:
         """Return the bytes of shared memory, which holds the ring of buffers and, at the end, the sums."""

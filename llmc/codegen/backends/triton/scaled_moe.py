@@ -12,13 +12,13 @@ from llmc.codegen.expert_stack import chosen_experts, row_blocks
 from llmc.codegen.kernel import Schedule
 from llmc.ir.dtype import DTYPES, FLOATS, INTS
 from llmc.ir.graph import Node
+from llmc.targets.gpu_targets import REGISTERS
 from llmc.targets.target import Target
 
 STEPS = (128, 256, 64, 32)  # columns of a step; tl.dot needs 32 columns of 8 bits
 # bn, warps, stages.
 TILES = ((32, 4, 4), (64, 4, 4), (64, 4, 3), (128, 8, 3), (16, 4, 3))
 MAX_SUMS = 64  # maximum float32 sums per thread with separate sums per group; half of the usual maximum
-REGISTERS = 1 << 16  # of a multiprocessor
 OTHER_REGISTERS = 40  # registers of a thread besides its sums
 # Fitted to measurements on an H200 (cost_us):
 _BLOCK = 80 * 128  # elements of a block that reaches _BLOCK_SHARE of the peak
@@ -95,7 +95,7 @@ class ScaledGrouped(Grouped):
         """Predict microseconds from three times that overlap in part.
 
         They are the time of moving all bytes, that of the arithmetic, and that of the steps of one program, as many
-        times as each multiprocessor has programs one after another. The choices are on average 4 % slower than the
+        times as each multiprocessor has programs one after another. The choices are on average 3 % slower than the
         best of 2,048 measurements on an H200: 1 to 4,096 tokens of Qwen3-30B-A3B, with scales of rows and of blocks.
         """
         p, s = self.experts(node), schedule
